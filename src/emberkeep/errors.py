@@ -1,0 +1,50 @@
+"""Every error that Emberkeep raises on purpose.
+
+One root, `EmberkeepError`. The class states what kind of thing went wrong and carries the exit
+code of the command line; the message names what, where, and the remedy. Library code raises the
+narrowest class; the command line prints the message as one line and exits with the code.
+"""
+
+from __future__ import annotations
+
+
+class EmberkeepError(Exception):
+    """The root. Catch it to catch everything Emberkeep raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(EmberkeepError):
+    """A value that the user gave cannot work; nothing has been done yet."""
+
+    exit_code = 2
+
+
+class DataError(EmberkeepError):
+    """Input data is malformed; the message names the file and the line."""
+
+    exit_code = 3
+
+
+class IdError(EmberkeepError):
+    """An id does not belong to its table; no row was changed."""
+
+    exit_code = 4
+
+
+class GradientError(EmberkeepError):
+    """A gradient is NaN or infinite; no row was changed."""
+
+    exit_code = 5
+
+
+class TableFullError(EmberkeepError):
+    """A dynamic table has no room for a new id; no row was changed."""
+
+    exit_code = 6
+
+
+class StateError(EmberkeepError):
+    """Saved state does not fit what it is loaded into; nothing was loaded."""
+
+    exit_code = 7

@@ -1,0 +1,121 @@
+"""How kernels are compiled and where the machine code is kept.
+
+`kernel` compiles a function serially, without the GIL, and caches the result on disk: beside the
+source, or in the user's cache directory where the source cannot be written, or in
+`NUMBA_CACHE_DIR` if that is set. A cache that is full but read-only is used as it is. The first
+compilation of a process is announced once on stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import caching, config, event
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@functools.cache
+def _source_stamp() -> bytes:
+    """A digest of all kernel sources: a kernel inlines others, so any change voids all of them."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+class _Locator(caching.InTreeCacheLocator):  # type: ignore[misc]
+    """The first directory that can be written, or failing that one that already holds kernels."""
+
+    def get_source_stamp(self) -> bytes:
+        return _source_stamp()
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator | None:
+        found = []
+        for path in _cache_directories(py_file):
+            locator = cls(py_func, py_file)
+            locator._cache_path = path
+            found.append(locator)
+        for locator in found:
+            try:
+                locator.ensure_cache_path()
+            except OSError:
+                # A warm cache on a read-only medium: numba only needs to read it.
+                if any(Path(locator._cache_path).glob("*.nbi")):
+                    return locator
+            else:
+                return locator
+        return None
+
+
+def _cache_directories(py_file: str) -> list[str]:
+    if config.CACHE_DIR:
+        below = _Locator.get_suitable_cache_subpath(py_file)
+        return [os.path.join(config.CACHE_DIR, below)]
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    tag = hashlib.sha1(os.path.dirname(os.path.abspath(py_file)).encode()).hexdigest()[:12]
+    return [
+        os.path.join(os.path.dirname(py_file), "__pycache__"),
+        os.path.join(user, "emberkeep", f"kernels-{tag}"),
+    ]
+
+
+class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_Locator]  # noqa: RUF012
+
+
+class _KernelCache(caching.FunctionCache):  # type: ignore[misc]
+    _impl_class = _Implementation
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            return  # a read-only or full cache directory costs time, never the result
+
+
+class _Announcer(event.Listener):  # type: ignore[misc]
+    """Says once per process that kernels are being compiled (a cache hit compiles nothing)."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def on_start(self, event: Any) -> None:
+        module = getattr(event.data["dispatcher"].py_func, "__module__", "")
+        if not module.startswith("emberkeep."):
+            return
+        if self.compiled == 0 and not os.environ.get("EMBERKEEP_QUIET"):
+            print("emberkeep: compiling kernels, first run only", file=sys.stderr, flush=True)
+        self.compiled += 1
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+announcer = _Announcer()
+event.register("numba:compile", announcer)
+
+
+def kernel(function: _Function) -> _Function:
+    """A serial kernel: `njit(nogil=True)`, cached on disk, callable from other kernels."""
+    compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    try:
+        compiled._cache = _KernelCache(function)
+    except RuntimeError:
+        pass  # no directory at all: kernels are compiled in every process
+    return cast(_Function, compiled)
+
+
+def inline(function: _Function) -> _Function:
+    """A helper that only kernels call; compiled as part of them."""
+    return cast(
+        _Function, numba.njit(nogil=True, error_model="numpy", inline="never")(function)
+    )

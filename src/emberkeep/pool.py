@@ -1,0 +1,139 @@
+"""A small pool of threads that run serial kernels over disjoint ranges.
+
+Kernels release the GIL, so Python threads are enough; numba's own threading layers are not used
+because they abort when called from several threads or after a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from emberkeep.errors import ConfigError
+
+Task = Callable[[], object]
+
+
+def default_threads() -> int:
+    """`EMBERKEEP_THREADS`, else the cores that this process may use."""
+    given = os.environ.get("EMBERKEEP_THREADS")
+    if given is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"EMBERKEEP_THREADS must be a whole number from 1 up, not {given!r}")
+    return int(given)
+
+
+class _Join:
+    """Counts tasks down and keeps the first error."""
+
+    __slots__ = ("done", "error", "left", "lock")
+
+    def __init__(self, tasks: int) -> None:
+        self.left = tasks
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def finish(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.error = self.error or error
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self.done.release()
+
+
+class Pool:
+    """Runs tasks on `threads` threads, the caller being one of them.
+
+    Safe to call from several threads at once, and in a forked child: the child starts threads of
+    its own on first use. A task must not call `run` of the same pool.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = default_threads() if threads is None else threads
+        if self.threads < 1:
+            raise ConfigError(f"threads must be 1 or more, not {threads}")
+        self._reset()
+
+    def _reset(self) -> None:
+        self._queue: SimpleQueue[tuple[Task, _Join]] = SimpleQueue()
+        self._started = False
+        self._start_lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def _start(self) -> None:
+        if os.getpid() != self._pid:  # a forked child inherits the queue but none of the threads
+            self._reset()
+        with self._start_lock:
+            if not self._started:
+                for i in range(self.threads - 1):
+                    threading.Thread(
+                        target=_work, args=(self._queue,), name=f"emberkeep-{i}", daemon=True
+                    ).start()
+                self._started = True
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Runs all tasks and returns when each has ended; raises the first error."""
+        if self.threads == 1 or len(tasks) == 1:
+            for task in tasks:
+                task()
+            return
+        if not tasks:
+            return
+        if not self._started or os.getpid() != self._pid:
+            self._start()
+        join = _Join(len(tasks))
+        for task in tasks[1:]:
+            self._queue.put((task, join))
+        _run_one(tasks[0], join)
+        # The caller helps instead of sleeping while tasks wait in the queue.
+        while not self._queue.empty():
+            try:
+                task, other = self._queue.get_nowait()
+            except Exception:  # another thread was faster
+                break
+            _run_one(task, other)
+        join.done.acquire()
+        if join.error is not None:
+            raise join.error
+
+
+def _run_one(task: Task, join: _Join) -> None:
+    try:
+        task()
+    except BaseException as error:
+        join.finish(error)
+    else:
+        join.finish(None)
+
+
+def _work(queue: SimpleQueue[tuple[Task, _Join]]) -> None:
+    while True:
+        task, join = queue.get()
+        _run_one(task, join)
+        del task, join
+
+
+_shared: Pool | None = None
+_shared_lock = threading.Lock()
+
+
+def shared() -> Pool:
+    """The pool that is used where none is given."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Pool()
+        return _shared
+
+
+def spans(total: int, parts: int, least: int = 1) -> list[tuple[int, int]]:
+    """Cuts range(total) into at most `parts` contiguous spans of at least `least` items."""
+    parts = max(1, min(parts, total // max(least, 1)))
+    bounds = [total * i // parts for i in range(parts + 1)]
+    return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
