@@ -1,0 +1,64 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once and renewed when
+# pyproject.toml or constraints.txt change. `make PYTHON=python3.12 test` chooses the interpreter.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.emberkeep-ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CHECKED := src tests benchmarks
+
+.PHONY: help demo test soak lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## train a small model on synthetic data, about a minute
+	@$(BIN)/emberkeep train --demo
+
+test: $(READY) ## run all tests but the long ones
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" tests
+
+soak: $(READY) ## run the long random tests
+	@$(BIN)/python -m pytest -m soak tests
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check $(CHECKED)
+	@$(BIN)/ruff format --check $(CHECKED)
+	@$(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite the sources
+	@$(BIN)/ruff check --fix $(CHECKED)
+	@$(BIN)/ruff format $(CHECKED)
+
+bench: $(READY) ## run every benchmark and write benchmarks/results (QUICK=1: short runs, no files)
+	@$(PIP) install -c constraints.txt -e '.[bench]' \
+	    || echo "make: the peers of the benchmarks cannot be installed here; their rows are left out"
+	@for benchmark in benchmarks/[a-z]*.py; do \
+	    echo "== $$benchmark"; $(BIN)/python $$benchmark $(if $(QUICK),--quick); \
+	done
+
+clean: ## remove the virtual environment, caches and build output
+	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null \
+	    || { echo "make: no $(PYTHON) here; name one with: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "make: Emberkeep needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	              "name another with: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes if torch must be downloaded)"
+# Some systems ship venv without pip: the pip that is there then installs into the new environment.
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	    || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
+	    || $(PYTHON) -m pip --quiet --python $(BIN)/python install pip
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
