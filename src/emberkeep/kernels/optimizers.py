@@ -1,0 +1,174 @@
+"""One kernel per optimizer: unique rows, aggregated gradients, every plane updated in one pass.
+
+Arithmetic is float32 in the order that torch's sparse optimizers use, so results agree with them
+up to fused multiply-adds. Powers are by repeated multiplication: the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._memory import prefetch_row, set_bit, test_bit
+from emberkeep.kernels.hashing import F32, I64, U64
+from emberkeep.kernels.initial import AHEAD
+from emberkeep.kernels.rows import I32
+
+_ONE = np.float32(1.0)
+
+
+@kernel
+def fill_untouched(
+    rows: I64, touched: U64, start: int, stop: int, value: np.float32, plane_RW: F32
+) -> None:
+    """Gives an optimizer plane of rows that were never touched its initial value."""
+    for i in range(start, stop):
+        row = rows[i]
+        if not test_bit(touched, row):
+            for d in range(plane_RW.shape[1]):
+                plane_RW[row, d] = value
+
+
+@kernel
+def sgd(rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, weight_RD: F32) -> None:
+    for i in range(start, stop):
+        row = rows[i]
+        if i + AHEAD < stop:
+            prefetch_row(weight_RD, rows[i + AHEAD])
+        for d in range(weight_RD.shape[1]):
+            weight_RD[row, d] -= lr * grads_UD[i, d]
+
+
+@kernel
+def momentum(
+    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, factor: np.float32,
+    nesterov: bool, weight_RD: F32, momentum_RD: F32,
+) -> None:
+    for i in range(start, stop):
+        row = rows[i]
+        if i + AHEAD < stop:
+            prefetch_row(weight_RD, rows[i + AHEAD])
+            prefetch_row(momentum_RD, rows[i + AHEAD])
+        for d in range(weight_RD.shape[1]):
+            velocity = factor * momentum_RD[row, d] + grads_UD[i, d]
+            momentum_RD[row, d] = velocity
+            change = grads_UD[i, d] + factor * velocity if nesterov else velocity
+            weight_RD[row, d] -= lr * change
+
+
+@kernel
+def adagrad(
+    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, eps: np.float32,
+    weight_RD: F32, accumulator_RD: F32,
+) -> None:
+    for i in range(start, stop):
+        row = rows[i]
+        if i + AHEAD < stop:
+            prefetch_row(weight_RD, rows[i + AHEAD])
+            prefetch_row(accumulator_RD, rows[i + AHEAD])
+        for d in range(weight_RD.shape[1]):
+            g = grads_UD[i, d]
+            total = accumulator_RD[row, d] + g * g
+            accumulator_RD[row, d] = total
+            weight_RD[row, d] -= lr * (g / (np.sqrt(total) + eps))
+
+
+@kernel
+def row_wise_adagrad(
+    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, eps: np.float32,
+    weight_RD: F32, accumulator_R1: F32,
+) -> None:
+    """The accumulator of a row is the running sum of the mean square of its gradient."""
+    dim = weight_RD.shape[1]
+    for i in range(start, stop):
+        row = rows[i]
+        if i + AHEAD < stop:
+            prefetch_row(weight_RD, rows[i + AHEAD])
+            prefetch_row(accumulator_R1, rows[i + AHEAD])
+        # Four partial sums in a fixed order: independent additions, the same bits every time.
+        a = np.float32(0.0)
+        b = np.float32(0.0)
+        c = np.float32(0.0)
+        e = np.float32(0.0)
+        whole = dim & ~3
+        for d in range(0, whole, 4):
+            a += grads_UD[i, d] * grads_UD[i, d]
+            b += grads_UD[i, d + 1] * grads_UD[i, d + 1]
+            c += grads_UD[i, d + 2] * grads_UD[i, d + 2]
+            e += grads_UD[i, d + 3] * grads_UD[i, d + 3]
+        for d in range(whole, dim):
+            a += grads_UD[i, d] * grads_UD[i, d]
+        total = accumulator_R1[row, 0] + ((a + b) + (c + e)) / np.float32(dim)
+        accumulator_R1[row, 0] = total
+        rate = lr / (np.sqrt(total) + eps)
+        for d in range(dim):
+            weight_RD[row, d] -= rate * grads_UD[i, d]
+
+
+@inline
+def _power(base: float, exponent: int) -> float:
+    result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+@kernel
+def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> float:
+    """The step size with both bias corrections folded in, as torch's SparseAdam folds them."""
+    return lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step))
+
+
+@kernel
+def adam(
+    rows: I64, grads_UD: F32, offsets_T: I64, rates_T: F32, start: int, stop: int, lr: float,
+    beta1: float, beta2: float, eps: np.float32, weight_RD: F32, first_RD: F32, second_RD: F32,
+    step_R1: I32,
+) -> None:
+    """Adam with the step of the table (`rates_T`), or of the row where `step_R1` has rows."""
+    dim = weight_RD.shape[1]
+    keep1 = np.float32(1.0 - beta1)
+    keep2 = np.float32(1.0 - beta2)
+    for t in range(rates_T.size):
+        rate = rates_T[t]
+        for i in range(max(start, offsets_T[t]), min(stop, offsets_T[t + 1])):
+            row = rows[i]
+            if i + AHEAD < stop:
+                prefetch_row(weight_RD, rows[i + AHEAD])
+                prefetch_row(first_RD, rows[i + AHEAD])
+                prefetch_row(second_RD, rows[i + AHEAD])
+            if step_R1.shape[0] > 0:
+                step_R1[row, 0] += 1
+                rate = np.float32(adam_rate(lr, beta1, beta2, np.int64(step_R1[row, 0])))
+            for d in range(dim):
+                g = grads_UD[i, d]
+                first = (g - first_RD[row, d]) * keep1 + first_RD[row, d]
+                second = (g * g - second_RD[row, d]) * keep2 + second_RD[row, d]
+                first_RD[row, d] = first
+                second_RD[row, d] = second
+                weight_RD[row, d] -= rate * (first / (np.sqrt(second) + eps))
+
+
+@kernel
+def clip_rows(rows: I64, start: int, stop: int, max_norm: float, weight_RD: F32) -> None:
+    """Scales each row whose norm exceeds `max_norm` back to it."""
+    for i in range(start, stop):
+        row = rows[i]
+        square = 0.0
+        for d in range(weight_RD.shape[1]):
+            square += np.float64(weight_RD[row, d]) * np.float64(weight_RD[row, d])
+        if square > max_norm * max_norm:
+            scale = np.float32(max_norm / np.sqrt(square))
+            for d in range(weight_RD.shape[1]):
+                weight_RD[row, d] *= scale
+
+
+@kernel
+def mark(rows: I64, start: int, stop: int, touched: U64, dirty: U64) -> None:
+    """Sets the touched and the dirty bit of the rows at positions start..stop."""
+    for i in range(start, stop):
+        set_bit(touched, rows[i])
+        set_bit(dirty, rows[i])

@@ -1,0 +1,318 @@
+"""From the ids of a batch to its unique rows, to pooled outputs, and back to gradients.
+
+Positions: `N` lookups lie table by table, within a table feature by feature, within a feature
+sample by sample. `U` unique ids lie table by table, each table's in the order of first
+occurrence. Every sum runs over lookups in lookup order, so no result depends on how the work was
+cut into ranges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._memory import prefetch_row
+from emberkeep.kernels.hashing import F32, I64, U64, hash_id
+from emberkeep.kernels.initial import AHEAD
+
+I32 = npt.NDArray[np.int32]
+F64 = npt.NDArray[np.float64]
+
+_ONE = np.uint64(1)
+_EXPONENT = np.uint32(0x7F800000)
+
+
+@kernel
+def dedupe(
+    ids_N: I64, offsets_T: I64, first: int, last: int, unique_N: I64, inverse_N: I32,
+    counts_T: I64,
+) -> None:
+    """Finds the unique ids of tables first..last.
+
+    The uniques of table t start at `offsets_T[t]` of `unique_N`; `inverse_N` counts from there.
+    """
+    longest = 0
+    for t in range(first, last):
+        longest = max(longest, offsets_T[t + 1] - offsets_T[t])
+    size = 16
+    while size < 2 * longest:
+        size *= 2
+    scratch = np.empty(size, np.int32)
+    for t in range(first, last):
+        start = offsets_T[t]
+        stop = offsets_T[t + 1]
+        size = 16
+        while size < 2 * (stop - start):
+            size *= 2
+        mask = np.uint64(size - 1)
+        scratch[:size] = -1
+        found = 0
+        for i in range(start, stop):
+            identity = ids_N[i]
+            at = hash_id(identity) & mask
+            while True:
+                u = scratch[at]
+                if u < 0:
+                    scratch[at] = found
+                    unique_N[start + found] = identity
+                    inverse_N[i] = found
+                    found += 1
+                    break
+                if unique_N[start + u] == identity:
+                    inverse_N[i] = u
+                    break
+                at = (at + _ONE) & mask
+        counts_T[t] = found
+
+
+@kernel
+def compact(unique_N: I64, offsets_T: I64, starts_T: I64, unique_U: I64) -> None:
+    """Moves each table's uniques together: table t from `offsets_T[t]` to `starts_T[t]`."""
+    for t in range(starts_T.size - 1):
+        count = starts_T[t + 1] - starts_T[t]
+        for i in range(count):
+            unique_U[starts_T[t] + i] = unique_N[offsets_T[t] + i]
+
+
+@kernel
+def group_lookups(
+    inverse_N: I32, offsets_T: I64, starts_T: I64, features_T: I64, firsts_F: I64, lengths_F: I64,
+    ends_FB: I64, columns_F: I64, width: int, batch: int, scales_N: F32, first: int, last: int,
+    ends_U: I64, bags_N: I32, bag_scales_N: F32,
+) -> None:
+    """Lists, for each unique row of tables first..last, the bags it was looked up for.
+
+    Row u was looked up for the bags `bags_N[ends_U[u - 1] : ends_U[u]]` (from 0 for the first),
+    in lookup order, with scales at the same places of `bag_scales_N` where there are any. A bag
+    is named by its row b * width + column of the output.
+    """
+    scaled = scales_N.size > 0
+    for t in range(first, last):
+        base = starts_T[t]
+        for u in range(base, starts_T[t + 1]):
+            ends_U[u] = 0
+        for i in range(offsets_T[t], offsets_T[t + 1]):
+            ends_U[base + inverse_N[i]] += 1
+        at = offsets_T[t]
+        for u in range(base, starts_T[t + 1]):
+            count = ends_U[u]
+            ends_U[u] = at
+            at += count
+        for f in range(features_T[t], features_T[t + 1]):
+            low = firsts_F[f]
+            for b in range(batch):
+                high = low + lengths_F[f] if lengths_F[f] >= 0 else firsts_F[f] + ends_FB[f, b]
+                for i in range(low, high):
+                    u = base + inverse_N[i]
+                    bags_N[ends_U[u]] = b * width + columns_F[f]
+                    if scaled:
+                        bag_scales_N[ends_U[u]] = scales_N[i]
+                    ends_U[u] += 1
+                low = high
+
+
+@kernel
+def gather(
+    rows_UD: F32, inverse_N: I32, base: int, first: int, start: int, stop: int, out_ND: F32
+) -> None:
+    """Without pooling: the row of each lookup start..stop of a feature that begins at `first`."""
+    columns = rows_UD.shape[1]
+    for i in range(start, stop):
+        u = base + inverse_N[first + i]
+        for d in range(columns):
+            out_ND[i, d] = rows_UD[u, d]
+
+
+@kernel
+def pool(
+    rows_UD: F32, inverse_N: I32, bases_F: I64, firsts_F: I64, lengths_F: I64, ends_FB: I64,
+    scales_N: F32, columns_F: I64, start: int, stop: int, out_BFD: F32,
+) -> None:
+    """Sums the rows of each bag of samples start..stop, times their scales where there are any.
+
+    Feature f has bags of `lengths_F[f]` lookups each, or, where that is -1, bags that end at
+    `ends_FB[f, b]`, counted from the feature's first lookup.
+    """
+    dim = rows_UD.shape[1]
+    scaled = scales_N.size > 0
+    one_hot = not scaled
+    for f in range(bases_F.size):
+        one_hot = one_hot and lengths_F[f] == 1
+    if one_hot:
+        for b in range(start, stop):
+            for f in range(bases_F.size):
+                u = bases_F[f] + inverse_N[firsts_F[f] + b]
+                column = columns_F[f]
+                for d in range(dim):
+                    out_BFD[b, column, d] = rows_UD[u, d]
+        return
+    for b in range(start, stop):
+        for f in range(bases_F.size):
+            base = bases_F[f]
+            column = columns_F[f]
+            length = lengths_F[f]
+            if length >= 0:
+                low = firsts_F[f] + b * length
+                high = low + length
+            else:
+                low = firsts_F[f] + (ends_FB[f, b - 1] if b > 0 else 0)
+                high = firsts_F[f] + ends_FB[f, b]
+            for d in range(dim):
+                out_BFD[b, column, d] = np.float32(0.0)
+            for i in range(low, high):
+                u = base + inverse_N[i]
+                if scaled:
+                    scale = scales_N[i]
+                    for d in range(dim):
+                        out_BFD[b, column, d] += scale * rows_UD[u, d]
+                else:
+                    for d in range(dim):
+                        out_BFD[b, column, d] += rows_UD[u, d]
+
+
+@kernel
+def mean_scales(ends_FB: I64, feature: int, first: int, batch: int, scales_N: F32) -> None:
+    """Sets the scale of each lookup of a jagged feature to one over the length of its bag."""
+    low = 0
+    for b in range(batch):
+        high = ends_FB[feature, b]
+        for i in range(low, high):
+            scales_N[first + i] = np.float32(1.0) / np.float32(high - low)
+        low = high
+
+
+@kernel
+def aggregate(
+    grads_GD: F32, ends_U: I64, bags_N: I32, bag_scales_N: F32, start: int, stop: int,
+    out_UD: F32, squares_U: F64,
+) -> None:
+    """Sums the gradients of the bags of rows start..stop; also the square norm of each sum."""
+    dim = grads_GD.shape[1]
+    scaled = bag_scales_N.size > 0
+    low = ends_U[start - 1] if start > 0 else 0
+    final = ends_U[stop - 1] if stop > start else 0
+    for u in range(start, stop):
+        high = ends_U[u]
+        for d in range(dim):
+            out_UD[u, d] = np.float32(0.0)
+        for k in range(low, high):
+            if k + AHEAD < final:
+                prefetch_row(grads_GD, bags_N[k + AHEAD])
+            bag = bags_N[k]
+            if scaled:
+                scale = bag_scales_N[k]
+                for d in range(dim):
+                    out_UD[u, d] += scale * grads_GD[bag, d]
+            else:
+                for d in range(dim):
+                    out_UD[u, d] += grads_GD[bag, d]
+        square = 0.0
+        for d in range(dim):
+            square += np.float64(out_UD[u, d]) * np.float64(out_UD[u, d])
+        squares_U[u] = square
+        low = high
+
+
+@kernel
+def scale_gradients(
+    grads_GD: F32, rows_UD: F32, inverse_N: I32, bases_F: I64, firsts_F: I64, lengths_F: I64,
+    ends_FB: I64, columns_F: I64, width: int, start: int, stop: int, out_N: F32,
+) -> None:
+    """The gradient of the scale of each lookup of samples start..stop: its row · its bag's."""
+    for f in range(bases_F.size):
+        for b in range(start, stop):
+            if lengths_F[f] >= 0:
+                low = firsts_F[f] + b * lengths_F[f]
+                high = low + lengths_F[f]
+            else:
+                low = firsts_F[f] + (ends_FB[f, b - 1] if b > 0 else 0)
+                high = firsts_F[f] + ends_FB[f, b]
+            for i in range(low, high):
+                u = bases_F[f] + inverse_N[i]
+                total = np.float32(0.0)
+                for d in range(rows_UD.shape[1]):
+                    total += grads_GD[b * width + columns_F[f], d] * rows_UD[u, d]
+                out_N[i] = total
+
+
+@kernel
+def first_nonfinite(values_UD: F32, start: int, stop: int) -> int:
+    """The first row of start..stop that holds a NaN or an infinity, or -1."""
+    words = values_UD.view(np.uint32)
+    for u in range(start, stop):
+        worst = np.uint32(0)
+        for d in range(words.shape[1]):
+            worst = max(worst, words[u, d] & _EXPONENT)
+        if worst == _EXPONENT:
+            return u
+    return -1
+
+
+@kernel
+def fixed_rows(ids: I64, offsets_T: I64, limits_T: I64, bases_T: I64, stride: int, rows: I64) -> int:
+    """Fills rows of fixed tables with base + id div stride; returns a position out of range or -1.
+
+    Tables whose limit is negative are dynamic and passed over.
+    """
+    for t in range(limits_T.size):
+        limit = limits_T[t]
+        if limit < 0:
+            continue
+        for i in range(offsets_T[t], offsets_T[t + 1]):
+            identity = ids[i]
+            if identity < 0 or identity >= limit:
+                return i
+            rows[i] = bases_T[t] + (identity // stride if stride > 1 else identity)
+    return -1
+
+
+@kernel
+def set_bits(bits: U64, rows: I64) -> None:
+    for i in range(rows.size):
+        bits[rows[i] >> 6] |= _ONE << np.uint64(rows[i] & 63)
+
+
+@kernel
+def clear_bits(bits: U64, rows: I64) -> None:
+    for i in range(rows.size):
+        bits[rows[i] >> 6] &= ~(_ONE << np.uint64(rows[i] & 63))
+
+
+@kernel
+def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
+    for i in range(rows.size):
+        out[i] = (bits[rows[i] >> 6] >> np.uint64(rows[i] & 63)) & _ONE
+
+
+@inline
+def _ones(word: np.uint64) -> np.int64:
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + (
+        (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    )
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@kernel
+def count_bits(bits: U64, first_word: int, last_word: int) -> int:
+    total = 0
+    for w in range(first_word, last_word):
+        total += _ones(bits[w])
+    return total
+
+
+@kernel
+def list_bits(bits: U64, first_word: int, last_word: int, out: I64) -> int:
+    """Writes the rows whose bits are set in words first..last, ascending; returns how many."""
+    found = 0
+    for w in range(first_word, last_word):
+        word = bits[w]
+        row = w << 6
+        while word:
+            low = word & (~word + _ONE)
+            out[found] = row + _ones(low - _ONE)
+            found += 1
+            word ^= low
+    return found

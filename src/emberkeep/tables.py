@@ -1,0 +1,278 @@
+"""What a user says about tables: their rows, how rows start, and how they are optimized.
+
+Specs are frozen and validate themselves; a wrong value is refused when it is written down, before
+any memory is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import ClassVar, Literal
+
+from emberkeep.errors import ConfigError
+
+MAX_SLOTS = 2**32 - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Initial weights spread evenly over [low, high)."""
+
+    low: float = -0.05
+    high: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ConfigError(f"Uniform needs finite low <= high, not {self.low} and {self.high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed initial weights."""
+
+    mean: float = 0.0
+    std: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std >= 0):
+            raise ConfigError(f"Normal needs a finite mean and std >= 0, not {self.mean}, {self.std}")
+
+
+Initial = Uniform | Normal
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A set of rows named by an integer id.
+
+    With `rows=N` the table is *fixed*: its ids are 0..N-1. With `rows=None, capacity=M` it is
+    *dynamic*: any 64-bit id, at most M of them; an id takes its place when it is first trained.
+    A full dynamic table refuses new ids (`on_full="error"`) or gives up the rows that were
+    trained least recently (`"evict_oldest"`).
+
+    `features` are the names by which a batch brings ids of this table; several features may share
+    one table. `pooling` says how the rows of one bag become one vector.
+    """
+
+    name: str
+    _: KW_ONLY
+    dim: int
+    rows: int | None = None
+    capacity: int | None = None
+    features: Sequence[str] = ()
+    pooling: Literal["sum", "mean"] = "sum"
+    init: Initial = field(default_factory=Uniform)
+    on_full: Literal["error", "evict_oldest"] = "error"
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise ConfigError(f"a table needs a name, not {self.name!r}")
+        where = f"table {self.name!r}"
+        if not _is_count(self.dim):
+            raise ConfigError(f"{where}: dim must be a whole number from 1 up, not {self.dim!r}")
+        if self.rows is None:
+            if not _is_count(self.capacity):
+                raise ConfigError(
+                    f"{where}: a dynamic table (rows=None) needs capacity=, the most rows it may "
+                    f"hold, not {self.capacity!r}"
+                )
+            assert self.capacity is not None
+            if self.capacity > MAX_SLOTS:
+                raise ConfigError(f"{where}: capacity is at most {MAX_SLOTS} rows per table")
+        elif not _is_count(self.rows):
+            raise ConfigError(f"{where}: rows must be a whole number from 1 up, not {self.rows!r}")
+        elif self.capacity is not None:
+            raise ConfigError(f"{where}: capacity= is for dynamic tables; leave it out, or rows=")
+        elif self.on_full != "error":
+            raise ConfigError(f"{where}: on_full= is for dynamic tables; a fixed one is never full")
+        if self.pooling not in ("sum", "mean"):
+            raise ConfigError(f"{where}: pooling must be 'sum' or 'mean', not {self.pooling!r}")
+        if self.on_full not in ("error", "evict_oldest"):
+            raise ConfigError(
+                f"{where}: on_full must be 'error' or 'evict_oldest', not {self.on_full!r}"
+            )
+        if isinstance(self.features, str):
+            raise ConfigError(f"{where}: features must be a list of names, not a string")
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+
+    @property
+    def dynamic(self) -> bool:
+        return self.rows is None
+
+    @property
+    def slots(self) -> int:
+        """The rows that the whole table can hold."""
+        slots = self.capacity if self.rows is None else self.rows
+        assert slots is not None
+        return slots
+
+    def slots_on(self, shard: int, shards: int) -> int:
+        """The rows of this table that one of `shards` shards can hold."""
+        if self.rows is not None:
+            return (self.rows - shard + shards - 1) // shards
+        # A mixed hash spreads ids evenly but not exactly: leave room for the fullest shard.
+        share = self.slots / shards
+        return self.slots if shards == 1 else min(self.slots, math.ceil(share + 6 * share**0.5))
+
+    def key(self, seed: int) -> int:
+        """What the initial values of this table's rows are keyed by: the seed and the name."""
+        text = f"{seed}:{self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def check_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
+    """The tables of one model: at least one, names and features all different."""
+    if not tables:
+        raise ConfigError("at least one table is needed")
+    for what, names in (
+        ("table", [table.name for table in tables]),
+        ("feature", [name for table in tables for name in table.features]),
+    ):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"{what} names must differ; given twice: {', '.join(twice)}")
+    return tuple(tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """How rows are updated. `max_norm` scales a row back to that norm when it is updated."""
+
+    lr: float
+    max_norm: float | None = None
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self._check("lr", self.lr >= 0, "0 or more")
+        self._check("max_norm", self.max_norm is None or self.max_norm > 0, "above 0")
+
+    def _check(self, field_name: str, holds: bool, wanted: str) -> None:
+        value = getattr(self, field_name)
+        finite = value is None or all(
+            math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,))
+        )
+        if not (holds and finite):
+            raise ConfigError(f"{type(self).__name__}: {field_name} must be {wanted}, not {value!r}")
+
+    def planes(self, dim: int) -> dict[str, int]:
+        """The planes that a row has beside its weight, and how wide each is."""
+        return {}
+
+    def initial(self, plane: str) -> float:
+        """The value of a plane of a row that was never trained."""
+        return 0.0
+
+    def describe(self) -> dict[str, object]:
+        """The spec as plain data; `optimizer_from` makes it a spec again."""
+        return {"optimizer": self.name, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD(Optimizer):
+    """Plain gradient descent; equals `torch.optim.SGD` with sparse gradients."""
+
+    name: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Momentum(Optimizer):
+    """Lazy momentum: only rows that were looked up move.
+
+    Torch's sparse momentum also moves rows that were not; no increment could follow that.
+    """
+
+    name: ClassVar[str] = "momentum"
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        Optimizer.__post_init__(self)
+        self._check("momentum", 0 <= self.momentum < 1, "from 0 to below 1")
+
+    def planes(self, dim: int) -> dict[str, int]:
+        return {"momentum": dim}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adagrad(Optimizer):
+    """Adagrad; equals `torch.optim.Adagrad` with sparse gradients."""
+
+    name: ClassVar[str] = "adagrad"
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        Optimizer.__post_init__(self)
+        self._check("eps", self.eps > 0, "above 0")
+        self._check(
+            "initial_accumulator_value", self.initial_accumulator_value >= 0, "0 or more"
+        )
+
+    def planes(self, dim: int) -> dict[str, int]:
+        return {"accumulator": dim}
+
+    def initial(self, plane: str) -> float:
+        return self.initial_accumulator_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one accumulator per row: the mean square of the row's gradient, summed."""
+
+    name: ClassVar[str] = "row_wise_adagrad"
+
+    def planes(self, dim: int) -> dict[str, int]:
+        return {"accumulator": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam on the rows of each step.
+
+    `step="table"` counts the steps of the table and equals `torch.optim.SparseAdam`;
+    `step="row"` counts each row's own updates, so a rare row gets its full bias correction.
+    """
+
+    name: ClassVar[str] = "adam"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    step: Literal["table", "row"] = "table"
+
+    def __post_init__(self) -> None:
+        Optimizer.__post_init__(self)
+        object.__setattr__(self, "betas", tuple(self.betas))
+        self._check("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
+        self._check("eps", self.eps > 0, "above 0")
+        if self.step not in ("table", "row"):
+            raise ConfigError(f"Adam: step must be 'table' or 'row', not {self.step!r}")
+
+    def planes(self, dim: int) -> dict[str, int]:
+        moments = {"first_moment": dim, "second_moment": dim}
+        return {**moments, "step": 1} if self.step == "row" else moments
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    kind.name: kind for kind in (SGD, Momentum, Adagrad, RowWiseAdagrad, Adam)
+}
+
+
+def optimizer_from(described: dict[str, object]) -> Optimizer:
+    """The inverse of `Optimizer.describe`; an unknown optimizer or setting is refused."""
+    settings = dict(described)
+    name = settings.pop("optimizer", None)
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {name!r}")
+    kind = OPTIMIZERS[str(name)]
+    known = [f.name for f in fields(kind)]
+    for setting in settings:
+        if setting not in known:
+            raise ConfigError(f"{name} has no setting {setting!r}; it has {', '.join(known)}")
+    return kind(**settings)  # type: ignore[arg-type]
