@@ -22,7 +22,7 @@ LAYERS: list[list[str]] = [
     ["report"],
     ["planning"],
     ["train"],
-    ["models", "metrics"],
+    ["models"],
     ["keeper"],
     ["nn"],
     ["data"],
@@ -35,7 +35,7 @@ LAYERS: list[list[str]] = [
     ["tiered"],
     ["tracking", "codecs", "blobs", "tables"],
     ["kernels"],
-    ["pool"],
+    ["config", "metrics", "pool"],
     ["errors"],
 ]
 

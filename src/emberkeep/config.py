@@ -1,0 +1,229 @@
+"""Settings: frozen dataclasses that are read from TOML and written as commented TOML.
+
+A settings class declares each field with `setting`, which carries the default, the range and the
+sentence that `to_toml` writes above it, and calls `check` when it is built. So a value is checked
+once, by the class, whether it comes from a file, from the command line or from Python.
+
+`load` refuses what it does not know: an unknown key gets the nearest valid name. Every complaint
+names the file and the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from emberkeep.errors import ConfigError
+
+_Settings = TypeVar("_Settings")
+_Table = dict[str, Any]
+
+
+def setting(
+    text: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of a settings class: `least` ≤ value, `above` < value, value < `below`.
+
+    Without a default the key must be given. None as default means "not set": TOML has no null, so
+    the key is then left out.
+    """
+    metadata = {"text": text, "least": least, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(settings: Any) -> None:
+    """Holds every field against its range and choices; call it from `__post_init__`."""
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        choices = _choices(hints[field.name])
+        if choices and value not in choices:
+            near = _nearest(str(value), choices)
+            raise ConfigError(
+                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{near}"
+            )
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                _check_range(field, number)
+
+
+def load(kind: type[_Settings], path: str | Path, overrides: Iterable[str] = ()) -> _Settings:
+    """Reads a TOML file; `overrides` are `section.key=value`, applied after the file."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name the TOML file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a TOML file: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return parse(kind, text, source=str(path), overrides=overrides)
+
+
+def parse(
+    kind: type[_Settings], text: str, *, source: str, overrides: Iterable[str] = ()
+) -> _Settings:
+    """Reads TOML text; `source` is named in complaints."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    for override in overrides:
+        table = _merged(table, _override(override))
+        source += f" with --set {override}"
+    settings: _Settings = _build(kind, table, source, "")
+    return settings
+
+
+def to_toml(settings: Any) -> str:
+    """Complete TOML, a comment above every key; `parse` gives the same settings back."""
+    lines: list[str] = []
+    _write(settings, "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)
+    for key in table:
+        if key not in fields:
+            what = "section" if not prefix or isinstance(table[key], dict) else "key"
+            raise ConfigError(
+                f"{source}: unknown {what} {prefix}{key}{_nearest(key, fields)}; "
+                f"known: {', '.join(fields)}"
+            )
+    values: _Table = {}
+    for name, field in fields.items():
+        hint, label = hints[name], prefix + name
+        if dataclasses.is_dataclass(hint):
+            inner = table.get(name, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{source}: {label} is a section: write [{label}] and its keys")
+            values[name] = _build(hint, inner, source, label + ".")  # type: ignore[arg-type]
+        elif name in table:
+            values[name] = _converted(table[name], hint, f"{source}: {label}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            choices = _choices(hint)
+            remedy = f": choose one of {', '.join(choices)}" if choices else ""
+            raise ConfigError(f"{source}: {label} is missing{remedy}")
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {prefix}{error}") from None
+
+
+def _converted(value: Any, hint: Any, label: str) -> Any:
+    """`value` as the type that `hint` names; only int becomes float, and a list a tuple."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(arm for arm in get_args(hint) if arm is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{label} must be a list, not {value!r}")
+        return tuple(_converted(item, get_args(hint)[0], label) for item in value)
+    if get_origin(hint) is Literal:
+        hint = str
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{label} must be {wanted[hint]}, not {value!r}")
+    return value
+
+
+def _check_range(field: dataclasses.Field[Any], value: float) -> None:
+    least, above, below = (field.metadata.get(k) for k in ("least", "above", "below"))
+    if math.isfinite(value) and not (
+        (least is not None and value < least)
+        or (above is not None and value <= above)
+        or (below is not None and value >= below)
+    ):
+        return
+    bounds = [
+        f"{least:g} or more" if least is not None else "",
+        f"above {above:g}" if above is not None else "",
+        f"below {below:g}" if below is not None else "",
+    ]
+    wanted = " and ".join(bound for bound in bounds if bound) or "a finite number"
+    raise ConfigError(f"{field.name} must be {wanted}, not {value:g}")
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _override(text: str) -> _Table:
+    """`section.key=value` as a nested table; the value is TOML, or else a string as it stands."""
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set takes section.key=value, not {text!r}")
+    try:
+        table: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        table = value.strip()
+    for key in reversed(keys):
+        table = {key: table}
+    return dict(table)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Table:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = (
+            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return merged
+
+
+def _write(settings: Any, prefix: str, lines: list[str]) -> None:
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            lines += ["", *(f"# {line}" for line in _summary(value)), f"[{prefix}{field.name}]"]
+            _write(value, f"{prefix}{field.name}.", lines)
+            continue
+        choices = _choices(hints[field.name])
+        text = field.metadata["text"] + (f": {', '.join(choices)}" if choices else "")
+        lines.append(f"# {text}")
+        lines.append(f"# {field.name} =" if value is None else f"{field.name} = {_literal(value)}")
+
+
+def _summary(settings: Any) -> list[str]:
+    return [(type(settings).__doc__ or "").strip().splitlines()[0]]
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # JSON's escapes are TOML's
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    return repr(value)
