@@ -1,0 +1,195 @@
+"""What data is made of: batches, sources that yield samples in one global order, views of them.
+
+A *source* describes data and holds nothing open; it may be copied, pickled and sent to a worker.
+`open` gives a *cursor*, which belongs to one thread. Samples are numbered from 0 in the one order
+that the source defines, whoever reads them and in batches of whatever size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from emberkeep.errors import ConfigError, DataError
+
+Ids = npt.NDArray[np.int64]
+MultiHot = tuple[Ids, Ids]
+Mark = dict[str, int]
+"""Where a cursor stands within its files, as plain integers: a shortcut for opening there again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Samples side by side. The arrays belong to the batch: no later batch reuses them."""
+
+    dense: npt.NDArray[np.float32]
+    """`[B, n_dense]`"""
+    ids: dict[str, Ids | MultiHot]
+    """Feature → `[B]`, or for multi-hot features `(values, offsets)`, offsets being the `[B]`
+    starts of the samples within `values`, as `torch.nn.EmbeddingBag` takes them."""
+    labels: npt.NDArray[np.float32]
+    """`[B]`; NaN where the data has no labels."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class Cursor(Protocol):
+    """A place in a source that moves forward."""
+
+    def read(self, count: int) -> Batch:
+        """The next `count` samples; fewer only at the end of the data."""
+
+    def skip(self, count: int) -> int:
+        """Passes over the next `count` samples; returns how many there were."""
+
+    def mark(self) -> Mark:
+        """Where the next sample starts. The same on every cursor that stands before it."""
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """Samples in one global order."""
+
+    def fingerprint(self) -> str:
+        """Names the samples, their order and their transforms: equal means the same data."""
+
+    def count(self) -> int | None:
+        """How many samples there are, None if there is no end. May have to scan the files."""
+
+    def open(self, position: int, mark: Mark | None = None) -> Cursor:
+        """A cursor before sample `position`; `mark` is what a cursor there returned, if known."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """All that is asked of a loader whose place is saved beside the model.
+
+    `Reader` is one, torchdata's `StatefulDataLoader` another. `state_dict` must count the batches
+    that were handed out and no others.
+    """
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Samples `start` to `stop` of a source, numbered from 0.
+
+    The end is no part of the fingerprint: moving it renumbers nothing, so a run that stopped at
+    one end resumes towards a later one.
+    """
+
+    source: Source
+    start: int = 0
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.stop is not None and self.stop < self.start):
+            raise ConfigError(
+                f"a window needs 0 <= start <= stop, not start={self.start}, stop={self.stop}"
+            )
+
+    def fingerprint(self) -> str:
+        inner = self.source.fingerprint()
+        return f"{inner}[{self.start}:]" if self.start else inner
+
+    def count(self) -> int | None:
+        inner = self.source.count()
+        ends = [end for end in (inner, self.stop) if end is not None]
+        return max(min(ends) - self.start, 0) if ends else None
+
+    def open(self, position: int, mark: Mark | None = None) -> Cursor:
+        cursor = self.source.open(self.start + position, mark)
+        if self.stop is None:
+            return cursor
+        return _Bounded(cursor, max(self.stop - self.start - position, 0))
+
+
+class _Bounded:
+    """A cursor that ends after `left` more samples."""
+
+    def __init__(self, cursor: Cursor, left: int) -> None:
+        self._cursor = cursor
+        self._left = left
+
+    def read(self, count: int) -> Batch:
+        batch = self._cursor.read(min(count, self._left))
+        self._left -= len(batch)
+        return batch
+
+    def skip(self, count: int) -> int:
+        skipped = self._cursor.skip(min(count, self._left))
+        self._left -= skipped
+        return skipped
+
+    def mark(self) -> Mark:
+        return self._cursor.mark()
+
+    def close(self) -> None:
+        self._cursor.close()
+
+
+def split(source: Source, *, test: int | float) -> tuple[Window, Window]:
+    """Training samples and the held-out last ones: `test` samples, or that fraction of all.
+
+    The last samples in the source's order are the test set, as in the Criteo benchmarks, where
+    the order is time: a model is judged by what came after all that it saw.
+    """
+    total = source.count()
+    if total is None:
+        raise ConfigError("a source without an end has no last samples: give it a sample count")
+    held_out = round(total * test) if isinstance(test, float) else test
+    if not 0 < held_out < total:
+        raise ConfigError(
+            f"test={test} would hold out {held_out} of {total} samples: leave some on both sides"
+        )
+    train = total - held_out
+    return Window(source=source, stop=train), Window(source=source, start=train, stop=total)
+
+
+def existing_files(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> tuple[Path, ...]:
+    """One path or several in order, each checked to be a file."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise ConfigError("a source needs at least one file")
+    files = tuple(Path(path) for path in given)
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file}: no such file")
+    return files
+
+
+def files_fingerprint(kind: str, files: Sequence[Path], options: Mapping[str, Any]) -> str:
+    """Names files by their sizes, beginnings and ends, so that they may be moved; not all is read.
+
+    Reading everything would cost as much as a pass over the data; two data sets that agree in
+    sizes, the first and the last 64 KiB of every file but not between are not told apart.
+    """
+    digest = xxhash.xxh3_64(json.dumps([kind, options], sort_keys=True, default=str).encode())
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                head = stream.read(1 << 16)
+                stream.seek(max(size - (1 << 16), 0))
+                tail = stream.read()
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+        digest.update(size.to_bytes(8, "little") + head + tail)
+    return f"{kind}:{digest.hexdigest()}"

@@ -1,0 +1,80 @@
+"""Windows, splits, and what importing costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from emberkeep import data
+from emberkeep.data import Synthetic, Window, split
+from emberkeep.errors import ConfigError
+
+
+def test_window_renumbers_samples_from_zero() -> None:
+    source = Synthetic(samples=100, rows_total=1000)
+    window = Window(source=source, start=30, stop=50)
+    cursor = window.open(5)
+    batch = cursor.read(100)
+    assert len(batch) == 15
+    np.testing.assert_array_equal(batch.ids["C3"], source.batch(35, 15).ids["C3"])
+    assert window.count() == 20
+    assert cursor.skip(1) == 0
+
+
+def test_window_is_cut_by_the_end_of_its_source() -> None:
+    window = Window(source=Synthetic(samples=100, rows_total=1000), start=90, stop=500)
+    assert window.count() == 10
+    assert len(window.open(0).read(50)) == 10
+
+
+def test_only_the_start_of_a_window_changes_its_fingerprint() -> None:
+    source = Synthetic(samples=100, rows_total=1000)
+    whole = source.fingerprint()
+    assert Window(source=source, stop=10).fingerprint() == whole
+    assert Window(source=source, start=10).fingerprint() != whole
+
+
+def test_window_refuses_a_stop_before_its_start() -> None:
+    with pytest.raises(ConfigError, match="start=5, stop=4"):
+        Window(source=Synthetic(), start=5, stop=4)
+
+
+@pytest.mark.parametrize("test", [20, 0.2])
+def test_split_holds_out_the_last_samples(test: int | float) -> None:
+    source = Synthetic(samples=100, rows_total=1000)
+    train, held_out = split(source, test=test)
+    assert (train.count(), held_out.count()) == (80, 20)
+    np.testing.assert_array_equal(held_out.open(0).read(99).dense, source.open(80).read(99).dense)
+    assert len(train.open(0).read(99)) == 80
+
+
+@pytest.mark.parametrize("test", [0, 100, 0.0, 1.0])
+def test_split_leaves_samples_on_both_sides(test: int | float) -> None:
+    with pytest.raises(ConfigError, match="leave some on both sides"):
+        split(Synthetic(samples=100, rows_total=1000), test=test)
+
+
+def test_split_needs_an_end() -> None:
+    with pytest.raises(ConfigError, match="without an end"):
+        split(Synthetic(), test=0.1)
+
+
+def test_every_public_name_resolves() -> None:
+    for name in data.__all__:
+        assert getattr(data, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = data.Nothing
+
+
+def test_the_reader_alone_imports_neither_numba_nor_pyarrow_nor_torch() -> None:
+    script = (
+        "import sys; from emberkeep.data import Reader, Window; "
+        "print([m for m in ('numba', 'pyarrow', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
