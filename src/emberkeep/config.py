@@ -54,7 +54,7 @@ def check(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         choices = _choices(hints[field.name])
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             near = _nearest(str(value), choices)
             raise ConfigError(
                 f"{field.name} must be one of {', '.join(choices)}, not {value!r}{near}"
@@ -134,8 +134,7 @@ def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
 
 def _converted(value: Any, hint: Any, label: str) -> Any:
     """`value` as the type that `hint` names; only int becomes float, and a list a tuple."""
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(arm for arm in get_args(hint) if arm is not type(None))
+    hint = _required(hint)
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{label} must be a list, not {value!r}")
@@ -167,7 +166,15 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
     raise ConfigError(f"{field.name} must be {wanted}, not {value:g}")
 
 
+def _required(hint: Any) -> Any:
+    """The type behind `X | None`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(arm for arm in get_args(hint) if arm is not type(None))
+    return hint
+
+
 def _choices(hint: Any) -> tuple[str, ...]:
+    hint = _required(hint)
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 

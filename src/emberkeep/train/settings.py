@@ -13,6 +13,7 @@ from typing import Any, Literal
 from emberkeep import config
 from emberkeep.config import setting
 from emberkeep.errors import ConfigError
+from emberkeep.tables import Optimizer, optimizer_from
 
 # fmt: off
 
@@ -32,9 +33,11 @@ class DataSettings:
         "how unevenly ids are looked up (synthetic)", default="criteo")
     label: str = setting("the label column (parquet)", default="label")
     dense: tuple[str, ...] = setting("dense columns (parquet)", default=())
+    log: tuple[str, ...] = setting(
+        "dense columns that become their logarithm (parquet)", default=())
     categories: tuple[str, ...] = setting("id columns (parquet)", default=())
-    skip_malformed: bool = setting(
-        "skip and count malformed lines instead of stopping (criteo)", default=False)
+    on_malformed: Literal["error", "skip"] = setting(
+        "what a malformed line does (criteo)", default="error")
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -45,10 +48,10 @@ class DataSettings:
                 raise ConfigError("samples must be set for synthetic data, which has no end")
         elif not self.paths:
             raise ConfigError(f"paths must name the files that {self.source} data is read from")
-        if self.source == "parquet" and not self.categories:
-            raise ConfigError("categories must name the columns that hold ids")
-        if self.source != "parquet" and (self.dense or self.categories):
-            raise ConfigError(f"dense and categories belong to parquet data, not {self.source}")
+        if self.source == "parquet" and not (self.dense and self.categories):
+            raise ConfigError("dense and categories must each name at least one parquet column")
+        if self.source != "parquet" and (self.dense or self.log or self.categories):
+            raise ConfigError(f"dense, log and categories belong to parquet, not {self.source}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ class TableSettings:
     kind: Literal["fixed", "dynamic"] = setting(
         "fixed: categories are hashed to `rows` ids; dynamic: any id finds a row", default="fixed")
     rows: int | None = setting(
-        "rows of each table; synthetic data knows them itself (fixed)", default=None, least=1)
+        "rows of each table; synthetic data knows them itself (fixed)", default=None, least=2)
     capacity: int | None = setting(
         "most rows that each table holds (dynamic)", default=None, least=1)
     on_full: Literal["error", "evict_oldest"] = setting(
@@ -73,6 +76,8 @@ class TableSettings:
             raise ConfigError("rows is for fixed tables; dynamic ones take capacity")
         if self.kind == "fixed" and self.capacity is not None:
             raise ConfigError('capacity is for kind = "dynamic"; fixed tables take rows')
+        if self.kind == "fixed" and self.on_full != "error":
+            raise ConfigError('on_full is for kind = "dynamic"; a fixed table is never full')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +100,25 @@ class ModelSettings:
 class RowOptimizerSettings:
     """How rows of the tables are updated."""
 
-    kind: Literal["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam"] = setting(
-        "which rule", default="rowwise_adagrad")
+    kind: Literal["sgd", "momentum", "adagrad", "row_wise_adagrad", "adam"] = setting(
+        "which rule", default="row_wise_adagrad")
     lr: float = setting("learning rate", default=0.02, above=0)
-    momentum: float = setting("momentum", default=0.9, least=0, below=1)
-    beta1: float = setting("decay of the first moment (adam)", default=0.9, least=0, below=1)
-    beta2: float = setting("decay of the second moment (adam)", default=0.999, least=0, below=1)
-    eps: float = setting("added to the root (adagrad, adam)", default=1e-8, above=0)
-    step: Literal["table", "row"] = setting("what counts adam's steps", default="table")
+    momentum: float | None = setting("share of the last step (momentum)", default=None)
+    betas: tuple[float, ...] | None = setting("decay of the two moments (adam)", default=None)
+    eps: float | None = setting("added to the root (adagrad, adam)", default=None)
+    step: Literal["table", "row"] | None = setting("what counts steps (adam)", default=None)
 
     def __post_init__(self) -> None:
         config.check(self)
+        self.spec()
+
+    def spec(self) -> Optimizer:
+        """The optimizer; a setting that it does not have is refused."""
+        given = {key: value for key, value in asdict(self).items() if value is not None}
+        try:
+            return optimizer_from({"optimizer": given.pop("kind"), **given})
+        except ConfigError as error:
+            raise ConfigError(f"kind: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""Emberkeep keeps the embedding tables of recommendation models alive.
+
+Names are loaded when they are first used, so that `import emberkeep` costs nothing: neither torch
+nor numba is imported before something needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from emberkeep.cluster.local import local
+    from emberkeep.errors import EmberkeepError
+    from emberkeep.models import DLRM, PNN, DeepFM
+    from emberkeep.nn import EmbeddingBags, Embeddings
+    from emberkeep.tables import (
+        SGD,
+        Adagrad,
+        Adam,
+        Momentum,
+        Normal,
+        RowWiseAdagrad,
+        Table,
+        Uniform,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "cluster.local": ("local",),
+    "errors": ("EmberkeepError",),
+    "models": ("DLRM", "DeepFM", "PNN"),
+    "nn": ("EmbeddingBags", "Embeddings"),
+    "tables": (
+        "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Uniform",
+    ),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "DLRM",
+    "PNN",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "DeepFM",
+    "EmbeddingBags",
+    "Embeddings",
+    "EmberkeepError",
+    "Momentum",
+    "Normal",
+    "RowWiseAdagrad",
+    "Table",
+    "Uniform",
+    "__version__",
+    "local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'emberkeep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"emberkeep.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,0 +1,104 @@
+"""Progress of a training run on stderr: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from emberkeep.train.hooks import Hook, Step
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_TITLES = {"embeddings": "training", "baseline": "without embeddings"}
+_LINES_PER_PHASE = 10
+
+
+def progress() -> Hook:
+    """What fits where stderr goes."""
+    return Bar() if sys.stderr.isatty() else Lines()
+
+
+class _Rate:
+    """Samples per second of the current phase, first step excepted: it may compile kernels."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._since = 0.0
+        self._before = 0
+
+    def of(self, step: Step) -> float | None:
+        now = time.perf_counter()
+        if step.phase != self._phase:
+            self._phase, self._since, self._before = step.phase, now, step.samples
+            return None
+        return (step.samples - self._before) / max(now - self._since, 1e-9)
+
+
+class Lines(Hook):
+    """Ten lines for each phase, each complete in itself."""
+
+    def __init__(self) -> None:
+        self._rate = _Rate()
+
+    def on_step(self, step: Step) -> None:
+        rate = self._rate.of(step)
+        tenths_now = step.number * _LINES_PER_PHASE // step.steps
+        tenths_before = (step.number - 1) * _LINES_PER_PHASE // step.steps
+        if tenths_now == tenths_before:
+            return
+        speed = f"{rate:,.0f} samples/s  " if rate is not None else ""
+        print(
+            f"{_TITLES[step.phase]}: step {step.number} of {step.steps}  "
+            f"{step.samples:,} samples  {speed}loss {step.loss:.4f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class Bar(Hook):
+    """One bar for each phase."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._rate = _Rate()
+        self._task: TaskID | None = None
+        self._phase = ""
+        self._progress: Progress = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._progress.start()
+
+    def on_step(self, step: Step) -> None:
+        rate = self._rate.of(step)
+        if self._task is None or step.phase != self._phase:
+            self._phase = step.phase
+            self._task = self._progress.add_task(
+                _TITLES[step.phase], total=step.steps, rate="", loss=""
+            )
+        self._progress.update(
+            self._task,
+            completed=step.number,
+            rate=f"{rate:,.0f} samples/s" if rate is not None else "",
+            loss=f"loss {step.loss:.4f}",
+        )
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            self._progress.stop()

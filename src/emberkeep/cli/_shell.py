@@ -1,0 +1,50 @@
+"""What all commands share: how errors, interrupts and closed pipes end a command."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+import typer
+
+from emberkeep.errors import EmberkeepError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
+    """Ends a command as a user expects: one line on stderr and the exit code of the error's class.
+
+    `EMBERKEEP_TRACEBACK=1` shows the traceback instead.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()
+        except EmberkeepError as error:
+            if os.environ.get("EMBERKEEP_TRACEBACK"):
+                raise
+            say(" ".join(str(error).split()))
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader went away (`| head`). What is still buffered must not fail at exit again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+
+    return run
+
+
+def say(message: str) -> None:
+    """One line for people; stdout is kept for results."""
+    print(f"emberkeep: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""`emberkeep train`: trains a model and says how good it became."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from emberkeep.cli._shell import command
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.train.result import Result
+    from emberkeep.train.settings import Settings
+
+
+@command
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.toml", help="The settings of the run.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Synthetic data, all in this process, about a minute.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; repeatable."),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write TensorBoard events.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one line of JSON.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings, commented, and exit.")
+    ] = False,
+) -> None:
+    """Train a model in one pass over the data, then judge it on held-out samples."""
+    settings = _settings(config, demo or (print_config and config is None), overrides or [])
+    if print_config:
+        from emberkeep.config import to_toml
+
+        typer.echo(to_toml(settings), nl=False)
+        return
+
+    from emberkeep.cli._progress import progress
+    from emberkeep.train.hooks import TensorBoard
+    from emberkeep.train.loop import run
+
+    hooks = [] if tensorboard is None else [TensorBoard(tensorboard)]
+    result = run(settings, hooks=[*hooks, progress()])
+    if as_json:
+        typer.echo(json.dumps(result.to_dict()))
+    else:
+        _print(result)
+
+
+def _settings(config: Path | None, demo: bool, overrides: list[str]) -> Settings:
+    from emberkeep.train import settings
+
+    if config is not None and demo:
+        raise ConfigError(f"--demo has settings of its own: leave out {config}, or --demo")
+    if config is not None:
+        return settings.load(config, overrides)
+    if demo:
+        return settings.demo(overrides)
+    raise ConfigError("name a CONFIG.toml (--print-config writes one to start from), or use --demo")
+
+
+def _print(result: Result) -> None:
+    """The result for people."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    settings, console = result.settings, Console(highlight=False)
+    memory_mib = result.peak_memory_nbytes / 2**20
+    console.print(
+        f"{settings.model.kind} trained on {result.samples:,} samples in {result.seconds:.1f} s "
+        f"({result.samples_per_second:,.0f} samples/s), final loss {result.loss:.4f}",
+        f"{result.rows_trained:,} of {result.rows:,} rows were trained; "
+        f"the process took at most {memory_mib:,.0f} MiB",
+        sep="\n",
+        soft_wrap=True,
+    )
+    table = Table("", "AUC", "log-loss", box=box.SIMPLE)
+    table.title = f"on {result.test_samples:,} held-out samples"
+    table.add_row("with embeddings", f"{result.auc:.4f}", f"{result.log_loss:.4f}")
+    if result.baseline_auc is not None and result.baseline_log_loss is not None:
+        table.add_row(
+            "without embeddings", f"{result.baseline_auc:.4f}", f"{result.baseline_log_loss:.4f}"
+        )
+    if result.best_auc is not None:
+        table.add_row("the best possible", f"{result.best_auc:.4f}", "")
+    console.print(table)
+    if result.baseline_auc is not None:
+        gain = result.auc - result.baseline_auc
+        verb = f"add {gain:.4f}" if gain > 0 else f"cost {-gain:.4f}"
+        console.print(f"The embeddings {verb} AUC over the same network without them.")

@@ -1,0 +1,128 @@
+"""From settings to the parts of a run: samples, tables, model, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
+from emberkeep.errors import ConfigError
+from emberkeep.models import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
+from emberkeep.nn import EmbeddingBags
+from emberkeep.tables import Table
+from emberkeep.train.settings import Settings
+
+CRITEO_DENSE = 13
+CRITEO_FEATURES = tuple(f"C{field + 1}" for field in range(26))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Samples to train on and held-out ones, and what a model must know of them."""
+
+    train: Window
+    test: Window
+    dense: int
+    """Dense columns."""
+    rows: Mapping[str, int | None]
+    """Feature → ids that it can have; None: any."""
+    best_auc: float | None
+    """What the true probabilities reach on the held-out samples; None where they are unknown."""
+
+
+def inputs(settings: Settings) -> Inputs:
+    """Finds and counts the samples; a file that is missing or empty is refused here."""
+    given, rows = settings.data, settings.tables.rows
+    if given.source == "synthetic":
+        synthetic = Synthetic(
+            samples=given.samples,
+            rows_total=given.rows_total,
+            skew=given.skew,
+            seed=settings.run.seed,
+        )
+        train, test = _split(synthetic, settings)
+        return Inputs(
+            train=train,
+            test=test,
+            dense=CRITEO_DENSE,
+            rows=synthetic.rows,
+            best_auc=synthetic.bayes_auc(test.count() or 0, start=test.start),
+        )
+    source: Source
+    if given.source == "criteo":
+        names, dense = CRITEO_FEATURES, CRITEO_DENSE
+        source = Criteo(given.paths, sizes=rows, on_malformed=given.on_malformed)
+    else:
+        names, dense = given.categories, len(given.dense)
+        source = Parquet(
+            given.paths,
+            label=given.label,
+            dense=given.dense,
+            log=given.log,
+            categories=[Category(column=name, size=rows) for name in names],
+        )
+    if given.samples is not None:
+        source = Window(source=source, stop=given.samples)
+    train, test = _split(source, settings)
+    return Inputs(
+        train=train, test=test, dense=dense, rows=dict.fromkeys(names, rows), best_auc=None
+    )
+
+
+def _split(source: Source, settings: Settings) -> tuple[Window, Window]:
+    found = source.count()
+    if not found:
+        raise ConfigError(f"data.paths hold no samples: {', '.join(settings.data.paths)}")
+    return split(source, test=settings.data.test_fraction)
+
+
+def embeddings(settings: Settings, rows: Mapping[str, int | None]) -> EmbeddingBags:
+    """One table per feature."""
+    given = settings.tables
+    dynamic = given.kind == "dynamic"
+    # DeepFM reads the first-order weight of an id from one more column of its row.
+    dim = given.dim + 1 if settings.model.kind == "deepfm" else given.dim
+    tables = [
+        Table(
+            name,
+            rows=None if dynamic else ids,
+            capacity=given.capacity,
+            dim=dim,
+            on_full=given.on_full,
+        )
+        for name, ids in rows.items()
+    ]
+    return EmbeddingBags(tables, optimizer=settings.optimizer.spec(), seed=settings.run.seed)
+
+
+def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> nn.Module:
+    """The network over the embeddings."""
+    given, dim, seed = settings.model, settings.tables.dim, settings.run.seed
+    if given.kind == "dlrm":
+        return DLRM(bags, _shape(settings), features=features, dense=dense, seed=seed)
+    kind = DeepFM if given.kind == "deepfm" else PNN
+    return kind(bags, dim=dim, features=features, dense=dense, hidden=given.top, seed=seed)
+
+
+def baseline(settings: Settings, *, dense: int) -> nn.Module:
+    """The same widths without embeddings."""
+    return DenseOnly(_shape(settings), dense=dense, seed=settings.run.seed)
+
+
+def dense_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimizer:
+    """Torch's own, over the parameters of the network; rows have their own optimizer."""
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+    }
+    given = settings.dense_optimizer
+    return kinds[given.kind](network.parameters(), lr=given.lr)
+
+
+def _shape(settings: Settings) -> DLRMShape:
+    given = settings.model
+    return DLRMShape(bottom=(*given.bottom, settings.tables.dim), top=(*given.top, 1))

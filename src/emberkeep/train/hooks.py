@@ -1,0 +1,66 @@
+"""The seam of the training loop: what may act at the end of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.train.result import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that has ended: rows and dense parameters are updated, nothing is in flight."""
+
+    phase: str
+    """Which model is trained: "embeddings", or "baseline" for the one without them."""
+    number: int
+    """Counts from 1."""
+    steps: int
+    samples: int
+    """Samples trained on so far."""
+    loss: float
+
+
+class Hook:
+    """Does nothing; override what is of interest. An error in a hook ends the run."""
+
+    def on_step(self, step: Step) -> None:
+        """After every step, in the order of the hooks, before the next batch is taken."""
+
+    def on_end(self, result: Result) -> None:
+        """After evaluation."""
+
+    def close(self) -> None:
+        """Always, whether the run succeeded or not."""
+
+
+class TensorBoard(Hook):
+    """Writes loss by samples, and the final metrics, as TensorBoard events."""
+
+    def __init__(self, directory: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "TensorBoard is not installed: run pip install 'emberkeep[tensorboard]'"
+            ) from None
+        if Path(directory).is_file():
+            raise ConfigError(
+                f"{directory} is a file; TensorBoard needs a directory for its events"
+            )
+        self._writer = SummaryWriter(str(directory))
+
+    def on_step(self, step: Step) -> None:
+        self._writer.add_scalar(f"loss/{step.phase}", step.loss, step.samples)
+
+    def on_end(self, result: Result) -> None:
+        for name, value in (("auc", result.auc), ("log_loss", result.log_loss)):
+            self._writer.add_scalar(f"test/{name}", value, result.samples)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,165 @@
+"""The training loop: one pass over the samples, then AUC and log-loss on held-out ones.
+
+The same settings give the same bits: the digest of a result covers every trained row and every
+dense parameter. It does not depend on the number of threads that rows are updated with; torch
+makes that promise for a given number of its own threads.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from emberkeep.data import Batch, Reader, Window
+from emberkeep.errors import GradientError
+from emberkeep.metrics import auc, log_loss
+from emberkeep.models import Ids
+from emberkeep.nn import EmbeddingBags
+from emberkeep.train import build
+from emberkeep.train.hooks import Hook, Step
+from emberkeep.train.result import Result
+from emberkeep.train.settings import Settings
+
+
+def run(settings: Settings, *, hooks: Sequence[Hook] = ()) -> Result:
+    """Trains, evaluates, and if asked to does the same with the network that has no embeddings."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.close)
+        return _run(settings, hooks)
+
+
+def _run(settings: Settings, hooks: Sequence[Hook]) -> Result:
+    inputs = build.inputs(settings)
+    bags = build.embeddings(settings, inputs.rows)
+    network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
+    optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
+    batch_size = settings.run.batch_size
+
+    start = time.perf_counter()
+    losses = fit(network, optimizers, inputs.train, batch_size, hooks=hooks, phase="embeddings")
+    seconds = time.perf_counter() - start
+    found_auc, found_log_loss = evaluate(network, inputs.test, batch_size)
+
+    baseline_auc = baseline_log_loss = None
+    if settings.run.compare:
+        plain = build.baseline(settings, dense=inputs.dense)
+        optimizer = build.dense_optimizer(settings, plain)
+        fit(plain, [optimizer], inputs.train, batch_size, hooks=hooks, phase="baseline")
+        baseline_auc, baseline_log_loss = evaluate(plain, inputs.test, batch_size)
+
+    samples = inputs.train.count() or 0
+    result = Result(
+        settings=settings,
+        samples=samples,
+        steps=len(losses),
+        seconds=seconds,
+        samples_per_second=samples / seconds,
+        loss=float(np.mean(losses[-max(len(losses) // 10, 1) :])),
+        test_samples=inputs.test.count() or 0,
+        auc=found_auc,
+        log_loss=found_log_loss,
+        baseline_auc=baseline_auc,
+        baseline_log_loss=baseline_log_loss,
+        best_auc=inputs.best_auc,
+        rows=sum(table.slots for table in bags.tables),
+        rows_trained=sum(len(bags.cluster.touched_ids(table.name)) for table in bags.tables),
+        peak_memory_nbytes=_peak_memory_nbytes(),
+        digest=digest(bags, network),
+    )
+    for hook in hooks:
+        hook.on_end(result)
+    return result
+
+
+def fit(
+    network: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    samples: Window,
+    batch_size: int,
+    *,
+    hooks: Sequence[Hook],
+    phase: str,
+) -> list[float]:
+    """One pass in the order of the source; returns the loss of every step."""
+    network.train()
+    criterion = nn.BCEWithLogitsLoss()
+    steps = -(-(samples.count() or 0) // batch_size)
+    losses: list[float] = []
+    with Reader(samples, batch_size=batch_size) as reader:
+        for batch in reader:
+            dense, ids, labels = _tensors(batch)
+            loss = criterion(network(dense, ids), labels)
+            losses.append(float(loss))
+            if not math.isfinite(losses[-1]):
+                raise GradientError(
+                    f"the loss is {losses[-1]} at step {len(losses)}: training diverged; lower "
+                    "optimizer.lr or dense_optimizer.lr"
+                )
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step = Step(
+                phase=phase,
+                number=len(losses),
+                steps=steps,
+                samples=reader.samples,
+                loss=losses[-1],
+            )
+            for hook in hooks:
+                hook.on_step(step)
+    return losses
+
+
+def evaluate(network: nn.Module, samples: Window, batch_size: int) -> tuple[float, float]:
+    """AUC and log-loss; changes nothing in the model."""
+    training = network.training
+    network.eval()
+    logits, labels = [], []
+    with torch.no_grad(), Reader(samples, batch_size=batch_size) as reader:
+        for batch in reader:
+            dense, ids, truth = _tensors(batch)
+            logits.append(network(dense, ids).numpy())
+            labels.append(truth.numpy())
+    network.train(training)
+    truth_all, logits_all = np.concatenate(labels), np.concatenate(logits)
+    return auc(truth_all, logits_all), log_loss(truth_all, logits_all)
+
+
+def digest(bags: EmbeddingBags, network: nn.Module) -> str:
+    """Of every trained row with all its planes, and of every dense parameter: equal, same bits."""
+    told = xxhash.xxh3_128()
+    for table in bags.tables:
+        ids, planes = bags.cluster.read_all(table.name)
+        for name, values in [("id", ids), *sorted(planes.items())]:
+            told.update(f"{table.name}/{name}/{len(ids)};".encode())
+            told.update(np.ascontiguousarray(values).data)
+    for name, parameter in sorted(network.named_parameters()):
+        told.update(f"{name};".encode())
+        told.update(parameter.detach().contiguous().numpy().data)
+    return told.hexdigest()
+
+
+def _tensors(batch: Batch) -> tuple[torch.Tensor, Ids, torch.Tensor]:
+    ids: Ids = {
+        feature: (torch.from_numpy(given[0]), torch.from_numpy(given[1]))
+        if isinstance(given, tuple)
+        else torch.from_numpy(given)
+        for feature, given in batch.ids.items()
+    }
+    return torch.from_numpy(batch.dense), ids, torch.from_numpy(batch.labels)
+
+
+def _peak_memory_nbytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

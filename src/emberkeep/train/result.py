@@ -1,0 +1,47 @@
+"""What a training run came to, as plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from emberkeep.train.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to. Everything but times and memory follows from the settings, to the bit."""
+
+    settings: Settings
+    samples: int
+    steps: int
+    seconds: float
+    """Of training alone: reading, forward, backward and updates."""
+    samples_per_second: float
+    loss: float
+    """Mean training loss over the last tenth of the steps."""
+    test_samples: int
+    auc: float
+    log_loss: float
+    baseline_auc: float | None
+    """Of the network without embeddings, trained on the same samples; None if not asked for."""
+    baseline_log_loss: float | None
+    best_auc: float | None
+    """What the true probabilities reach on the held-out samples; known for synthetic data alone."""
+    rows: int
+    """Rows that the tables can hold."""
+    rows_trained: int
+    """Rows that were updated at least once."""
+    peak_memory_nbytes: int
+    """The most memory that the process has taken."""
+    digest: str
+    """Of all trained rows with their optimizer state and of all dense parameters."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: a metric that does not exist (one class only) is None, not NaN."""
+        told = {**asdict(self), "settings": self.settings.to_dict()}
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in told.items()
+        }

@@ -1,0 +1,37 @@
+"""Runs every kernel once on tiny tables, so that all of them are compiled and cached."""
+
+from __future__ import annotations
+
+import torch
+
+from emberkeep.data import Synthetic
+from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Normal, Optimizer, RowWiseAdagrad, Table
+
+_OPTIMIZERS: tuple[Optimizer, ...] = (
+    SGD(lr=0.1),
+    Momentum(lr=0.1),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    Adam(lr=0.1, step="row"),
+)
+
+
+def warm_up() -> None:
+    """Trains a few rows with every optimizer, on fixed and dynamic tables, pooled and not."""
+    Synthetic(samples=16, rows_total=200).batch(0, 16)
+    ids = torch.arange(4)
+    for optimizer in _OPTIMIZERS:
+        tables = [
+            Table("fixed", rows=8, dim=4),
+            Table("dynamic", capacity=8, dim=4, init=Normal(), on_full="evict_oldest"),
+        ]
+        bags = EmbeddingBags(tables, optimizer=optimizer)
+        for dynamic in (ids, (ids, torch.tensor([0, 1, 1, 3]))):
+            bags({"fixed": ids, "dynamic": dynamic}).sum().backward()
+            bags.optimizer.step()
+            bags.optimizer.zero_grad()
+        rows = Embeddings(tables, optimizer=optimizer)
+        sum(out.sum() for out in rows({"fixed": ids, "dynamic": ids}).values()).backward()
+        rows.optimizer.step()

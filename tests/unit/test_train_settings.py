@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from emberkeep.errors import ConfigError
+from emberkeep.tables import Adam, RowWiseAdagrad
+from emberkeep.train.settings import (
+    DEMO,
+    DataSettings,
+    RowOptimizerSettings,
+    Settings,
+    TableSettings,
+    demo,
+)
+
+
+def test_the_demo_with_overrides() -> None:
+    assert demo() == DEMO
+    changed = demo(["run.batch_size=64", "model.kind=pnn", "tables.dim=8"])
+    assert changed == replace(
+        DEMO,
+        run=replace(DEMO.run, batch_size=64),
+        model=replace(DEMO.model, kind="pnn"),
+        tables=replace(DEMO.tables, dim=8),
+    )
+
+
+def test_settings_become_json() -> None:
+    told = json.loads(json.dumps(DEMO.to_dict()))
+    assert told["run"]["batch_size"] == DEMO.run.batch_size
+    assert told["tables"]["rows"] is None
+
+
+def test_the_optimizer_takes_what_it_has() -> None:
+    assert RowOptimizerSettings().spec() == RowWiseAdagrad(lr=0.02)
+    adam = RowOptimizerSettings(kind="adam", lr=0.1, betas=(0.8, 0.9), step="row")
+    assert adam.spec() == Adam(lr=0.1, betas=(0.8, 0.9), step="row")
+    with pytest.raises(ConfigError, match="kind: sgd has no setting 'momentum'"):
+        RowOptimizerSettings(kind="sgd", momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"source": "synthetic"}, "samples must be set"),
+        ({"source": "synthetic", "samples": 10, "paths": ("a",)}, "paths are not read"),
+        ({"source": "criteo"}, "paths must name the files"),
+        ({"source": "criteo", "paths": ("a",), "dense": ("x",)}, "belong to parquet"),
+        ({"source": "parquet", "paths": ("a",), "dense": ("x",)}, "dense and categories must"),
+        ({"source": "synthetic", "samples": 1}, "samples must be 2 or more"),
+        ({"source": "synthetic", "samples": 9, "test_fraction": 1.0}, "above 0 and below 1"),
+    ],
+)
+def test_data_that_cannot_work(arguments: dict, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        DataSettings(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"kind": "dynamic"}, "capacity must be set"),
+        ({"kind": "dynamic", "capacity": 5, "rows": 5}, "rows is for fixed tables"),
+        ({"capacity": 5}, "capacity is for kind"),
+        ({"dim": 0}, "dim must be 1 or more"),
+        ({"on_full": "evict_oldest"}, "on_full is for"),
+    ],
+)
+def test_tables_that_cannot_work(arguments: dict, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        TableSettings(**arguments)
+
+
+def test_files_need_a_number_of_rows() -> None:
+    data = DataSettings(source="criteo", paths=("a.tsv",))
+    with pytest.raises(ConfigError, match=r"tables\.rows must say"):
+        Settings(data=data)
+    Settings(data=data, tables=TableSettings(rows=10))
+    Settings(data=data, tables=TableSettings(kind="dynamic", capacity=10))
