@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from queue import SimpleQueue
 
 from emberkeep.errors import ConfigError
@@ -20,7 +21,11 @@ def default_threads() -> int:
     """`EMBERKEEP_THREADS`, else the cores that this process may use."""
     given = os.environ.get("EMBERKEEP_THREADS")
     if given is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     if not given.isdigit() or int(given) < 1:
         raise ConfigError(f"EMBERKEEP_THREADS must be a whole number from 1 up, not {given!r}")
     return int(given)
@@ -119,6 +124,23 @@ def _work(queue: SimpleQueue[tuple[Task, _Join]]) -> None:
         del task, join
 
 
+class ForkLock:
+    """A re-entrant lock that is free in a forked child, whoever held it in the parent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            self._lock = threading.RLock()
+            self._pid = os.getpid()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 _shared: Pool | None = None
 _shared_lock = threading.Lock()
 
@@ -136,4 +158,4 @@ def spans(total: int, parts: int, least: int = 1) -> list[tuple[int, int]]:
     """Cuts range(total) into at most `parts` contiguous spans of at least `least` items."""
     parts = max(1, min(parts, total // max(least, 1)))
     bounds = [total * i // parts for i in range(parts + 1)]
-    return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    return [(a, b) for a, b in pairwise(bounds) if b > a]

@@ -8,6 +8,7 @@ compilation of a process is announced once on stderr.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -107,15 +108,11 @@ event.register("numba:compile", announcer)
 def kernel(function: _Function) -> _Function:
     """A serial kernel: `njit(nogil=True)`, cached on disk, callable from other kernels."""
     compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
-    try:
+    with contextlib.suppress(RuntimeError):  # no directory at all: compiled in every process
         compiled._cache = _KernelCache(function)
-    except RuntimeError:
-        pass  # no directory at all: kernels are compiled in every process
     return cast(_Function, compiled)
 
 
 def inline(function: _Function) -> _Function:
     """A helper that only kernels call; compiled as part of them."""
-    return cast(
-        _Function, numba.njit(nogil=True, error_model="numpy", inline="never")(function)
-    )
+    return cast(_Function, numba.njit(nogil=True, error_model="numpy", inline="never")(function))

@@ -121,21 +121,13 @@ def index_remove(entries: U64, ids: I64, gone: I64) -> None:
 
 
 @kernel
-def index_rebuild(entries: U64, ids: I64, occupied: U64, first: int, slots: int) -> int:
-    """Builds an empty index from the id plane and the occupied bits; returns the ids entered."""
-    found = 0
-    for slot in range(slots):
-        row = first + slot
-        if (occupied[row >> 6] >> np.uint64(row & 63)) & _ONE:
-            _put(entries, ids, ids[slot], np.int64(slot))
-            found += 1
-    return found
-
-
-@kernel
 def route(
-    ids: I64, offsets_T: I64, dynamic_T: npt.NDArray[np.bool_], shards: int,
-    counts_ST: I64, order: I64,
+    ids: I64,
+    offsets_T: I64,
+    dynamic_T: npt.NDArray[np.bool_],
+    shards: int,
+    counts_ST: I64,
+    order: I64,
 ) -> None:
     """Sorts the positions of `ids` by (shard, table), stably; fills counts and the order."""
     tables = dynamic_T.size

@@ -46,9 +46,11 @@ def _normal_quantile(p: float) -> float:
     q = p - 0.5
     if abs(q) <= 0.425:
         r = 0.180625 - q * q
-        return q * (
-            ((59.109374720 * r + 159.29113202) * r + 50.434271938) * r + 3.3871327179
-        ) / (((67.187563600 * r + 78.757757664) * r + 17.895169469) * r + 1.0)
+        return (
+            q
+            * (((59.109374720 * r + 159.29113202) * r + 50.434271938) * r + 3.3871327179)
+            / (((67.187563600 * r + 78.757757664) * r + 17.895169469) * r + 1.0)
+        )
     r = np.sqrt(-_log(p if q < 0.0 else 1.0 - p))
     if r <= 5.0:
         r -= 1.6
@@ -64,8 +66,9 @@ def _normal_quantile(p: float) -> float:
 
 
 @inline
-def initial_row(key: np.uint64, kind: int, a: np.float32, b: np.float32, identity: int,
-                out_D: F32) -> None:
+def initial_row(
+    key: np.uint64, kind: int, a: np.float32, b: np.float32, identity: int, out_D: F32
+) -> None:
     """Writes the initial weight of one row: uniform on [a, b), or normal with mean a, std b."""
     row_key = mix64(key ^ hash_id(identity))
     columns = out_D.size
@@ -87,8 +90,9 @@ def initial_row(key: np.uint64, kind: int, a: np.float32, b: np.float32, identit
 
 
 @kernel
-def initial_rows(key: np.uint64, kind: int, a: np.float32, b: np.float32, ids: I64,
-                 out_RD: F32) -> None:
+def initial_rows(
+    key: np.uint64, kind: int, a: np.float32, b: np.float32, ids: I64, out_RD: F32
+) -> None:
     """Writes the initial weights of the rows named by `ids`."""
     for i in range(ids.size):
         initial_row(key, kind, a, b, ids[i], out_RD[i])
@@ -96,8 +100,16 @@ def initial_rows(key: np.uint64, kind: int, a: np.float32, b: np.float32, ids: I
 
 @kernel
 def materialize(
-    keys_T: U64, kinds_T: I64, shapes_T2: F32, offsets_T: I64, ids: I64, rows: I64,
-    touched: U64, start: int, stop: int, weight_RD: F32,
+    keys_T: U64,
+    kinds_T: I64,
+    shapes_T2: F32,
+    offsets_T: I64,
+    ids: I64,
+    rows: I64,
+    touched: U64,
+    start: int,
+    stop: int,
+    weight_RD: F32,
 ) -> None:
     """Gives the rows at positions start..stop that were never touched their initial weight.
 
@@ -107,14 +119,24 @@ def materialize(
         for i in range(max(start, offsets_T[t]), min(stop, offsets_T[t + 1])):
             row = rows[i]
             if not test_bit(touched, row):
-                initial_row(keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i],
-                            weight_RD[row])
+                initial_row(
+                    keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i], weight_RD[row]
+                )
 
 
 @kernel
 def pull(
-    keys_T: U64, kinds_T: I64, shapes_T2: F32, offsets_T: I64, ids: I64, rows: I64,
-    touched: U64, start: int, stop: int, weight_RD: F32, out_UD: F32,
+    keys_T: U64,
+    kinds_T: I64,
+    shapes_T2: F32,
+    offsets_T: I64,
+    ids: I64,
+    rows: I64,
+    touched: U64,
+    start: int,
+    stop: int,
+    weight_RD: F32,
+    out_UD: F32,
 ) -> None:
     """Copies the weights at positions start..stop; an untouched row reads as its initial value."""
     columns = out_UD.shape[1]
@@ -127,5 +149,6 @@ def pull(
                 for d in range(columns):
                     out_UD[i, d] = weight_RD[row, d]
             else:
-                initial_row(keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i],
-                            out_UD[i])
+                initial_row(
+                    keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i], out_UD[i]
+                )

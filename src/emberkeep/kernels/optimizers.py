@@ -41,8 +41,15 @@ def sgd(rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, weight_
 
 @kernel
 def momentum(
-    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, factor: np.float32,
-    nesterov: bool, weight_RD: F32, momentum_RD: F32,
+    rows: I64,
+    grads_UD: F32,
+    start: int,
+    stop: int,
+    lr: np.float32,
+    factor: np.float32,
+    nesterov: bool,
+    weight_RD: F32,
+    momentum_RD: F32,
 ) -> None:
     for i in range(start, stop):
         row = rows[i]
@@ -58,8 +65,14 @@ def momentum(
 
 @kernel
 def adagrad(
-    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, eps: np.float32,
-    weight_RD: F32, accumulator_RD: F32,
+    rows: I64,
+    grads_UD: F32,
+    start: int,
+    stop: int,
+    lr: np.float32,
+    eps: np.float32,
+    weight_RD: F32,
+    accumulator_RD: F32,
 ) -> None:
     for i in range(start, stop):
         row = rows[i]
@@ -75,8 +88,14 @@ def adagrad(
 
 @kernel
 def row_wise_adagrad(
-    rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, eps: np.float32,
-    weight_RD: F32, accumulator_R1: F32,
+    rows: I64,
+    grads_UD: F32,
+    start: int,
+    stop: int,
+    lr: np.float32,
+    eps: np.float32,
+    weight_RD: F32,
+    accumulator_R1: F32,
 ) -> None:
     """The accumulator of a row is the running sum of the mean square of its gradient."""
     dim = weight_RD.shape[1]
@@ -124,8 +143,19 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> float:
 
 @kernel
 def adam(
-    rows: I64, grads_UD: F32, offsets_T: I64, rates_T: F32, start: int, stop: int, lr: float,
-    beta1: float, beta2: float, eps: np.float32, weight_RD: F32, first_RD: F32, second_RD: F32,
+    rows: I64,
+    grads_UD: F32,
+    offsets_T: I64,
+    rates_T: F32,
+    start: int,
+    stop: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: np.float32,
+    weight_RD: F32,
+    first_RD: F32,
+    second_RD: F32,
     step_R1: I32,
 ) -> None:
     """Adam with the step of the table (`rates_T`), or of the row where `step_R1` has rows."""

@@ -25,7 +25,12 @@ _EXPONENT = np.uint32(0x7F800000)
 
 @kernel
 def dedupe(
-    ids_N: I64, offsets_T: I64, first: int, last: int, unique_N: I64, inverse_N: I32,
+    ids_N: I64,
+    offsets_T: I64,
+    first: int,
+    last: int,
+    unique_N: I64,
+    inverse_N: I32,
     counts_T: I64,
 ) -> None:
     """Finds the unique ids of tables first..last.
@@ -77,9 +82,22 @@ def compact(unique_N: I64, offsets_T: I64, starts_T: I64, unique_U: I64) -> None
 
 @kernel
 def group_lookups(
-    inverse_N: I32, offsets_T: I64, starts_T: I64, features_T: I64, firsts_F: I64, lengths_F: I64,
-    ends_FB: I64, columns_F: I64, width: int, batch: int, scales_N: F32, first: int, last: int,
-    ends_U: I64, bags_N: I32, bag_scales_N: F32,
+    inverse_N: I32,
+    offsets_T: I64,
+    starts_T: I64,
+    features_T: I64,
+    firsts_F: I64,
+    lengths_F: I64,
+    ends_FB: I64,
+    columns_F: I64,
+    width: int,
+    counts_F: I64,
+    scales_N: F32,
+    first: int,
+    last: int,
+    ends_U: I64,
+    bags_N: I32,
+    bag_scales_N: F32,
 ) -> None:
     """Lists, for each unique row of tables first..last, the bags it was looked up for.
 
@@ -101,7 +119,7 @@ def group_lookups(
             at += count
         for f in range(features_T[t], features_T[t + 1]):
             low = firsts_F[f]
-            for b in range(batch):
+            for b in range(counts_F[f]):
                 high = low + lengths_F[f] if lengths_F[f] >= 0 else firsts_F[f] + ends_FB[f, b]
                 for i in range(low, high):
                     u = base + inverse_N[i]
@@ -126,8 +144,17 @@ def gather(
 
 @kernel
 def pool(
-    rows_UD: F32, inverse_N: I32, bases_F: I64, firsts_F: I64, lengths_F: I64, ends_FB: I64,
-    scales_N: F32, columns_F: I64, start: int, stop: int, out_BFD: F32,
+    rows_UD: F32,
+    inverse_N: I32,
+    bases_F: I64,
+    firsts_F: I64,
+    lengths_F: I64,
+    ends_FB: I64,
+    scales_N: F32,
+    columns_F: I64,
+    start: int,
+    stop: int,
+    out_BFD: F32,
 ) -> None:
     """Sums the rows of each bag of samples start..stop, times their scales where there are any.
 
@@ -184,8 +211,14 @@ def mean_scales(ends_FB: I64, feature: int, first: int, batch: int, scales_N: F3
 
 @kernel
 def aggregate(
-    grads_GD: F32, ends_U: I64, bags_N: I32, bag_scales_N: F32, start: int, stop: int,
-    out_UD: F32, squares_U: F64,
+    grads_GD: F32,
+    ends_U: I64,
+    bags_N: I32,
+    bag_scales_N: F32,
+    start: int,
+    stop: int,
+    out_UD: F32,
+    squares_U: F64,
 ) -> None:
     """Sums the gradients of the bags of rows start..stop; also the square norm of each sum."""
     dim = grads_GD.shape[1]
@@ -216,8 +249,18 @@ def aggregate(
 
 @kernel
 def scale_gradients(
-    grads_GD: F32, rows_UD: F32, inverse_N: I32, bases_F: I64, firsts_F: I64, lengths_F: I64,
-    ends_FB: I64, columns_F: I64, width: int, start: int, stop: int, out_N: F32,
+    grads_GD: F32,
+    rows_UD: F32,
+    inverse_N: I32,
+    bases_F: I64,
+    firsts_F: I64,
+    lengths_F: I64,
+    ends_FB: I64,
+    columns_F: I64,
+    width: int,
+    start: int,
+    stop: int,
+    out_N: F32,
 ) -> None:
     """The gradient of the scale of each lookup of samples start..stop: its row · its bag's."""
     for f in range(bases_F.size):
@@ -250,7 +293,9 @@ def first_nonfinite(values_UD: F32, start: int, stop: int) -> int:
 
 
 @kernel
-def fixed_rows(ids: I64, offsets_T: I64, limits_T: I64, bases_T: I64, stride: int, rows: I64) -> int:
+def fixed_rows(
+    ids: I64, offsets_T: I64, limits_T: I64, bases_T: I64, stride: int, rows: I64
+) -> int:
     """Fills rows of fixed tables with base + id div stride; returns a position out of range or -1.
 
     Tables whose limit is negative are dynamic and passed over.
@@ -316,3 +361,11 @@ def list_bits(bits: U64, first_word: int, last_word: int, out: I64) -> int:
             found += 1
             word ^= low
     return found
+
+
+@kernel
+def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None:
+    """Adds value sources[i] to row targets[i], in the order of i."""
+    for i in range(sources.size):
+        for d in range(out_UD.shape[1]):
+            out_UD[targets[i], d] += values_ND[sources[i], d]

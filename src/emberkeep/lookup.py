@@ -1,0 +1,244 @@
+"""One batch's way through the tables of one slab: ids → unique rows → bags, and back.
+
+A `Layout` is fixed when the model is built; a `Lookup` lives from forward to backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.errors import ConfigError
+from emberkeep.kernels import rows
+from emberkeep.pool import Pool, spans
+from emberkeep.slab import RowIds
+from emberkeep.tables import Table
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Work = Callable[[int, int], object]
+
+_NO_SCALES: F32 = np.empty(0, np.float32)
+_NO_ENDS: I64 = np.empty((0, 0), np.int64)
+# Ranges of fewer samples or rows than this are not worth a thread.
+_LEAST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A named input: the table that its ids belong to and the output column that it fills."""
+
+    name: str
+    table: int
+    column: int
+    mean: bool
+
+
+class Layout:
+    """The tables of one slab and the features that look rows up in them."""
+
+    def __init__(self, tables: Sequence[Table], columns: dict[str, int], width: int) -> None:
+        self.tables = tuple(tables)
+        self.width = width
+        self.features = tuple(
+            Feature(name, t, columns[name], table.pooling == "mean")
+            for t, table in enumerate(self.tables)
+            for name in table.features
+        )
+        self.features_T: I64 = np.cumsum([0, *(len(t.features) for t in self.tables)])
+        self.columns_F: I64 = np.array([f.column for f in self.features], np.int64)
+        self.tables_F: I64 = np.array([f.table for f in self.features], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """The ids of `count` bags of one feature: `length` each, or (length -1) ending at `ends`."""
+
+    ids: I64
+    count: int
+    length: int
+    ends: I64 | None = None
+    scales: F32 | None = None
+    shape: tuple[int, ...] = ()
+
+
+class Lookup:
+    """The unique rows of one batch, and what each bag is made of.
+
+    With `batch=None` nothing is pooled: every lookup is a bag of its own, and the output is one
+    row per lookup.
+    Sums run in lookup order everywhere: results do not depend on the number of threads.
+    """
+
+    def __init__(self, layout: Layout, bags: Sequence[Bags], batch: int | None, pool: Pool) -> None:
+        self.layout = layout
+        self.bags = bags
+        self.batch = batch or 0
+        self.pool = pool
+        self.ids_N = np.concatenate([bag.ids for bag in bags])
+        counts = np.array([bag.ids.size for bag in bags], np.int64)
+        firsts = np.zeros(counts.size + 1, np.int64)
+        np.cumsum(counts, out=firsts[1:])
+        self.firsts_F = firsts[:-1]
+        self.offsets_T = firsts[layout.features_T]
+        self.lengths_F: I64 = np.array([bag.length for bag in bags], np.int64)
+        self.counts_F: I64 = np.array([bag.count for bag in bags], np.int64)
+        # A bag is row b * width + column of the output.
+        self.columns_F, self.width = (
+            (self.firsts_F, 1) if batch is None else (layout.columns_F, layout.width)
+        )
+        self.ends_FB = _NO_ENDS
+        if (self.lengths_F < 0).any():
+            self.ends_FB = np.zeros((len(bags), self.batch), np.int64)
+            for f, bag in enumerate(bags):
+                if bag.ends is not None:
+                    self.ends_FB[f] = bag.ends
+        self.scales_N = self._scales(bags)
+        self._dedupe()
+
+    def _scales(self, bags: Sequence[Bags]) -> F32:
+        """A factor for each lookup: its per-sample weight, or one over its bag's length."""
+        if not any(
+            bag.scales is not None or (feature.mean and bag.length != 1)
+            for feature, bag in zip(self.layout.features, bags, strict=True)
+        ):
+            return _NO_SCALES
+        scales_N = np.ones(self.ids_N.size, np.float32)
+        for f, (feature, bag) in enumerate(zip(self.layout.features, bags, strict=True)):
+            first = int(self.firsts_F[f])
+            mine = slice(first, first + bag.ids.size)
+            if bag.scales is not None:
+                if feature.mean:
+                    raise ConfigError(
+                        f"feature {feature.name!r}: per-sample weights need pooling='sum'; a mean "
+                        "of weighted rows is not defined"
+                    )
+                scales_N[mine] = bag.scales
+            elif feature.mean and bag.length > 1:
+                scales_N[mine] = np.float32(1.0) / np.float32(bag.length)
+            elif feature.mean and bag.length < 0:
+                rows.mean_scales(self.ends_FB, f, first, self.batch, scales_N)
+        return scales_N
+
+    def _dedupe(self) -> None:
+        lookups, tables = self.ids_N.size, len(self.layout.tables)
+        staged = np.empty(lookups, np.int64)
+        self.inverse_N: I32 = np.empty(lookups, np.int32)
+        counts_T = np.empty(tables, np.int64)
+        self._over_tables(
+            lambda first, last: rows.dedupe(
+                self.ids_N, self.offsets_T, first, last, staged, self.inverse_N, counts_T
+            )
+        )
+        starts_T = np.zeros(tables + 1, np.int64)
+        np.cumsum(counts_T, out=starts_T[1:])
+        unique = np.empty(int(starts_T[-1]), np.int64)
+        rows.compact(staged, self.offsets_T, starts_T, unique)
+        self.wanted = RowIds(unique, starts_T)
+        self.bases_F = starts_T[self.layout.tables_F]
+
+    def pooled(self, rows_UD: F32, out_BFD: F32) -> None:
+        """Fills this slab's columns of the output with the sum of each bag's rows."""
+        self._over(
+            self.batch,
+            lambda start, stop: rows.pool(
+                rows_UD, self.inverse_N, self.bases_F, self.firsts_F, self.lengths_F,
+                self.ends_FB, self.scales_N, self.columns_F, start, stop, out_BFD,
+            ),
+        )  # fmt: skip
+
+    def gathered(self, rows_UD: F32, feature: int, out_ND: F32) -> None:
+        """Without pooling: the row of each lookup of one feature."""
+        base, first = int(self.bases_F[feature]), int(self.firsts_F[feature])
+        self._over(
+            out_ND.shape[0],
+            lambda start, stop: rows.gather(
+                rows_UD, self.inverse_N, base, first, start, stop, out_ND
+            ),
+        )
+
+    def gradients(self, grads_GD: F32) -> tuple[F32, float]:
+        """Each unique row's gradient, summed over its bags, and the square norm of them all."""
+        count = self.wanted.ids.size
+        ends_U = np.empty(count, np.int64)
+        bags_N = np.empty(self.ids_N.size, np.int32)
+        bag_scales_N = np.empty(self.scales_N.size, np.float32)
+        layout = self.layout
+        self._over_tables(
+            lambda first, last: rows.group_lookups(
+                self.inverse_N, self.offsets_T, self.wanted.offsets, layout.features_T,
+                self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
+                self.counts_F, self.scales_N, first, last, ends_U, bags_N, bag_scales_N,
+            )
+        )  # fmt: skip
+        out_UD = np.empty((count, grads_GD.shape[1]), np.float32)
+        squares_U = np.empty(count, np.float64)
+        self._over(
+            count,
+            lambda start, stop: rows.aggregate(
+                grads_GD, ends_U, bags_N, bag_scales_N, start, stop, out_UD, squares_U
+            ),
+        )
+        return out_UD, float(squares_U.sum())
+
+    def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:
+        """The gradient of each lookup's per-sample weight."""
+        out_N = np.empty(self.ids_N.size, np.float32)
+        self._over(
+            self.batch,
+            lambda start, stop: rows.scale_gradients(
+                grads_GD, rows_UD, self.inverse_N, self.bases_F, self.firsts_F, self.lengths_F,
+                self.ends_FB, self.columns_F, self.width, start, stop, out_N,
+            ),
+        )  # fmt: skip
+        return out_N
+
+    def _over(self, count: int, work: Work) -> None:
+        parts = spans(count, self.pool.threads, _LEAST)
+        self.pool.run([partial(work, start, stop) for start, stop in parts])
+
+    def _over_tables(self, work: Work) -> None:
+        """Runs work over ranges of tables that hold about equally many lookups."""
+        parts = table_spans(self.offsets_T, self.pool.threads)
+        self.pool.run([partial(work, first, last) for first, last in parts])
+
+
+def table_spans(offsets_T: I64, parts: int) -> list[tuple[int, int]]:
+    """Cuts the tables into at most `parts` ranges with about equally many lookups each."""
+    total = int(offsets_T[-1])
+    parts = max(1, min(parts, total // _LEAST))
+    marks = [total * i // parts for i in range(1, parts)]
+    cuts = np.searchsorted(offsets_T, marks).tolist()
+    bounds = sorted({0, *cuts, offsets_T.size - 1})
+    return list(pairwise(bounds))
+
+
+def merge(first: RowIds, first_UD: F32, second: RowIds, second_UD: F32) -> tuple[RowIds, F32]:
+    """The sum of two sets of row gradients of one slab."""
+    tables = first.offsets.size - 1
+    parts = []
+    sources = []
+    for t in range(tables):
+        for ids, base in ((first, 0), (second, first.ids.size)):
+            low, high = ids.offsets[t], ids.offsets[t + 1]
+            parts.append(ids.ids[low:high])
+            sources.append(np.arange(base + low, base + high))
+    ids_N = np.concatenate(parts)
+    offsets_T = first.offsets + second.offsets
+    staged, inverse_N = np.empty(ids_N.size, np.int64), np.empty(ids_N.size, np.int32)
+    counts_T, starts_T = np.empty(tables, np.int64), np.zeros(tables + 1, np.int64)
+    rows.dedupe(ids_N, offsets_T, 0, tables, staged, inverse_N, counts_T)
+    np.cumsum(counts_T, out=starts_T[1:])
+    unique = np.empty(int(starts_T[-1]), np.int64)
+    rows.compact(staged, offsets_T, starts_T, unique)
+    index_N = np.repeat(starts_T[:-1], np.diff(offsets_T)) + inverse_N.astype(np.int64)
+    out_UD = np.zeros((unique.size, first_UD.shape[1]), np.float32)
+    both = np.concatenate([first_UD, second_UD])
+    rows.scatter_add(both, np.concatenate(sources), index_N, out_UD)
+    return RowIds(unique, starts_T), out_UD

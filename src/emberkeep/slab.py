@@ -1,0 +1,408 @@
+"""All tables of one shard that share a dim and an optimizer, stacked: one array per plane.
+
+A table is a range of slab rows; nobody outside the shard sees slab rows. Two bitmaps have one bit
+per row: *touched* (the row was trained: its planes hold its state; otherwise it has its procedural
+initial value and its memory is not looked at) and *dirty* (the row changed since readers of that
+fact last looked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.errors import GradientError, IdError, StateError, TableFullError
+from emberkeep.kernels import initial, optimizers, rows
+from emberkeep.memory import lazy_zeros
+from emberkeep.pool import Pool, spans
+from emberkeep.slots import Slots
+from emberkeep.tables import (
+    SGD,
+    Adagrad,
+    Adam,
+    Momentum,
+    Normal,
+    Optimizer,
+    RowWiseAdagrad,
+    Table,
+)
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Planes = dict[str, npt.NDArray[Any]]
+
+# Tables start at a multiple of this many rows, so that no two share a word of a bitmap.
+_ALIGNMENT = 64
+# Ranges of fewer rows than this are not worth a thread.
+_LEAST_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowIds:
+    """Unique ids of the tables of one slab: those of table t at offsets[t]:offsets[t + 1]."""
+
+    ids: I64
+    offsets: I64
+
+    def table_of(self, position: int) -> int:
+        return int(np.searchsorted(self.offsets, position, side="right")) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A push that was checked and can no longer fail; row -1 stands for a new dynamic id."""
+
+    wanted: RowIds
+    rows: I64
+    grads_UD: F32
+    unknown_T: list[int]
+
+
+class Slab:
+    """The rows of some tables on one shard.
+
+    Not thread-safe by itself: the shard serialises calls. Each call spreads its work over the
+    pool, and no result depends on the number of threads.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        optimizer: Optimizer,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        seed: int = 0,
+        pool: Pool,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.optimizer = optimizer
+        self.dim = self.tables[0].dim
+        self.shard = shard
+        self.shards = shards
+        self.pool = pool
+        slots = [table.slots_on(shard, shards) for table in self.tables]
+        padded = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in slots]
+        self.slots_T = slots
+        self.bases_T: I64 = np.concatenate([[0], np.cumsum(padded)[:-1]]).astype(np.int64)
+        self.rows = int(sum(padded))
+        self.limits_T: I64 = np.array([table.rows or -1 for table in self.tables], np.int64)
+        self.keys_T: U64 = np.array([table.key(seed) for table in self.tables], np.uint64)
+        self.kinds_T: I64 = np.array(
+            [
+                initial.NORMAL if isinstance(table.init, Normal) else initial.UNIFORM
+                for table in self.tables
+            ],
+            np.int64,
+        )
+        self.shapes_T2: F32 = np.array(
+            [
+                (table.init.mean, table.init.std)
+                if isinstance(table.init, Normal)
+                else (table.init.low, table.init.high)
+                for table in self.tables
+            ],
+            np.float32,
+        )
+        self.touched: U64 = lazy_zeros((self.rows // 64,), np.uint64)
+        self.dirty: U64 = lazy_zeros((self.rows // 64,), np.uint64)
+        self.planes: Planes = {"weight": lazy_zeros((self.rows, self.dim), np.float32)}
+        for plane, width in optimizer.planes(self.dim).items():
+            kind = np.int32 if plane == "step" else np.float32
+            self.planes[plane] = lazy_zeros((self.rows, width), kind)
+        self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
+        self._no_steps = np.empty((0, 1), np.int32)
+        self.slots: dict[int, Slots] = {}
+        if any(table.dynamic for table in self.tables):
+            self.ids: I64 = lazy_zeros((self.rows,), np.int64)
+        if any(table.on_full == "evict_oldest" for table in self.tables):
+            self.planes["used"] = lazy_zeros((self.rows, 1), np.int64)
+        for t, table in enumerate(self.tables):
+            if table.dynamic:
+                part = slice(self.bases_T[t], self.bases_T[t] + slots[t])
+                ticks = self.planes["used"][part, 0] if table.on_full == "evict_oldest" else None
+                self.slots[t] = Slots(slots[t], self.ids[part], ticks)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def resolve(self, wanted: RowIds) -> tuple[I64, list[int]]:
+        """Slab rows of the ids, -1 for unknown dynamic ids; how many are unknown, by table.
+
+        An id outside its fixed table raises `IdError`.
+        """
+        found = np.empty(wanted.ids.size, np.int64)
+        bad = rows.fixed_rows(
+            wanted.ids, wanted.offsets, self.limits_T, self.bases_T, self.shards, found
+        )
+        if bad >= 0:
+            table = self.tables[wanted.table_of(bad)]
+            raise IdError(
+                f"table {table.name!r} has rows 0..{self.limits_T[wanted.table_of(bad)] - 1}, id "
+                f"{wanted.ids[bad]} is outside; hash ids to the table's size or use rows=None"
+            )
+        unknown = [0] * len(self.tables)
+        for t, slots in self.slots.items():
+            part = slice(wanted.offsets[t], wanted.offsets[t + 1])
+            unknown[t] = slots.find(wanted.ids[part], int(self.bases_T[t]), found[part])
+        return found, unknown
+
+    def pull(self, wanted: RowIds, out_UD: F32) -> None:
+        """Writes the weights of the ids to `out_UD`. Changes nothing; inserts nothing."""
+        found, _ = self.resolve(wanted)
+        self._run(
+            wanted.ids.size,
+            lambda start, stop: initial.pull(
+                self.keys_T,
+                self.kinds_T,
+                self.shapes_T2,
+                wanted.offsets,
+                wanted.ids,
+                found,
+                self.touched,
+                start,
+                stop,
+                self.planes["weight"],
+                out_UD,
+            ),
+        )
+
+    def read(self, table: int, ids: I64) -> Planes:
+        """All planes of rows of one table, cut at one instant; untouched rows as they begin."""
+        wanted = self._one_table(table, ids)
+        found, _ = self.resolve(wanted)
+        weight = np.empty((ids.size, self.dim), np.float32)
+        self.pull(wanted, weight)
+        known = np.zeros(ids.size, np.bool_)
+        present = found >= 0
+        here = np.empty(int(present.sum()), np.bool_)
+        rows.test_bits(self.touched, found[present], here)
+        known[present] = here
+        planes: Planes = {"weight": weight}
+        for name, plane in self.planes.items():
+            if name != "weight" and self._has_plane(table, name):
+                planes[name] = np.full(
+                    (ids.size, plane.shape[1]), self.optimizer.initial(name), plane.dtype
+                )
+                planes[name][known] = plane[found[known]]
+        return planes
+
+    def touched_ids(self, table: int) -> I64:
+        """The ids of the rows of a table that were ever trained and not deleted, ascending."""
+        base = int(self.bases_T[table])
+        words = (base >> 6, (base + self.slots_T[table] + 63) >> 6)
+        found = np.empty(rows.count_bits(self.touched, *words), np.int64)
+        rows.list_bits(self.touched, *words, found)
+        if table in self.slots:
+            return np.sort(self.ids[found])
+        return (found - base) * self.shards + self.shard
+
+    def dirty_rows(self) -> int:
+        """How many rows changed since the dirty bits were last taken."""
+        return int(rows.count_bits(self.dirty, 0, self.dirty.size))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def check_push(self, wanted: RowIds, grads_UD: F32) -> Push:
+        """Everything that can refuse a push, before any row changes."""
+        found, unknown = self.resolve(wanted)
+        worst: list[int] = []
+
+        def check(start: int, stop: int) -> None:
+            bad = rows.first_nonfinite(grads_UD, start, stop)
+            if bad >= 0:
+                worst.append(bad)
+
+        self._run(wanted.ids.size, check)
+        if worst:
+            bad = min(worst)
+            raise GradientError(
+                f"the gradient of table {self.tables[wanted.table_of(bad)].name!r}, id "
+                f"{wanted.ids[bad]}, is not finite; no row was changed. Lower the learning rate, "
+                "clip gradients, or use a GradScaler under mixed precision"
+            )
+        for t, slots in self.slots.items():
+            self._check_room(t, slots, wanted, found, unknown[t])
+        return Push(wanted, found, grads_UD, unknown)
+
+    def _check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
+        table = self.tables[t]
+        start, stop = int(wanted.offsets[t]), int(wanted.offsets[t + 1])
+        held = stop - start if table.on_full == "evict_oldest" else slots.count + unknown
+        if held <= slots.capacity:
+            return
+        new = wanted.ids[start:stop][found[start:stop] < 0]
+        first = new[max(0, slots.capacity - slots.count)] if slots.count < held else new[0]
+        remedy = (
+            "one batch brings more ids than the table can hold: raise capacity="
+            if table.on_full == "evict_oldest"
+            else "raise capacity=, delete rows, or use on_full='evict_oldest'"
+        )
+        raise TableFullError(
+            f"table {table.name!r} holds {slots.count} of {slots.capacity} rows and has no room "
+            f"for id {first}; no row was changed; {remedy}"
+        )
+
+    def push(self, push: Push, lr: float) -> None:
+        """Applies a checked push: each row once, with its aggregated gradient."""
+        wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
+        for t, slots in self.slots.items():
+            self._admit(t, slots, wanted, found, push.unknown_T[t])
+        self.steps_T += 1
+        update = self._update(wanted, found, grads_UD, lr)
+
+        def apply(start: int, stop: int) -> None:
+            self._materialize(wanted, found, start, stop)
+            update(start, stop)
+            if self.optimizer.max_norm is not None:
+                optimizers.clip_rows(
+                    found, start, stop, self.optimizer.max_norm, self.planes["weight"]
+                )
+            optimizers.mark(found, start, stop, self.touched, self.dirty)
+
+        self._run(wanted.ids.size, apply)
+
+    def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Writes whole rows of one table, all planes together; they become touched and dirty."""
+        wanted = self._one_table(table, ids)
+        expected = {name for name in self.planes if self._has_plane(table, name)}
+        if set(planes) != expected:
+            raise StateError(
+                f"table {self.tables[table].name!r} has planes {sorted(expected)}, the rows bring "
+                f"{sorted(planes)}; load rows that were saved with the same optimizer"
+            )
+        for name, values in planes.items():
+            shape = (ids.size, self.planes[name].shape[1])
+            if values.shape != shape or values.dtype != self.planes[name].dtype:
+                raise StateError(
+                    f"table {self.tables[table].name!r}, plane {name!r}: {values.dtype} "
+                    f"{values.shape} does not fit {self.planes[name].dtype} {shape}"
+                )
+        found, unknown = self.resolve(wanted)
+        for t, slots in self.slots.items():
+            self._check_room(t, slots, wanted, found, unknown[t])
+        for t, slots in self.slots.items():
+            self._admit(t, slots, wanted, found, unknown[t])
+        for name, values in planes.items():
+            self.planes[name][found] = values
+        if table in self.slots and "used" in planes:
+            self.slots[table].next_tick = max(
+                self.slots[table].next_tick, int(planes["used"].max(initial=0)) + 1
+            )
+        optimizers.mark(found, 0, found.size, self.touched, self.dirty)
+
+    def delete(self, table: int, ids: I64) -> int:
+        """Takes rows back to their initial state; a dynamic id leaves. Counts the trained ones."""
+        found, _ = self.resolve(self._one_table(table, ids))
+        ids, found = ids[found >= 0], found[found >= 0]
+        known = np.empty(found.size, np.bool_)
+        rows.test_bits(self.touched, found, known)
+        self._remove(table, ids[known], found[known])
+        return int(known.sum())
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _run(self, count: int, work: Any) -> None:
+        parts = spans(count, self.pool.threads, _LEAST_ROWS)
+        self.pool.run([partial(work, start, stop) for start, stop in parts])
+
+    def _one_table(self, table: int, ids: I64) -> RowIds:
+        offsets = np.zeros(len(self.tables) + 1, np.int64)
+        offsets[table + 1 :] = ids.size
+        return RowIds(np.ascontiguousarray(ids, np.int64), offsets)
+
+    def _has_plane(self, table: int, name: str) -> bool:
+        return name != "used" or self.tables[table].on_full == "evict_oldest"
+
+    def _admit(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
+        """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""
+        part = slice(wanted.offsets[t], wanted.offsets[t + 1])
+        base = int(self.bases_T[t])
+        mine = found[part]
+        # First the rows of this push become the newest: eviction can then not choose them.
+        slots.touch(mine[mine >= 0] - base)
+        surplus = slots.count + unknown - slots.capacity
+        if surplus > 0:
+            gone = slots.oldest(surplus)
+            self._remove(t, slots.ids[gone], gone + base)
+        if unknown:
+            missing = mine < 0
+            given = slots.insert(wanted.ids[part][missing])
+            mine[missing] = given + base
+            slots.touch(given)
+
+    def _remove(self, table: int, ids: I64, found: I64) -> None:
+        rows.clear_bits(self.touched, found)
+        rows.set_bits(self.dirty, found)
+        if table in self.slots:
+            self.slots[table].remove(ids, found - int(self.bases_T[table]))
+
+    def _materialize(self, wanted: RowIds, found: I64, start: int, stop: int) -> None:
+        initial.materialize(
+            self.keys_T,
+            self.kinds_T,
+            self.shapes_T2,
+            wanted.offsets,
+            wanted.ids,
+            found,
+            self.touched,
+            start,
+            stop,
+            self.planes["weight"],
+        )
+        for name, plane in self.planes.items():
+            if name in ("weight", "used"):
+                continue
+            value = plane.dtype.type(self.optimizer.initial(name))
+            optimizers.fill_untouched(found, self.touched, start, stop, value, plane)
+
+    def _update(self, wanted: RowIds, found: I64, grads_UD: F32, lr: float) -> Any:
+        """The optimizer's kernel as a function of (start, stop)."""
+        spec, planes, rate = self.optimizer, self.planes, np.float32(lr)
+        weight = planes["weight"]
+        if isinstance(spec, SGD):
+            return lambda a, b: optimizers.sgd(found, grads_UD, a, b, rate, weight)
+        if isinstance(spec, Momentum):
+            factor = np.float32(spec.momentum)
+            return lambda a, b: optimizers.momentum(
+                found, grads_UD, a, b, rate, factor, spec.nesterov, weight, planes["momentum"]
+            )
+        if isinstance(spec, Adagrad):
+            step = (
+                optimizers.row_wise_adagrad
+                if isinstance(spec, RowWiseAdagrad)
+                else optimizers.adagrad
+            )
+            eps = np.float32(spec.eps)
+            return lambda a, b: step(
+                found, grads_UD, a, b, rate, eps, weight, planes["accumulator"]
+            )
+        assert isinstance(spec, Adam)
+        beta1, beta2 = spec.betas
+        rates = np.array(
+            [optimizers.adam_rate(lr, beta1, beta2, max(1, step)) for step in self.steps_T],
+            np.float32,
+        )
+        steps = planes.get("step", self._no_steps)
+        eps = np.float32(spec.eps)
+        return lambda a, b: optimizers.adam(
+            found,
+            grads_UD,
+            wanted.offsets,
+            rates,
+            a,
+            b,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight,
+            planes["first_moment"],
+            planes["second_moment"],
+            steps,
+        )

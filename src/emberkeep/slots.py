@@ -1,0 +1,112 @@
+"""The slots of one dynamic table: which id has which, which are free, which is the oldest."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.kernels import hashing
+from emberkeep.memory import lazy_zeros
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+
+# At each refill the oldest 1/64 of the slots is queued: a refill reads the ticks of all slots
+# once, so an eviction costs the reading of about 64 of them, in sequence.
+_QUEUE_SHARE = 64
+_QUEUE_LEAST = 1024
+_SAMPLE = 4096
+
+
+class Slots:
+    """Maps the ids of one dynamic table to slots 0..capacity-1 of its range of the slab.
+
+    `ids` is the table's range of the slab's id plane; `ticks`, where given, is its range of the
+    `used` plane: each push gives every row that it touches the next tick, so ticks order the rows
+    by their last training exactly, and the order survives in a checkpoint as a plane. A slot
+    without a row has tick 0.
+    """
+
+    def __init__(self, capacity: int, ids: I64, ticks: I64 | None) -> None:
+        size = 16
+        while size * 2 < capacity * 3:
+            size *= 2
+        self.capacity = capacity
+        self.ids = ids
+        self.ticks = ticks
+        self.entries: U64 = lazy_zeros((size,), np.uint64)
+        self.next_tick = 1
+        self.fresh = 0  # slots from here on were never used
+        self.freed: list[I64] = []
+        self.count = 0
+        self._queue: I64 = np.empty(0, np.int64)
+        self._queue_ticks: I64 = np.empty(0, np.int64)
+
+    def find(self, wanted: I64, base: int, found: I64) -> int:
+        """Fills `found` with base + slot, -1 for unknown ids; returns how many are unknown."""
+        return int(hashing.index_find(self.entries, self.ids, wanted, base, found))
+
+    def touch(self, slots: I64) -> None:
+        """Makes these the most recently trained slots, in the order given."""
+        if self.ticks is not None:
+            self.ticks[slots] = np.arange(self.next_tick, self.next_tick + slots.size)
+            self.next_tick += slots.size
+
+    def insert(self, new: I64) -> I64:
+        """Gives each new id a free slot. The caller has made sure that there are enough."""
+        taken: list[I64] = []
+        missing = new.size
+        while missing and self.freed:
+            last = self.freed.pop()
+            if last.size > missing:
+                self.freed.append(last[missing:])
+                last = last[:missing]
+            taken.append(last)
+            missing -= last.size
+        taken.append(np.arange(self.fresh, self.fresh + missing, dtype=np.int64))
+        self.fresh += missing
+        slots = np.concatenate(taken)
+        hashing.index_insert(self.entries, self.ids, new, slots)
+        self.count += new.size
+        return slots
+
+    def remove(self, gone: I64, slots: I64) -> None:
+        """Forgets ids that are present and frees their slots."""
+        hashing.index_remove(self.entries, self.ids, gone)
+        if self.ticks is not None:
+            self.ticks[slots] = 0
+        self.freed.append(slots)
+        self.count -= gone.size
+
+    def oldest(self, count: int) -> I64:
+        """The `count` slots that were trained least recently, oldest first."""
+        assert self.ticks is not None
+        found: list[I64] = []
+        while count:
+            if self._queue.size == 0:
+                self._refill(count)
+            # A slot that was trained or freed after it was queued is no longer the oldest.
+            still = np.flatnonzero(self.ticks[self._queue] == self._queue_ticks)
+            cut = self._queue.size if still.size < count else int(still[count - 1]) + 1
+            slots = self._queue[still[:count]]
+            self._queue, self._queue_ticks = self._queue[cut:], self._queue_ticks[cut:]
+            found.append(slots)
+            count -= slots.size
+        return np.concatenate(found)
+
+    def _refill(self, least: int) -> None:
+        """Queues the oldest occupied slots: exactly those up to some tick, in order."""
+        assert self.ticks is not None
+        share = max(_QUEUE_LEAST, self.fresh // _QUEUE_SHARE, least)
+        ticks = self.ticks[: self.fresh]
+        if share * 2 >= self.fresh:
+            candidates = np.flatnonzero(ticks)
+        else:
+            sample = np.sort(ticks[:: max(1, self.fresh // _SAMPLE)])
+            limit = sample[min(sample.size - 1, sample.size * share // self.fresh + 1)]
+            candidates = np.flatnonzero((ticks > 0) & (ticks <= limit))
+            if candidates.size < least:
+                candidates = np.flatnonzero(ticks)
+        order = np.argsort(ticks[candidates])
+        self._queue = candidates[order].astype(np.int64)
+        self._queue_ticks = ticks[self._queue].copy()
