@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from emberkeep.data import Batch, Criteo, Reader
 from emberkeep.data import criteo as module
-from emberkeep.errors import ConfigError, DataError
+from emberkeep.errors import ConfigError, DataError, StateError
 
 Row = tuple[int, list[int | None], list[int | None]]
 
@@ -283,6 +284,20 @@ def test_the_fingerprint_names_content_and_transforms_not_places(
     assert Criteo([file, moved]).fingerprint() != known
     moved.write_bytes(file.read_bytes() + GOOD + b"\n")
     assert Criteo(moved).fingerprint() != known
+
+
+def test_a_source_can_be_sent_to_another_process(file: Path, rows: list[Row]) -> None:
+    source = pickle.loads(pickle.dumps(Criteo(file)))
+    assert source == Criteo(file)
+    expect(read_all(source), rows)
+
+
+@pytest.mark.parametrize(
+    "mark", [{}, {"file": 0}, {"file": 0, "offset": -1, "line": 0, "malformed": 0}]
+)
+def test_a_damaged_mark_is_refused(file: Path, mark: dict[str, int]) -> None:
+    with pytest.raises(StateError, match="the state is damaged"):
+        Criteo(file).open(3, mark)
 
 
 def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,13 @@ def test_workers_share_files_and_resume(tmp_path: Path) -> None:
             expect_numbers(batch, range(at, at + len(batch)))
             at += len(batch)
     assert at == 103
+
+
+def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    source = numbered(tmp_path, [20], group=7)
+    sent = pickle.loads(pickle.dumps(source))
+    assert sent == source
+    expect_numbers(read_all(sent), range(20))
 
 
 def test_an_empty_batch_has_the_shape_of_the_others(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.data.sources import Batch, Mark, existing_files, files_fingerprint
-from emberkeep.errors import ConfigError, DataError
+from emberkeep.errors import ConfigError, DataError, StateError
 from emberkeep.kernels.parsing import parse_lines, skip_lines
 
 DENSE = 13
@@ -26,10 +26,11 @@ FEATURES = tuple(f"C{f + 1}" for f in range(FIELDS))
 
 _BLOCK = 1 << 22
 _SCRATCH_ROWS = 8192
+_START: Mark = {"file": 0, "offset": 0, "line": 0, "malformed": 0}
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Criteo:
     """Samples of one file or of several in order; gzip is recognised by content, not by name.
 
@@ -93,9 +94,11 @@ class Criteo:
     def open(self, position: int, mark: Mark | None = None) -> _LineCursor:
         """Without a mark everything before the position is passed over; with one, files are
         opened at the byte (a gzip file is decompressed up to it)."""
-        if mark:
+        if mark is not None:
+            if mark.keys() != _START.keys() or min(mark.values()) < 0:
+                raise StateError(f"{mark} is no place in Criteo's files: the state is damaged")
             return _LineCursor(self, mark)
-        cursor = _LineCursor(self, {"file": 0, "offset": 0, "line": 0, "malformed": 0})
+        cursor = _LineCursor(self, _START)
         cursor.skip(position)
         return cursor
 
@@ -204,7 +207,7 @@ class _LineCursor:
                 ) from error
             except OSError as error:
                 raise DataError(
-                    f"{path}: cannot be read after line {self._line}: {error.strerror}"
+                    f"{path}: cannot be read after line {self._line}: {error}"
                 ) from error
             if block:
                 self._take(block, path)

@@ -59,7 +59,7 @@ class Category:
         return self.column if self.feature is None else self.feature
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Parquet:
     """Rows of one file or of several in order; any row is reached without reading those before
     its row group.

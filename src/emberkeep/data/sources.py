@@ -190,6 +190,6 @@ def files_fingerprint(kind: str, files: Sequence[Path], options: Mapping[str, An
                 stream.seek(max(size - (1 << 16), 0))
                 tail = stream.read()
         except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+            raise DataError(f"{file}: cannot be read: {error}") from error
         digest.update(size.to_bytes(8, "little") + head + tail)
     return f"{kind}:{digest.hexdigest()}"
