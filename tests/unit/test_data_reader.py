@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +256,7 @@ def test_a_forked_child_reads_on_by_itself(prefetch: int) -> None:
         receiving, sending = os.pipe()
         child = os.fork()
         if child == 0:
+            signal.alarm(60)  # a child that waits for the parent's thread must fail, not hang
             try:
                 rest = numbers_of(list(reader))
                 reader.close()
