@@ -48,3 +48,56 @@ class StateError(EmberkeepError):
     """Saved state does not fit what it is loaded into; nothing was loaded."""
 
     exit_code = 7
+
+
+class DamageError(EmberkeepError):
+    """Stored bytes are not what was written; nothing of them was used."""
+
+    exit_code = 8
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        """`name` is the damaged object's, where it is known."""
+        super().__init__(message)
+        self.name = name
+
+
+class StorageError(EmberkeepError):
+    """A store refused or failed an operation; whether it took effect may be unknown."""
+
+    exit_code = 20
+
+
+class MissingObjectError(StorageError):
+    """A store holds no object of that name."""
+
+    exit_code = 21
+
+
+class UnsupportedStoreError(StorageError):
+    """A store lacks what the commit protocol needs; nothing was written."""
+
+    exit_code = 22
+
+
+class NoRepositoryError(StorageError):
+    """There is no repository under that root."""
+
+    exit_code = 23
+
+
+class NoVersionError(EmberkeepError):
+    """The repository's history holds no such version, or retention removed it."""
+
+    exit_code = 24
+
+
+class FencedError(EmberkeepError):
+    """A newer writer took the repository over; this one cannot commit or delete any more."""
+
+    exit_code = 25
+
+
+class FormatError(EmberkeepError):
+    """The repository was written in a format that this release does not know."""
+
+    exit_code = 26

@@ -1,0 +1,14 @@
+"""How rows and ids become bytes in a checkpoint, and what of them comes back."""
+
+from emberkeep.codecs.ids import pack_ids, unpack_ids
+from emberkeep.codecs.rows import Codec, NonNegative8, Quantized, Raw, codec_from_dict
+
+__all__ = [
+    "Codec",
+    "NonNegative8",
+    "Quantized",
+    "Raw",
+    "codec_from_dict",
+    "pack_ids",
+    "unpack_ids",
+]

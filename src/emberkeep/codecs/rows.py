@@ -1,0 +1,417 @@
+"""The codecs of rows.
+
+A codec is a frozen spec that round-trips through a dict and works on blocks of rows: `encode`
+gives named buffers, `decode` turns them back. `Raw` returns every bit. `Quantized` and
+`NonNegative8` lose precision within a bound that their docstrings state; a row to which the bound
+cannot be promised (NaN, infinity, a range that overflows) is stored raw beside the others and
+comes back exactly. The bytes of a row depend on that row alone: not on the block that it is in,
+not on the thread count, not on the machine. `docs/codecs.md` accounts for every byte.
+
+Lossy codecs hold float32 planes. A plane so narrow that codes and parameters would not be smaller
+than the row itself is stored raw, whatever the codec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from emberkeep.errors import ConfigError, DamageError, StateError
+from emberkeep.pool import Pool, shared, spans
+
+Array = NDArray[Any]
+Buffers = Mapping[str, Array]
+
+_PARAM_BYTES = 4
+# Spans smaller than this cost more to hand out than to encode.
+_LEAST_SPAN_BYTES = 1 << 16
+
+
+class Codec(Protocol):
+    """What the repository needs of a codec."""
+
+    name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int: ...
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]: ...
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raw:
+    """The bytes of the rows as they are: any dtype, any width, every bit."""
+
+    name: ClassVar[str] = "raw"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"codec": self.name, "version": 1}
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
+        return width * np.dtype(dtype).itemsize
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+        """One buffer, `values`; it may share memory with the rows given."""
+        return {"values": _rows(values_RD)}
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array:
+        """The rows, in `out` if given; else they may share memory with the buffer."""
+        _only(buffers, "values")
+        values_RD = _buffer(buffers, "values", np.dtype(dtype), (rows, width))
+        if out is None:
+            return values_RD
+        _target(out, rows, width, np.dtype(dtype))
+        out[:] = values_RD
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """Rows as `bits`-wide integers on a grid of their own: bits/8 bytes a value and 4 a row.
+
+    Without a search (8 bits, by default) every value comes back to within half a step of its
+    row's range: |x − x̂| ≤ 0.505 · (max − min) / (2^bits − 1).
+
+    With it (4, 3 and 2 bits) the range is narrowed where that lowers the row's ℓ2 error, as
+    Check-N-Run does: `bins` is the number of steps that the range is cut into, `ratio` the part
+    of it that may be given up. Values outside the narrower range are clipped, so the promise is
+    for the row: its ℓ2 error is never above that of the whole range,
+    ‖x − x̂‖ ≤ √width · 0.505 · (max − min) / (2^bits − 1).
+
+    Exact are: constant rows; rows with NaN or infinity; rows whose step would leave 2^±100; rows
+    farther from zero than 16 times their range. All but constant rows cost their raw bytes for it.
+    """
+
+    bits: int
+    bins: int | None = None
+    ratio: float | None = None
+
+    name: ClassVar[str] = "quantized"
+    # The paper's bins; its ratios for 2 and 3 bits. It names none for 4, where 3 bits' is enough.
+    _defaults: ClassVar[dict[int, tuple[int, float]]] = {
+        2: (25, 0.5),
+        3: (25, 0.2),
+        4: (45, 0.2),
+        8: (1, 0.0),
+    }
+
+    def __post_init__(self) -> None:
+        if self.bits not in self._defaults:
+            raise ConfigError(f"bits must be 2, 3, 4 or 8, not {self.bits!r}")
+        bins, ratio = self._defaults[self.bits]
+        if self.bins is None:
+            object.__setattr__(self, "bins", bins)
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", ratio)
+        if type(self.bins) is not int or not 1 <= self.bins <= 1000:
+            raise ConfigError(f"bins must be a whole number from 1 to 1000, not {self.bins!r}")
+        if type(self.ratio) not in (int, float) or not 0 <= float(self.ratio or 0) <= 1:
+            raise ConfigError(f"ratio must be a number from 0 to 1, not {self.ratio!r}")
+
+    @property
+    def iterations(self) -> int:
+        """The steps of the search: while more than 1 − `ratio` of the range is left."""
+        bins, ratio = self.bins or 1, self.ratio or 0.0
+        return min(math.ceil(bins * ratio - 1e-9), bins - 1)
+
+    @property
+    def _fine(self) -> np.float32:
+        """Positions of the offset per step: 2048 per range, so that 16 bits reach 16 ranges."""
+        return np.float32(2048 >> self.bits)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "codec": self.name,
+            "version": 1,
+            "bits": self.bits,
+            "bins": self.bins,
+            "ratio": self.ratio,
+        }
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
+        """Bytes of a row that is not stored raw."""
+        return _coded_bytes(_float32(dtype, self), width, _code_bytes(width, self.bits))
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+        from emberkeep.kernels.quantize import LANES, encode_rows
+
+        def work(
+            values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
+        ) -> None:
+            bins = np.float32(self.bins)
+            encode_rows(
+                values_RD, a, b, LANES, self.bits, self._fine, bins, self.iterations,
+                codes_RB, params_R, raw_R,
+            )  # fmt: skip
+
+        return _encode(self, _rows(values_RD), self.bits, work, pool)
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array:
+        from emberkeep.kernels.quantize import decode_rows
+
+        def work(codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
+            return int(decode_rows(codes_RB, params_R, a, b, self.bits, self._fine, out_RD))
+
+        _float32(dtype, self)
+        return _decode(self, buffers, rows, width, self.bits, work, out, pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonNegative8:
+    """Accumulators and second moments in 8 bits a value and 4 bytes a row.
+
+    Such a plane divides the step of its weight, so what matters is the *ratio* of what comes back
+    to what was there: a linear grid would round the small values of a row to zero, and the next
+    step would divide by almost nothing. Here the grid is laid over the values' bit patterns, which
+    grow as their logarithm does. Zero stays zero, a positive value stays positive, and for a row
+    whose greatest value is at most 2^B times its least positive one
+
+        |x − x̂| ≤ x · (B / 500 + 1 / 4000)
+
+    so 2% where values differ a thousandfold (a step of Adagrad or Adam is then off by 1%), and
+    about half of x in the worst case.
+
+    Exact are: constant rows, zeros, and rows with a value that is negative, -0.0, NaN, infinite or
+    denormal. All but constant rows cost their raw bytes for it.
+    """
+
+    name: ClassVar[str] = "nonnegative8"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"codec": self.name, "version": 1}
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
+        """Bytes of a row that is not stored raw."""
+        return _coded_bytes(_float32(dtype, self), width, width)
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+        from emberkeep.kernels.quantize import encode_nonnegative
+
+        def work(
+            values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
+        ) -> None:
+            encode_nonnegative(values_RD, a, b, codes_RB, params_R, raw_R)
+
+        return _encode(self, _rows(values_RD), 8, work, pool)
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array:
+        from emberkeep.kernels.quantize import decode_nonnegative
+
+        def work(codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
+            return int(decode_nonnegative(codes_RB, params_R, a, b, out_RD))
+
+        _float32(dtype, self)
+        return _decode(self, buffers, rows, width, 8, work, out, pool)
+
+
+def codec_from_dict(spec: Mapping[str, Any]) -> Codec:
+    """The codec that wrote `spec` with `to_dict`; one that this release cannot read is refused."""
+    fields = dict(spec)
+    name, version = fields.pop("codec", None), fields.pop("version", None)
+    known: dict[Any, Callable[..., Codec]] = {
+        codec.name: codec for codec in (Raw, Quantized, NonNegative8)
+    }
+    if name not in known:
+        raise StateError(
+            f"codec {name!r} is not known to this release (it knows {', '.join(known)}): "
+            "read it with the release that wrote it, or a later one"
+        )
+    if version != 1:
+        raise StateError(
+            f"codec {name!r} was written as version {version!r} and this release reads version 1: "
+            "read it with the release that wrote it, or a later one"
+        )
+    try:
+        return known[name](**fields)
+    except (TypeError, ConfigError) as error:
+        raise StateError(f"codec {name!r} has fields that do not fit: {error}") from error
+
+
+# What the lossy codecs share.
+
+
+def _code_bytes(width: int, bits: int) -> int:
+    return (width * bits + 7) // 8
+
+
+def _coded_bytes(dtype: np.dtype[Any], width: int, code_bytes: int) -> int:
+    return min(code_bytes + _PARAM_BYTES, width * dtype.itemsize)
+
+
+def _is_coded(width: int, bits: int) -> bool:
+    """Whether codes and parameters are smaller than the row; otherwise it is stored raw."""
+    return _code_bytes(width, bits) + _PARAM_BYTES < 4 * width
+
+
+def _float32(dtype: DTypeLike, codec: Codec) -> np.dtype[Any]:
+    if np.dtype(dtype) != np.float32:
+        raise ConfigError(
+            f"codec {codec.name!r} holds float32 planes, not {np.dtype(dtype)}: use Raw for it"
+        )
+    return np.dtype(dtype)
+
+
+def _encode(
+    codec: Codec,
+    values_RD: Array,
+    bits: int,
+    work: Callable[[Array, Array, Array, Array, int, int], None],
+    pool: Pool | None,
+) -> dict[str, Array]:
+    _float32(values_RD.dtype, codec)
+    rows, width = values_RD.shape
+    if not _is_coded(width, bits):
+        return Raw().encode(values_RD)
+    codes_RB = np.empty((rows, _code_bytes(width, bits)), np.uint8)
+    params_R = np.empty(rows, np.uint32)
+    raw_R = np.empty(rows, np.uint8)
+    _run(partial(work, values_RD, codes_RB, params_R, raw_R), rows, width, pool)
+    raw_rows = np.flatnonzero(raw_R)
+    return {
+        "codes": codes_RB,
+        "params": params_R,
+        "raw_rows": raw_rows.astype(np.uint32),
+        "raw_values": values_RD[raw_rows],
+    }
+
+
+def _decode(
+    codec: Codec,
+    buffers: Buffers,
+    rows: int,
+    width: int,
+    bits: int,
+    work: Callable[[Array, Array, Array, int, int], int],
+    out: Array | None,
+    pool: Pool | None,
+) -> Array:
+    float32 = np.dtype(np.float32)
+    if not _is_coded(width, bits):
+        return Raw().decode(buffers, rows=rows, width=width, out=out)
+    _only(buffers, "codes", "params", "raw_rows", "raw_values")
+    # Kernels do not check bounds: every size is settled here.
+    codes_RB = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, _code_bytes(width, bits)))
+    params_R = _buffer(buffers, "params", np.dtype(np.uint32), (rows,))
+    raw_rows = _buffer(buffers, "raw_rows", np.dtype(np.uint32), None)
+    raw_values = _buffer(buffers, "raw_values", float32, (len(raw_rows), width))
+    ascend = bool((raw_rows[1:] > raw_rows[:-1]).all())
+    if len(raw_rows) and not (ascend and raw_rows[-1] < rows):
+        raise DamageError(
+            f"buffer 'raw_rows' names rows out of order or beyond the {rows} of its piece: "
+            "the piece is damaged, restore another version"
+        )
+    if len(raw_rows) and params_R[raw_rows].any():
+        raise DamageError("buffer 'params' holds a grid for a raw row: the piece is damaged")
+    if out is None:
+        out = np.empty((rows, width), np.float32)
+    _target(out, rows, width, float32)
+    wrong = _run(partial(work, codes_RB, params_R, out), rows, width, pool)
+    if any(wrong):
+        raise DamageError(
+            f"{sum(wrong)} of {rows} rows have parameters that codec {codec.name!r} never writes: "
+            "the piece is damaged, restore another version"
+        )
+    out[raw_rows] = raw_values
+    return out
+
+
+def _run(
+    work: Callable[[int, int], int | None], rows: int, width: int, pool: Pool | None
+) -> list[int]:
+    """Calls `work` on spans of rows, on all threads of the pool; returns what it returned."""
+    pool = pool or shared()
+    least = max(1, _LEAST_SPAN_BYTES // (4 * width))
+    cut = spans(rows, 4 * pool.threads if pool.threads > 1 else 1, least)
+    results = [0] * len(cut)
+
+    def run(at: int, span: tuple[int, int]) -> None:
+        results[at] = work(*span) or 0
+
+    pool.run([partial(run, at, span) for at, span in enumerate(cut)])
+    return results
+
+
+def _rows(values_RD: Array) -> Array:
+    if values_RD.ndim != 2 or values_RD.shape[1] == 0:
+        raise ConfigError(f"a block of rows has shape (rows, width), not {values_RD.shape}")
+    return np.ascontiguousarray(values_RD)
+
+
+def _only(buffers: Buffers, *names: str) -> None:
+    if set(buffers) != set(names):
+        raise DamageError(
+            f"buffers {', '.join(sorted(buffers))} are not those of the codec "
+            f"({', '.join(names)}): the piece is damaged or was written by another codec"
+        )
+
+
+def _buffer(
+    buffers: Buffers, name: str, dtype: np.dtype[Any], shape: tuple[int, ...] | None
+) -> Array:
+    """A buffer of the size that it must have, as an aligned array; `None` is one dimension."""
+    array = np.ascontiguousarray(buffers[name]).reshape(-1)
+    if array.dtype != dtype:
+        if array.dtype != np.uint8 or array.nbytes % dtype.itemsize:
+            raise DamageError(f"buffer {name!r} holds {array.dtype}, not {dtype}: it is damaged")
+        array = array.view(dtype)
+    if shape is not None:
+        if array.size != math.prod(shape):
+            raise DamageError(
+                f"buffer {name!r} holds {array.size} values, {math.prod(shape)} are needed for "
+                f"shape {shape}: the piece is damaged, restore another version"
+            )
+        array = array.reshape(shape)
+    return array if array.flags.aligned else array.copy()
+
+
+def _target(out: Array, rows: int, width: int, dtype: np.dtype[Any]) -> None:
+    if out.shape != (rows, width) or out.dtype != dtype or not out.flags.c_contiguous:
+        raise StateError(
+            f"rows of shape {(rows, width)} and {dtype} do not fit an array of shape {out.shape} "
+            f"and {out.dtype}, which must be contiguous"
+        )

@@ -1,0 +1,510 @@
+"""Rows as small integers: the range search, the packing of codes, and the way back.
+
+Sixteen rows are turned into a tile (column by lane) and searched side by side, so that the
+arithmetic runs in vector registers whatever the width of a row. A lane never sees its
+neighbours: a row's bytes do not depend on the rows around it, on the split into blocks, or on the
+thread count. All arithmetic is float32 in a fixed order and uses nothing but correctly rounded
+operations, so that every machine writes the same bytes.
+
+The grid of a row is `scale · (code + shift / fine)`: `scale` is a float32 with 8 mantissa bits,
+`shift` a signed 16-bit count of `1 / fine` steps. `code + shift / fine` is exact in float32, so a
+value is decoded with one rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.kernels._jit import inline, kernel
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint8]
+
+_f32 = np.float32
+_i32 = np.int32
+_u32 = np.uint32
+
+# The tile is x[LANES * column + lane]. What is known of each lane lies in one flat array `s`, one
+# group of LANES after the other: with one base and constant distances the compiler knows that
+# groups do not overlap, which is what lets it vectorise.
+LANES = 16
+_LOW, _HIGH, _STEP, _UNIT = 0 * LANES, 1 * LANES, 2 * LANES, 3 * LANES
+_SCALE, _INVERSE, _SHIFT, _LOSS = 4 * LANES, 5 * LANES, 6 * LANES, 7 * LANES
+_SCALE_A, _INVERSE_A, _SHIFT_A, _ERROR_A = 8 * LANES, 9 * LANES, 10 * LANES, 11 * LANES
+_SCALE_B, _INVERSE_B, _SHIFT_B, _ERROR_B = 12 * LANES, 13 * LANES, 14 * LANES, 15 * LANES
+_WORD = 16 * LANES
+# The sums of the least-squares fit; candidates A and B are not needed by then.
+_CODES, _SQUARES, _VALUES, _PRODUCTS = _SCALE_B, _INVERSE_B, _SHIFT_B, _ERROR_B
+_GROUPS = 17
+
+_SEARCHED, _CONSTANT, _RAW = 0, 1, 2
+
+# Beyond these the grid's arithmetic would leave the normal float32 numbers.
+_LEAST_SCALE, _GREATEST_SCALE = _f32(2.0**-100), _f32(2.0**100)
+# Codes that are all equal have no slope to fit; the search itself ends far above this.
+_LEAST_REFIT = _f32(2.0**-14)
+_MOST_SHIFT = _f32(32767)
+_INFINITY, _LEAST_NORMAL = 0x7F800000, 0x00800000  # as bits
+# Keeps 9 significant bits, to nearest: c·x − (c·x − x) with c = 2^15 + 1 (Veltkamp's splitting).
+_SPLIT = _f32(2**15 + 1)
+# Half a unit of the 9th bit, and a little for the roundings on the way: to nearest becomes upward.
+_UPWARD = _f32(1 + 2.0**-9 + 2.0**-16)
+
+
+@inline
+def _grid(
+    low: np.float32, high: np.float32, part: np.float32, fine: np.float32, rounding: np.float32
+) -> tuple[np.float32, np.float32, np.float32]:
+    """The storable grid over low..high whose step is that `part` of it: scale, inverse, shift."""
+    wanted = (high - low) * part
+    much = wanted * _SPLIT
+    scale = much - (much - wanted)
+    inverse = _f32(1) / scale
+    return scale, inverse, np.floor(low * inverse * fine + rounding) * (_f32(1) / fine)
+
+
+@inline
+def _errors(
+    x: F32, width: int, lanes: int, inverse: int, shift: int, error: int, top: np.float32, s: F32
+) -> None:
+    """Sums each lane's squared errors, in steps. Four columns at a time: fewer round trips."""
+    zero = _f32(0)
+    for w in range(lanes):
+        s[error + w] = zero
+    whole = width - width % 4
+    for d in range(0, whole, 4):
+        at = d * LANES
+        for w in range(lanes):
+            t0 = x[at + w] * s[inverse + w] - s[shift + w]
+            t1 = x[at + LANES + w] * s[inverse + w] - s[shift + w]
+            t2 = x[at + 2 * LANES + w] * s[inverse + w] - s[shift + w]
+            t3 = x[at + 3 * LANES + w] * s[inverse + w] - s[shift + w]
+            e0 = t0 - np.rint(min(max(t0, zero), top))
+            e1 = t1 - np.rint(min(max(t1, zero), top))
+            e2 = t2 - np.rint(min(max(t2, zero), top))
+            e3 = t3 - np.rint(min(max(t3, zero), top))
+            s[error + w] += (e0 * e0 + e1 * e1) + (e2 * e2 + e3 * e3)
+    for d in range(whole, width):
+        for w in range(lanes):
+            t0 = x[d * LANES + w] * s[inverse + w] - s[shift + w]
+            e0 = t0 - np.rint(min(max(t0, zero), top))
+            s[error + w] += e0 * e0
+
+
+@inline
+def _load(
+    values_RD: F32,
+    bits_RD: I32,
+    first: int,
+    last: int,
+    lanes: int,
+    x: F32,
+    s: F32,
+    s_bits: I32,
+    state: I32,
+) -> None:
+    """Fills the tile with rows `first..last` and finds the range and the state of each lane.
+
+    The ends of the range are found on integers that sort as the floats do: those need no care for
+    NaN, tell -0.0 from 0.0, and show NaN and infinities as the outermost ends.
+    """
+    width = values_RD.shape[1]
+    for w in range(lanes):
+        row = min(first + w, last - 1)
+        least, most = _i32(0x7FFFFFFF), _i32(-0x80000000)
+        for d in range(width):
+            word = bits_RD[row, d]
+            key = _i32(word ^ ((word >> _i32(31)) & _i32(0x7FFFFFFF)))
+            least = min(least, key)
+            most = max(most, key)
+        if most >= _INFINITY or least <= ~_INFINITY:
+            state[w] = _RAW
+            _clear(x, width, w, s)
+        elif least == most:
+            state[w] = _CONSTANT
+            _clear(x, width, w, s)
+        else:
+            state[w] = _SEARCHED
+            s_bits[_LOW + w] = least ^ ((least >> _i32(31)) & _i32(0x7FFFFFFF))
+            s_bits[_HIGH + w] = most ^ ((most >> _i32(31)) & _i32(0x7FFFFFFF))
+            for d in range(width):
+                x[d * LANES + w] = values_RD[row, d]
+
+
+@inline
+def _clear(x: F32, width: int, w: int, s: F32) -> None:
+    """Zeros in the range 0..1 stand for a row that is not searched: its arithmetic stays tame."""
+    s[_LOW + w] = _f32(0)
+    s[_HIGH + w] = _f32(1)
+    for d in range(width):
+        x[d * LANES + w] = _f32(0)
+
+
+@inline
+def _whole_range(
+    x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s: F32, state: I32
+) -> None:
+    """The grid over all of each lane's range, rounded outward so that no value is clipped."""
+    part = _UPWARD / (top - _f32(1) / fine)
+    for w in range(lanes):
+        scale, inverse, shift = _grid(s[_LOW + w], s[_HIGH + w], part, fine, _f32(0))
+        if (
+            (scale >= _LEAST_SCALE)
+            & (scale <= _GREATEST_SCALE)
+            & (abs(shift * fine) <= _MOST_SHIFT)
+        ):
+            s[_SCALE + w] = scale
+            s[_INVERSE + w] = inverse
+            s[_UNIT + w] = inverse
+            s[_SHIFT + w] = shift
+        else:
+            state[w] = _RAW
+            s[_SCALE + w] = _f32(1)
+            s[_INVERSE + w] = _f32(1)
+            s[_UNIT + w] = _f32(1)
+            s[_SHIFT + w] = _f32(0)
+            _clear(x, width, w, s)
+
+
+# In the loops over lanes below everything is loaded before anything is stored, and stored whether
+# changed or not: a choice between two loaded values is vectorised, a conditional access is not.
+
+
+@inline
+def _search(
+    x: F32,
+    width: int,
+    lanes: int,
+    top: np.float32,
+    fine: np.float32,
+    bins: np.float32,
+    iterations: int,
+    s: F32,
+) -> None:
+    """Greedy: raise the low end or cut the high end by one bin, whichever errs less; keep the best.
+
+    Losses are compared in units of the whole range's step, which neither over- nor underflows.
+    """
+    _errors(x, width, lanes, _INVERSE, _SHIFT, _LOSS, top, s)
+    part = _f32(1) / top
+    for w in range(lanes):
+        s[_STEP + w] = (s[_HIGH + w] - s[_LOW + w]) / bins
+    for _ in range(iterations):
+        for w in range(lanes):
+            low, high, step = s[_LOW + w], s[_HIGH + w], s[_STEP + w]
+            scale_a, inverse_a, shift_a = _grid(low + step, high, part, fine, _f32(0.5))
+            scale_b, inverse_b, shift_b = _grid(low, high - step, part, fine, _f32(0.5))
+            s[_SCALE_A + w] = scale_a
+            s[_INVERSE_A + w] = inverse_a
+            s[_SHIFT_A + w] = shift_a
+            s[_SCALE_B + w] = scale_b
+            s[_INVERSE_B + w] = inverse_b
+            s[_SHIFT_B + w] = shift_b
+        _errors(x, width, lanes, _INVERSE_A, _SHIFT_A, _ERROR_A, top, s)
+        _errors(x, width, lanes, _INVERSE_B, _SHIFT_B, _ERROR_B, top, s)
+        for w in range(lanes):
+            low, high, step, unit = s[_LOW + w], s[_HIGH + w], s[_STEP + w], s[_UNIT + w]
+            scale_a, shift_a, error_a = s[_SCALE_A + w], s[_SHIFT_A + w], s[_ERROR_A + w]
+            scale_b, shift_b, error_b = s[_SCALE_B + w], s[_SHIFT_B + w], s[_ERROR_B + w]
+            best_loss, best_scale, best_shift = s[_LOSS + w], s[_SCALE + w], s[_SHIFT + w]
+            loss_a = error_a * (scale_a * unit) * (scale_a * unit)
+            loss_b = error_b * (scale_b * unit) * (scale_b * unit)
+            raised = loss_a < loss_b
+            raised_low, cut_high = low + step, high - step
+            loss = loss_a if raised else loss_b
+            scale = scale_a if raised else scale_b
+            shift = shift_a if raised else shift_b
+            better = (loss < best_loss) & (abs(shift * fine) <= _MOST_SHIFT)
+            s[_LOW + w] = raised_low if raised else low
+            s[_HIGH + w] = high if raised else cut_high
+            s[_LOSS + w] = loss if better else best_loss
+            s[_SCALE + w] = scale if better else best_scale
+            s[_SHIFT + w] = shift if better else best_shift
+
+
+@inline
+def _refit(x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s: F32) -> None:
+    """Fits the best grid once more, by least squares, to the codes that it gave; keeps the better.
+
+    The search can only end on multiples of a bin; this takes the last few percent of loss for the
+    price of one of its iterations.
+    """
+    for w in range(lanes):
+        s[_INVERSE + w] = _f32(1) / s[_SCALE + w]
+        s[_CODES + w] = _f32(0)
+        s[_SQUARES + w] = _f32(0)
+        s[_VALUES + w] = _f32(0)
+        s[_PRODUCTS + w] = _f32(0)
+    for d in range(width):
+        at = d * LANES
+        for w in range(lanes):
+            t = x[at + w] * s[_INVERSE + w] - s[_SHIFT + w]
+            code = np.rint(min(max(t, _f32(0)), top))
+            codes, squares = s[_CODES + w], s[_SQUARES + w]
+            values, products = s[_VALUES + w], s[_PRODUCTS + w]
+            s[_CODES + w] = codes + code
+            s[_SQUARES + w] = squares + code * code
+            s[_VALUES + w] = values + t
+            s[_PRODUCTS + w] = products + t * code
+    part = _f32(1) / top
+    count = _f32(width)
+    for w in range(lanes):
+        codes, squares = s[_CODES + w], s[_SQUARES + w]
+        values, products = s[_VALUES + w], s[_PRODUCTS + w]
+        scale, shift = s[_SCALE + w], s[_SHIFT + w]
+        variance = max(squares * count - codes * codes, _f32(1))
+        slope = (products * count - codes * values) / variance
+        low = scale * ((values - slope * codes) / count + shift)
+        high = low + scale * slope * top
+        scale_a, inverse_a, shift_a = _grid(low, high, part, fine, _f32(0.5))
+        s[_SCALE_A + w] = scale_a
+        s[_INVERSE_A + w] = inverse_a
+        s[_SHIFT_A + w] = shift_a
+    _errors(x, width, lanes, _INVERSE_A, _SHIFT_A, _ERROR_A, top, s)
+    for w in range(lanes):
+        scale_a, shift_a, error_a = s[_SCALE_A + w], s[_SHIFT_A + w], s[_ERROR_A + w]
+        inverse_a, inverse = s[_INVERSE_A + w], s[_INVERSE + w]
+        scale, shift, loss, unit = s[_SCALE + w], s[_SHIFT + w], s[_LOSS + w], s[_UNIT + w]
+        loss_a = error_a * (scale_a * unit) * (scale_a * unit)
+        fits = (scale_a * unit >= _LEAST_REFIT) & (abs(shift_a * fine) <= _MOST_SHIFT)
+        better = (loss_a < loss) & fits
+        s[_SCALE + w] = scale_a if better else scale
+        s[_SHIFT + w] = shift_a if better else shift
+        s[_INVERSE + w] = inverse_a if better else inverse
+
+
+@inline
+def _pack(
+    x: F32,
+    width: int,
+    lanes: int,
+    bits: int,
+    top: np.float32,
+    s: F32,
+    first: int,
+    last: int,
+    codes_RB: U8,
+) -> None:
+    """Writes the codes of a tile: column d takes bits d·bits.. of its row, lowest bit first.
+
+    Columns that end on a byte boundary are put together as whole float32 numbers below 2^24.
+    """
+    group = 8 if bits == 3 else 16 // bits
+    group_bytes = group * bits // 8
+    stride = codes_RB.shape[1]
+    for g in range((width + group - 1) // group):
+        for w in range(lanes):
+            s[_WORD + w] = _f32(0)
+        for k in range(min(group, width - g * group)):
+            at = (g * group + k) * LANES
+            place = _f32(1 << (k * bits))
+            for w in range(lanes):
+                t = x[at + w] * s[_INVERSE + w] - s[_SHIFT + w]
+                word = s[_WORD + w]
+                s[_WORD + w] = word + np.rint(min(max(t, _f32(0)), top)) * place
+        at = g * group_bytes
+        left = stride - at
+        for w in range(last - first):
+            word = _i32(s[_WORD + w])
+            codes_RB[first + w, at] = np.uint8(word & 255)
+            if left > 1:
+                codes_RB[first + w, at + 1] = np.uint8((word >> 8) & 255)
+            if bits == 3 and left > 2:
+                codes_RB[first + w, at + 2] = np.uint8(word >> 16)
+
+
+@kernel
+def encode_rows(
+    values_RD: F32,
+    start: int,
+    stop: int,
+    lanes: int,
+    bits: int,
+    fine: np.float32,
+    bins: np.float32,
+    iterations: int,
+    codes_RB: U8,
+    params_R: U32,
+    raw_R: U8,
+) -> None:
+    """Encodes rows `start..stop`; `raw_R` says which of them the codes cannot hold.
+
+    Without iterations a row's grid spans its whole range. A param of 0 marks a row that is
+    constant, its value being the first four bytes of its codes, or raw.
+    """
+    width = values_RD.shape[1]
+    stride = codes_RB.shape[1]
+    top = _f32((1 << bits) - 1)
+    bits_RD = values_RD.view(np.int32)
+    x = np.empty(LANES * width, np.float32)
+    s = np.empty(LANES * _GROUPS, np.float32)
+    s_bits = s.view(np.int32)
+    state = np.empty(LANES, np.int32)
+    for first in range(start, stop, LANES):
+        last = min(first + LANES, stop)
+        _load(values_RD, bits_RD, first, last, lanes, x, s, s_bits, state)
+        _whole_range(x, width, lanes, top, fine, s, state)
+        if iterations > 0:
+            _search(x, width, lanes, top, fine, bins, iterations, s)
+            _refit(x, width, lanes, top, fine, s)
+        _pack(x, width, lanes, bits, top, s, first, last, codes_RB)
+        for w in range(last - first):
+            row = first + w
+            raw_R[row] = 0
+            if state[w] == _SEARCHED:
+                shift = _u32(_i32(s[_SHIFT + w] * fine) & _i32(0xFFFF))
+                params_R[row] = _u32(s_bits[_SCALE + w] >> _i32(15)) | (shift << _u32(16))
+                continue
+            params_R[row] = _u32(0)
+            for j in range(stride):
+                codes_RB[row, j] = 0
+            if state[w] == _CONSTANT and stride >= 4:
+                word = _u32(bits_RD[row, 0])
+                for j in range(4):
+                    codes_RB[row, j] = (word >> _u32(8 * j)) & _u32(255)
+            else:
+                raw_R[row] = 1
+
+
+@kernel
+def decode_rows(
+    codes_RB: U8, params_R: U32, start: int, stop: int, bits: int, fine: np.float32, out_RD: F32
+) -> int:
+    """Decodes rows `start..stop`; the number of params that no encoder writes is returned.
+
+    Raw rows come out as zeros: the caller puts their bytes in place.
+    """
+    width = out_RD.shape[1]
+    stride = codes_RB.shape[1]
+    out_bits_RD = out_RD.view(np.int32)
+    word = np.empty(1, np.int32)
+    as_float = word.view(np.float32)
+    mask = (1 << bits) - 1
+    wrong = 0
+    for row in range(start, stop):
+        param = params_R[row]
+        if param == 0:
+            value = _u32(0)
+            for j in range(4 if stride >= 4 else 0):
+                value |= _u32(codes_RB[row, j]) << _u32(8 * j)
+            for d in range(width):
+                out_bits_RD[row, d] = _i32(value)
+            continue
+        word[0] = _i32(param & _u32(0xFFFF)) << _i32(15)
+        scale = as_float[0]
+        if not (scale >= _LEAST_SCALE * _LEAST_REFIT and scale <= _f32(2) * _GREATEST_SCALE):
+            wrong += 1
+        shift = _f32(np.int16(param >> _u32(16))) / fine
+        line = codes_RB[row]
+        out = out_RD[row]
+        if bits == 8:
+            for d in range(width):
+                out[d] = scale * (_f32(line[d]) + shift)
+        elif bits == 4:
+            for j in range(width // 2):
+                out[2 * j] = scale * (_f32(line[j] & 15) + shift)
+                out[2 * j + 1] = scale * (_f32(line[j] >> 4) + shift)
+        elif bits == 2:
+            for j in range(width // 4):
+                out[4 * j] = scale * (_f32(line[j] & 3) + shift)
+                out[4 * j + 1] = scale * (_f32((line[j] >> 2) & 3) + shift)
+                out[4 * j + 2] = scale * (_f32((line[j] >> 4) & 3) + shift)
+                out[4 * j + 3] = scale * (_f32(line[j] >> 6) + shift)
+        else:
+            for g in range(width // 8):
+                group = _i32(line[3 * g]) | _i32(line[3 * g + 1]) << 8 | _i32(line[3 * g + 2]) << 16
+                for k in range(8):
+                    out[8 * g + k] = scale * (_f32((group >> (3 * k)) & 7) + shift)
+        whole = width if bits == 8 else width // (8 // bits) * (8 // bits)
+        if bits == 3:
+            whole = width // 8 * 8
+        for d in range(whole, width):
+            place = d * bits
+            pair = _i32(line[place >> 3])
+            if (place >> 3) + 1 < stride:
+                pair |= _i32(line[(place >> 3) + 1]) << 8
+            out[d] = scale * (_f32((pair >> (place & 7)) & mask) + shift)
+    return wrong
+
+
+@kernel
+def encode_nonnegative(
+    values_RD: F32, start: int, stop: int, codes_RB: U8, params_R: U32, raw_R: U8
+) -> None:
+    """Encodes rows `start..stop` by their bit patterns, which are near to a logarithm.
+
+    Code 0 is zero; code c is the float whose bits are `base + (c - 1) · step`. `base` keeps the
+    upper 16 bits below the sign, `step` is a multiple of 256.
+    """
+    width = values_RD.shape[1]
+    bits_RD = values_RD.view(np.int32)
+    for row in range(start, stop):
+        least, least_positive, most = _i32(0x7FFFFFFF), _i32(0x7FFFFFFF), _i32(0)
+        line = bits_RD[row]
+        codes = codes_RB[row]
+        different = _i32(0)
+        for d in range(width):
+            word = line[d]
+            least = min(least, word)
+            least_positive = min(least_positive, word if word > 0 else _i32(0x7FFFFFFF))
+            most = max(most, word)
+            different |= word ^ line[0]
+        raw_R[row] = 0
+        params_R[row] = _u32(0)
+        base = least_positive >> _i32(15)
+        floor = base << _i32(15)
+        units = (most - floor + 254 * 256 - 1) // (254 * 256)
+        step = _i32(units * 256)
+        inverse = _f32(1) / _f32(max(step, _i32(1)))
+        steps = _i32(np.rint(_f32(most - floor) * inverse))
+        if different == 0 and width >= 4:
+            for d in range(width):
+                codes[d] = 0
+            for j in range(4):
+                codes[j] = np.uint8((_u32(line[0]) >> _u32(8 * j)) & _u32(255))
+        elif (
+            different == 0
+            or least < 0
+            or least_positive < _LEAST_NORMAL
+            or floor + np.int64(steps) * step >= _INFINITY
+        ):
+            raw_R[row] = 1
+            for d in range(width):
+                codes[d] = 0
+        else:
+            params_R[row] = _u32(base) | (_u32(units) << _u32(16))
+            for d in range(width):
+                code = _i32(np.rint(_f32(line[d] - _i32(floor)) * inverse)) + _i32(1)
+                codes[d] = np.uint8(code if line[d] > 0 else _i32(0))
+
+
+@kernel
+def decode_nonnegative(codes_RB: U8, params_R: U32, start: int, stop: int, out_RD: F32) -> int:
+    """Decodes rows `start..stop`; the number of values that no encoder writes is returned."""
+    width = out_RD.shape[1]
+    bits_RD = out_RD.view(np.int32)
+    wrong = 0
+    for row in range(start, stop):
+        param = params_R[row]
+        codes = codes_RB[row]
+        out = bits_RD[row]
+        if param == 0:
+            value = _u32(0)
+            for j in range(4 if width >= 4 else 0):
+                value |= _u32(codes[j]) << _u32(8 * j)
+            for d in range(width):
+                out[d] = _i32(value)
+            continue
+        base = np.int64(param & _u32(0xFFFF)) << 15
+        step = np.int64(param >> _u32(16)) << 8
+        most = _i32(0)
+        for d in range(width):
+            code = np.int64(codes[d])
+            most = max(most, _i32(code))
+            out[d] = _i32(base + (code - 1) * step) if code > 0 else _i32(0)
+        if base + (most - 1) * step >= _INFINITY or base < _LEAST_NORMAL:
+            wrong += 1
+    return wrong
