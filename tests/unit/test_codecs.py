@@ -65,17 +65,24 @@ def is_exact(rows: np.ndarray) -> np.ndarray:
     return constant | ~np.isfinite(rows).all(axis=1)
 
 
-@given(any_rows(), st.sampled_from(BITS))
-@settings(max_examples=150, deadline=None)
-def test_quantized_rows_keep_their_bound(rows: np.ndarray, bits: int) -> None:
-    back = there_and_back(Quantized(bits=bits), rows)
+@given(
+    any_rows(),
+    st.sampled_from(BITS),
+    st.sampled_from([(None, None), (None, None), (25, 0.0), (1000, 1.0), (1, 1.0)]),
+)
+@settings(max_examples=200)
+def test_quantized_rows_keep_their_bound(
+    rows: np.ndarray, bits: int, search: tuple[int | None, float | None]
+) -> None:
+    codec = Quantized(bits=bits, bins=search[0], ratio=search[1])
+    back = there_and_back(codec, rows)
     exact = is_exact(rows)
     assert same_bits(back[exact], rows[exact])
     rows64, back64 = rows[~exact].astype(np.float64), back[~exact].astype(np.float64)
     assert np.isfinite(back64).all()
     half_step = 0.505 * (rows64.max(axis=1) - rows64.min(axis=1)) / (2**bits - 1)
     error = np.abs(rows64 - back64)
-    if bits == 8:
+    if codec.iterations == 0:
         assert (error <= half_step[:, None]).all()
     # The square of a tiny float64 may vanish: scale first.
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -84,7 +91,7 @@ def test_quantized_rows_keep_their_bound(rows: np.ndarray, bits: int) -> None:
 
 
 @given(any_rows(least=0.0))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_accumulators_keep_their_ratio(rows: np.ndarray) -> None:
     back = there_and_back(NonNegative8(), rows)
     exact = is_exact(rows)
@@ -101,7 +108,7 @@ def test_accumulators_keep_their_ratio(rows: np.ndarray) -> None:
 
 
 @given(any_rows())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_accumulators_that_are_none_come_back_exactly(rows: np.ndarray) -> None:
     back = there_and_back(NonNegative8(), rows)
     odd = (np.signbit(rows) | ~np.isfinite(rows)).any(axis=1)
@@ -125,7 +132,7 @@ def test_a_restored_accumulator_never_explodes_the_step() -> None:
         )
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_raw_returns_every_bit_of_any_plane(rows: np.ndarray) -> None:
     assert same_bits(there_and_back(Raw(), rows), rows)
 
@@ -391,7 +398,7 @@ def test_contents_that_no_encoder_writes_are_refused(
 
 
 @given(st.sampled_from(LOSSY), st.integers(2, 20), st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_random_bytes_never_crash(codec: Codec, width: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     buffers = codec.encode(random.random((30, width)).astype(F32), ONE)

@@ -34,7 +34,7 @@ def id_sets(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(id_sets())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(array([LEAST, MOST]))
 @example(array([LEAST, -1, 0, MOST]))
 @example(array([MOST]))
@@ -132,7 +132,7 @@ def test_a_newer_version_is_refused() -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES - 32, max_size=200), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_bytes_never_crash(body: bytes, kind: int) -> None:
     packed = np.concatenate([pack_ids(array([5, 9]))[:32], np.frombuffer(body, np.uint8)])
     packed[1] = kind

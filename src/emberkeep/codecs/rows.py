@@ -221,7 +221,7 @@ class NonNegative8:
         return _coded_bytes(_float32(dtype, self), width, width)
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
-        from emberkeep.kernels.quantize import encode_nonnegative
+        from emberkeep.kernels.nonnegative import encode_nonnegative
 
         def work(
             values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
@@ -240,7 +240,7 @@ class NonNegative8:
         out: Array | None = None,
         pool: Pool | None = None,
     ) -> Array:
-        from emberkeep.kernels.quantize import decode_nonnegative
+        from emberkeep.kernels.nonnegative import decode_nonnegative
 
         def work(codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
             return int(decode_nonnegative(codes_RB, params_R, a, b, out_RD))

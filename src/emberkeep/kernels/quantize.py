@@ -47,7 +47,7 @@ _LEAST_SCALE, _GREATEST_SCALE = _f32(2.0**-100), _f32(2.0**100)
 # Codes that are all equal have no slope to fit; the search itself ends far above this.
 _LEAST_REFIT = _f32(2.0**-14)
 _MOST_SHIFT = _f32(32767)
-_INFINITY, _LEAST_NORMAL = 0x7F800000, 0x00800000  # as bits
+_INFINITY = 0x7F800000  # as bits
 # Keeps 9 significant bits, to nearest: c·x − (c·x − x) with c = 2^15 + 1 (Veltkamp's splitting).
 _SPLIT = _f32(2**15 + 1)
 # Half a unit of the 9th bit, and a little for the roundings on the way: to nearest becomes upward.
@@ -151,16 +151,14 @@ def _whole_range(
     part = _UPWARD / (top - _f32(1) / fine)
     for w in range(lanes):
         scale, inverse, shift = _grid(s[_LOW + w], s[_HIGH + w], part, fine, _f32(0))
-        if (
-            (scale >= _LEAST_SCALE)
-            & (scale <= _GREATEST_SCALE)
-            & (abs(shift * fine) <= _MOST_SHIFT)
-        ):
-            s[_SCALE + w] = scale
-            s[_INVERSE + w] = inverse
-            s[_UNIT + w] = inverse
-            s[_SHIFT + w] = shift
-        else:
+        s[_SCALE + w] = scale
+        s[_INVERSE + w] = inverse
+        s[_UNIT + w] = inverse
+        s[_SHIFT + w] = shift
+    for w in range(lanes):
+        scale = s[_SCALE + w]
+        fits = (scale >= _LEAST_SCALE) & (scale <= _GREATEST_SCALE)
+        if not (fits & (abs(s[_SHIFT + w] * fine) <= _MOST_SHIFT)):
             state[w] = _RAW
             s[_SCALE + w] = _f32(1)
             s[_INVERSE + w] = _f32(1)
@@ -334,6 +332,9 @@ def encode_rows(
 
     Without iterations a row's grid spans its whole range. A param of 0 marks a row that is
     constant, its value being the first four bytes of its codes, or raw.
+
+    `lanes` is LANES. It is an argument because loops of a known, small length are unrolled, and
+    what is unrolled is no longer vectorised: that costs half of the speed.
     """
     width = values_RD.shape[1]
     stride = codes_RB.shape[1]
@@ -427,84 +428,4 @@ def decode_rows(
             if (place >> 3) + 1 < stride:
                 pair |= _i32(line[(place >> 3) + 1]) << 8
             out[d] = scale * (_f32((pair >> (place & 7)) & mask) + shift)
-    return wrong
-
-
-@kernel
-def encode_nonnegative(
-    values_RD: F32, start: int, stop: int, codes_RB: U8, params_R: U32, raw_R: U8
-) -> None:
-    """Encodes rows `start..stop` by their bit patterns, which are near to a logarithm.
-
-    Code 0 is zero; code c is the float whose bits are `base + (c - 1) · step`. `base` keeps the
-    upper 16 bits below the sign, `step` is a multiple of 256.
-    """
-    width = values_RD.shape[1]
-    bits_RD = values_RD.view(np.int32)
-    for row in range(start, stop):
-        least, least_positive, most = _i32(0x7FFFFFFF), _i32(0x7FFFFFFF), _i32(0)
-        line = bits_RD[row]
-        codes = codes_RB[row]
-        different = _i32(0)
-        for d in range(width):
-            word = line[d]
-            least = min(least, word)
-            least_positive = min(least_positive, word if word > 0 else _i32(0x7FFFFFFF))
-            most = max(most, word)
-            different |= word ^ line[0]
-        raw_R[row] = 0
-        params_R[row] = _u32(0)
-        base = least_positive >> _i32(15)
-        floor = base << _i32(15)
-        units = (most - floor + 254 * 256 - 1) // (254 * 256)
-        step = _i32(units * 256)
-        inverse = _f32(1) / _f32(max(step, _i32(1)))
-        steps = _i32(np.rint(_f32(most - floor) * inverse))
-        if different == 0 and width >= 4:
-            for d in range(width):
-                codes[d] = 0
-            for j in range(4):
-                codes[j] = np.uint8((_u32(line[0]) >> _u32(8 * j)) & _u32(255))
-        elif (
-            different == 0
-            or least < 0
-            or least_positive < _LEAST_NORMAL
-            or floor + np.int64(steps) * step >= _INFINITY
-        ):
-            raw_R[row] = 1
-            for d in range(width):
-                codes[d] = 0
-        else:
-            params_R[row] = _u32(base) | (_u32(units) << _u32(16))
-            for d in range(width):
-                code = _i32(np.rint(_f32(line[d] - _i32(floor)) * inverse)) + _i32(1)
-                codes[d] = np.uint8(code if line[d] > 0 else _i32(0))
-
-
-@kernel
-def decode_nonnegative(codes_RB: U8, params_R: U32, start: int, stop: int, out_RD: F32) -> int:
-    """Decodes rows `start..stop`; the number of values that no encoder writes is returned."""
-    width = out_RD.shape[1]
-    bits_RD = out_RD.view(np.int32)
-    wrong = 0
-    for row in range(start, stop):
-        param = params_R[row]
-        codes = codes_RB[row]
-        out = bits_RD[row]
-        if param == 0:
-            value = _u32(0)
-            for j in range(4 if width >= 4 else 0):
-                value |= _u32(codes[j]) << _u32(8 * j)
-            for d in range(width):
-                out[d] = _i32(value)
-            continue
-        base = np.int64(param & _u32(0xFFFF)) << 15
-        step = np.int64(param >> _u32(16)) << 8
-        most = _i32(0)
-        for d in range(width):
-            code = np.int64(codes[d])
-            most = max(most, _i32(code))
-            out[d] = _i32(base + (code - 1) * step) if code > 0 else _i32(0)
-        if base + (most - 1) * step >= _INFINITY or base < _LEAST_NORMAL:
-            wrong += 1
     return wrong
