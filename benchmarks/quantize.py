@@ -27,6 +27,22 @@ SEED = 0
 KMEANS_ROUNDS = 15  # as in the paper
 DENSITIES = (0.25, 0.05)
 TORCH_NAMES = {8: "byte", 4: "4bit", 2: "2bit"}
+COLUMNS = (
+    "codec",
+    "dim",
+    "mean ℓ2 loss",
+    "vs asymmetric",
+    "bytes/row",
+    "encode MB/s",
+    "decode MB/s",
+)
+NOTE_ON_TORCH = (
+    "torch's optimized prepack uses one whatever it is given. Medians; all contenders take turns."
+)
+NOTE_ON_FIGURES = (
+    "`accumulator_*` is the 8-bit codec of non-negative planes on squares of such rows; "
+    "`ids_*` counts the int64 bytes of ids drawn at random from that part of a range."
+)
 
 
 @dataclass(slots=True)
@@ -213,18 +229,14 @@ def main() -> None:
             "kmeans_rounds": KMEANS_ROUNDS,
         },
         figures=figures,
-        columns=[
-            "codec", "dim", "mean ℓ2 loss", "vs asymmetric", "bytes/row", "encode MB/s", "decode MB/s",
-        ],
+        columns=COLUMNS,
         rows=table,
         notes=[
             f"Rows: {distribution} Seed {SEED}; nothing is tuned to them.",
-            f"Both sides may use {threads} threads, except where 1 is said; torch's optimized "
-            + "prepack uses one whatever it is given. Medians; all contenders take turns.",
-            "`accumulator_*` is the 8-bit codec of non-negative planes on squares of such rows; "
-            + "`ids_*` counts the int64 bytes of ids drawn at random from that part of a range.",
+            f"Both sides may use {threads} threads, except where 1 is said. {NOTE_ON_TORCH}",
+            NOTE_ON_FIGURES,
         ],
-    )  # fmt: skip
+    )
 
 
 def accumulators(repeats: int, pool: Pool) -> dict[str, float]:
