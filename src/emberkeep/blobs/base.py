@@ -1,0 +1,123 @@
+"""What the repository asks of a store, and nothing more.
+
+A store maps names to byte strings. Its one unusual duty is `put_if_absent`: of any number of
+callers that create the same name at once, exactly one wins. The commit protocol rests on that
+call; everything else could be done by any file server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Protocol, TypeAlias
+
+from emberkeep.errors import ConfigError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# Segments never begin with a dot: that excludes "." and "..", and leaves dotted names to the
+# stores themselves (the local store keeps unfinished puts under one).
+_SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9_=.-]*\Z")
+_LONGEST_NAME = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobInfo:
+    """One line of a listing. `modified` is UTC, by the store's clock."""
+
+    name: str
+    size: int
+    modified: datetime
+
+
+class BlobStore(Protocol):
+    """Named objects, written whole and never changed in part.
+
+    Every implementation guarantees:
+
+    - An object appears under its name complete or not at all, and is durable when the call that
+      wrote it returns. A listing or read that begins later sees it.
+    - A call that raises `StorageError` may or may not have taken effect; the store decides
+      nothing for its caller.
+    - All methods may be called from several threads.
+
+    `emberkeep.testing.StoreContract` is the same list as tests.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, for messages; holds no credentials."""
+        ...
+
+    def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
+        """Writes an object, replacing one of that name; returns its size.
+
+        An iterable is streamed in bounded memory; it must not change a buffer after handing it
+        over. If it raises, nothing appears under the name and its exception comes through.
+        """
+        ...
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        """Creates an object unless the name is taken; True if this call created it.
+
+        False says only that the name is taken, durably. The holder may be this very call, when
+        its first answer was lost and a layer below retried: callers compare the content.
+        """
+        ...
+
+    def get(self, name: str) -> bytes:
+        """The whole object; `MissingObjectError` if there is none."""
+        ...
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """Bytes [start, start + length), cut off at the object's end."""
+        ...
+
+    def size(self, name: str) -> int:
+        """The object's size; `MissingObjectError` if there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Objects below a directory-like prefix ("" or "a/b"), in no particular order."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Removes objects, durably when it returns; absent names are fine."""
+        ...
+
+    def sweep(self, *, older_than: timedelta) -> int:
+        """Removes what interrupted puts left behind outside the name space; returns how many.
+
+        `older_than` protects the puts that are under way.
+        """
+        ...
+
+
+def check_name(name: str) -> str:
+    """The name itself, if it cannot leave the root on any backend.
+
+    Names are relative, slash-separated, and limited to letters, digits, `_`, `-`, `=` and inner
+    dots: portable over file systems, URLs and object stores without any escaping.
+    """
+    if len(name) > _LONGEST_NAME or not all(_SEGMENT.match(part) for part in name.split("/")):
+        raise ConfigError(
+            f"{name!r} cannot name an object: use relative slash-separated parts of letters, "
+            f"digits, '_', '-', '=' and inner dots, at most {_LONGEST_NAME} characters"
+        )
+    return name
+
+
+def check_range(name: str, start: int, length: int) -> None:
+    if start < 0 or length < 0:
+        raise ConfigError(f"{name}: range start {start} and length {length} must not be negative")
+
+
+def as_buffers(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+    """The data as flat byte views, so that backends handle one shape."""
+    pieces: Iterable[Buffer] = (data,) if isinstance(data, bytes | bytearray | memoryview) else data
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            yield view.cast("B")

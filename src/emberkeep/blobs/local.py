@@ -1,0 +1,306 @@
+"""Objects as files below a local directory, durable against power cuts.
+
+A put writes a file beside the name space, syncs it, moves it under its name and syncs the
+directory: at no moment does a torn object stand under a name, and a put that returned survives
+the plug being pulled. `Disk` holds the handful of system calls that this needs, so that tests can
+record them, fail them, and replay any prefix of them without what was never synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TypeVar
+
+from emberkeep.blobs.base import BlobInfo, Buffer, as_buffers, check_name, check_range
+from emberkeep.errors import MissingObjectError, StorageError, UnsupportedStoreError
+
+if sys.platform == "darwin":
+    import fcntl
+
+_Result = TypeVar("_Result")
+
+_STAGING = ".incomplete"
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
+_NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free space or let gc remove old versions, then save again",
+    errno.EDQUOT: "the quota is used up: free space or raise the quota, then save again",
+    errno.EACCES: "check the owner and permissions of the directory",
+    errno.EPERM: "check the owner and permissions of the directory",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.EIO: "the disk reports an I/O error: check it before trusting this copy",
+    errno.ENOTDIR: "a file stands where a directory is needed: choose another root",
+}
+
+
+class Disk:
+    """The system calls behind `LocalStore`, one method each."""
+
+    def create(self, path: str) -> int:
+        """Opens a new file for writing; fails if the path exists."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, view: memoryview) -> None:
+        while view:
+            view = view[os.write(handle, view) :]
+
+    def sync(self, handle: int) -> None:
+        """Forces the file's bytes to the medium."""
+        if sys.platform == "darwin":
+            # fsync leaves the bytes in the drive's cache there.
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, source: str, target: str) -> None:
+        """Moves a file, replacing the target."""
+        os.replace(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        """A second name for a file; fails if the target exists."""
+        os.link(source, target)
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Moves a file; fails if the target exists. For file systems without hard links."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            raise OSError(errno.ENOSYS, "renameat2 is not available", target)
+        at_cwd, no_replace = -100, 1
+        if libc.renameat2(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), no_replace):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        """Forces the directory's entries to the medium."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync(handle)
+        finally:
+            os.close(handle)
+
+
+class LocalStore:
+    """A store in a local directory. Every put is synced to the medium before it returns.
+
+    The directory is created with the first put. Hard links decide `put_if_absent`; file systems
+    without them are served by an exclusive rename, and refused if they lack that too: creating
+    the file first and filling it later would let a crash leave a torn object under the name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
+        self._root = os.path.abspath(os.fspath(path))
+        self._staging = os.path.join(self._root, _STAGING)
+        self._disk = disk or Disk()
+        self._durable_directories: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return Path(self._root).as_uri()
+
+    def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
+        target = self._path(name)
+        staged, size = self._stage(name, data)
+        try:
+            self._ensure_directory(os.path.dirname(target))
+            self._call(name, self._disk.rename, staged, target)
+        except BaseException:
+            self._discard(staged)
+            raise
+        self._call(name, self._disk.sync_directory, os.path.dirname(target))
+        return size
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        target = self._path(name)
+        staged, _ = self._stage(name, data)
+        try:
+            self._ensure_directory(os.path.dirname(target))
+            created = self._create(name, staged, target)
+        finally:
+            self._discard(staged)
+        # Also when the name was taken: "taken" must still hold after a power cut.
+        self._call(name, self._disk.sync_directory, os.path.dirname(target))
+        return created
+
+    def get(self, name: str) -> bytes:
+        return self._read(name, 0, -1)
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        check_range(name, start, length)
+        return self._read(name, start, length)
+
+    def size(self, name: str) -> int:
+        return self._call(name, os.stat, self._path(name)).st_size
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        top = self._path(prefix) if prefix else self._root
+        for directory, below, files in os.walk(top):
+            below[:] = [entry for entry in below if not entry.startswith(".")]
+            for file in files:
+                path = os.path.join(directory, file)
+                try:
+                    status = os.stat(path)
+                except FileNotFoundError:
+                    continue  # deleted since the directory was read
+                name = os.path.relpath(path, self._root).replace(os.sep, "/")
+                yield BlobInfo(name=name, size=status.st_size, modified=_utc(status.st_mtime))
+
+    def delete(self, names: Iterable[str]) -> None:
+        touched = set()
+        for name in names:
+            path = self._path(name)
+            try:
+                self._call(name, self._disk.unlink, path)
+            except MissingObjectError:
+                continue
+            touched.add(os.path.dirname(path))
+        for directory in sorted(touched):
+            self._call(directory, self._disk.sync_directory, directory)
+
+    def sweep(self, *, older_than: timedelta) -> int:
+        latest = time.time() - older_than.total_seconds()
+        removed = 0
+        try:
+            leftovers = list(os.scandir(self._staging))
+        except FileNotFoundError:
+            return 0
+        for leftover in leftovers:
+            try:
+                if leftover.stat().st_mtime <= latest:
+                    self._call(leftover.name, self._disk.unlink, leftover.path)
+                    removed += 1
+            except (FileNotFoundError, MissingObjectError):
+                continue  # its put has just finished
+        return removed
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._root, *check_name(name).split("/"))
+
+    def _read(self, name: str, start: int, length: int) -> bytes:
+        def read() -> bytes:
+            with open(self._path(name), "rb") as file:
+                file.seek(start)
+                return file.read(length)
+
+        return self._call(name, read)
+
+    def _stage(self, name: str, data: Buffer | Iterable[Buffer]) -> tuple[str, int]:
+        """The data as a synced file outside the name space."""
+        self._ensure_directory(self._staging)
+        staged = os.path.join(self._staging, f"{os.getpid()}-{secrets.token_hex(8)}")
+        size = 0
+        handle = self._call(name, self._disk.create, staged)
+        try:
+            try:
+                for view in as_buffers(data):
+                    self._call(name, self._disk.write, handle, view)
+                    size += view.nbytes
+                self._call(name, self._disk.sync, handle)
+            finally:
+                self._disk.close(handle)
+        except BaseException:
+            self._discard(staged)
+            raise
+        return staged, size
+
+    def _create(self, name: str, staged: str, target: str) -> bool:
+        """Gives the staged file its name unless that is taken."""
+
+        def create() -> bool:
+            try:
+                self._disk.link(staged, target)
+            except FileExistsError:
+                # A network file system may repeat a link whose first answer was lost.
+                return os.path.samefile(staged, target)
+            return True
+
+        def create_without_links() -> bool:
+            try:
+                self._disk.rename_new(staged, target)
+            except FileExistsError:
+                return False
+            return True
+
+        with contextlib.suppress(OSError):
+            return self._call(name, create, pass_through=_NO_HARD_LINKS)
+        try:
+            return self._call(name, create_without_links, pass_through=_NO_SUCH_RENAME)
+        except OSError as error:
+            raise UnsupportedStoreError(
+                f"the file system of {self._root} has neither hard links nor exclusive renames, so "
+                "two writers could not be told apart: use another file system, or "
+                "exclusive=True if one process alone will ever write there"
+            ) from error
+
+    def _discard(self, staged: str) -> None:
+        # It may be renamed away already; what cannot be removed is left for `sweep`.
+        with contextlib.suppress(OSError):
+            self._disk.unlink(staged)
+
+    def _ensure_directory(self, directory: str) -> None:
+        """Creates a directory so that it, and the way to it, survive a power cut.
+
+        A directory that exists may have been made by a process that died before syncing its
+        parent, so each is synced once by every process that writes into it.
+        """
+        with self._lock:
+            missing = []
+            current = directory
+            while current not in self._durable_directories and (
+                len(current) >= len(self._root) or not os.path.isdir(current)
+            ):
+                missing.append(current)
+                current = os.path.dirname(current)
+            for path in reversed(missing):
+                try:
+                    self._call(path, self._disk.make_directory, path, pass_through={errno.EEXIST})
+                except FileExistsError:
+                    if not os.path.isdir(path):
+                        raise self._explain(path, NotADirectoryError(errno.ENOTDIR, path)) from None
+                self._call(path, self._disk.sync_directory, os.path.dirname(path))
+                self._durable_directories.add(path)
+
+    def _call(
+        self,
+        name: str,
+        operation: Callable[..., _Result],
+        *arguments: object,
+        pass_through: Collection[int] = (),
+    ) -> _Result:
+        """Runs one operation; system errors come out as ours, except the codes passed through."""
+        try:
+            return operation(*arguments)
+        except OSError as error:
+            if error.errno is not None and error.errno in pass_through:
+                raise
+            raise self._explain(name, error) from error
+
+    def _explain(self, name: str, error: OSError) -> StorageError:
+        if isinstance(error, FileNotFoundError):
+            return MissingObjectError(f"{self._root} holds no object {name}")
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk and the directory")
+        return StorageError(f"{name} in {self._root}: {reason}; {remedy}")
+
+
+def _utc(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)

@@ -1,0 +1,59 @@
+"""From what a user writes, a path or a URL, to a store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from emberkeep.blobs.base import BlobStore
+from emberkeep.blobs.local import LocalStore
+from emberkeep.blobs.memory import MemoryStore
+from emberkeep.blobs.remote import ObjectStore
+from emberkeep.errors import ConfigError
+
+_REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+_CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url")
+_memory_stores: dict[str, MemoryStore] = {}
+
+
+def open_store(url: str | os.PathLike[str], **options: Any) -> BlobStore:
+    """The store under a path or URL. Nothing is read or written yet.
+
+    - a path or `file:///path`: a local directory;
+    - `memory://name`: this process's memory, the same store for the same name;
+    - `s3://bucket/prefix`, `gs://...`, `az://...`: an object store. Query parameters and keyword
+      options are obstore's configuration: `s3://b/p?endpoint=http://host:9000&allow_http=true`.
+      The environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) fills in the rest.
+    """
+    text = os.fspath(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme in _REMOTE:
+        return _open_remote(text, options)
+    if options:
+        raise ConfigError(f"{text} takes no options, but got {', '.join(sorted(options))}")
+    if scheme == "":
+        return LocalStore(text)
+    parts = urlsplit(text)
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(f"{text} names a host: write file:///path, with three slashes")
+        return LocalStore(unquote(parts.path))
+    if scheme == "memory":
+        return _memory_stores.setdefault(parts.netloc + parts.path, MemoryStore())
+    raise ConfigError(
+        f"{text}: unknown scheme {scheme!r}; use a path, file://, s3://, gs:// or az://"
+    )
+
+
+def _open_remote(text: str, options: dict[str, Any]) -> ObjectStore:
+    parts = urlsplit(text)
+    plain = parts._replace(query="", fragment="").geturl()
+    deadline = options.pop("deadline", None)
+    settings = {**dict(parse_qsl(parts.query)), **options}
+    client = {key: settings.pop(key) for key in _CLIENT_OPTIONS if key in settings}
+    for key in ("allow_http", "allow_invalid_certificates"):
+        if isinstance(client.get(key), str):
+            client[key] = client[key].lower() in ("1", "true", "yes", "on")
+    timing = {} if deadline is None else {"deadline": deadline}
+    return ObjectStore.from_url(plain, config=settings or None, client_options=client, **timing)
