@@ -1,0 +1,168 @@
+"""gc: removes versions that retention lets go, and files that no version needs.
+
+It runs beside a save, beside readers, and may be killed at any point. What keeps that safe:
+
+- Only the current epoch deletes. It asks whether it still is, right before each deletion, and
+  never touches a file of a later epoch.
+- Files above its own newest version belong to the save in progress and are left alone.
+- What is to go is first written down in a mark. Readers look for marks after they pinned, gc looks
+  for pins after it marked: one of the two sees the other. Versions in a mark are no longer part of
+  the history, so a gc that died half-way leaves no version that is listed but broken, and the
+  next one finishes its work.
+- Manifests go before their data: at no moment does a manifest stand without its files.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from emberkeep.blobs import BlobInfo
+from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.repository import documents, names
+from emberkeep.repository.history import History
+from emberkeep.repository.manifest import needed_by
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.pins import read_pins
+from emberkeep.repository.retention import DEFAULT_RETENTION, RetentionPolicy, VersionFacts
+from emberkeep.repository.writer import Writer
+
+_LEFTOVERS_AFTER = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What a gc did."""
+
+    kept: tuple[VersionId, ...]
+    removed: tuple[VersionId, ...]
+    files: int
+    nbytes: int
+
+
+class Collector:
+    """Repeated gc for one writer; remembers the manifests it has read, which never change."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        *,
+        policy: RetentionPolicy = DEFAULT_RETENTION,
+        grace: timedelta = timedelta(minutes=10),
+    ) -> None:
+        """Nothing younger than `grace` is removed: the margin for readers without a pin, and for
+        requests that a network delivers late."""
+        if grace < timedelta(0):
+            raise ConfigError(f"grace must not be negative, not {grace}")
+        self._writer = writer
+        self._repository = writer.repository
+        self._store = writer.repository.store
+        self._policy = policy
+        self._grace = grace
+        self._read: dict[VersionId, tuple[tuple[VersionId, ...], frozenset[str]]] = {}
+
+    def collect(self) -> Collected:
+        """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
+        that must be kept has a damaged manifest; then nothing more is deleted."""
+        self._writer.check()
+        oldest = self._repository.clock() - self._grace
+        marks = [*self._repository.condemned()]
+        history = self._repository.history()
+        standing = sorted((*history.versions, *history.condemned))
+
+        unwanted = frozenset(standing) - self._keep(history, oldest)
+        condemned = self._writer.condemn(unwanted)
+        try:
+            if condemned:
+                marks.append(self._mark(condemned))
+            # Once more, for pins and tags put since. Whoever comes later sees the mark.
+            removed = condemned - self._keep(history, oldest)
+            self._delete(version.manifest_name for version in sorted(removed, reverse=True))
+            kept = tuple(version for version in standing if version not in removed)
+            garbage = self._garbage(history, kept, oldest)
+            self._delete(info.name for info in garbage)
+            self._delete(marks)
+        finally:
+            self._writer.condemn(frozenset())
+        self._tidy(oldest)
+        for version in removed:
+            self._read.pop(version, None)
+        return Collected(
+            kept=kept,
+            removed=tuple(sorted(removed)),
+            files=len(garbage),
+            nbytes=sum(info.size for info in garbage),
+        )
+
+    def _keep(self, history: History, oldest: datetime) -> frozenset[VersionId]:
+        """What must stay: policy, newest, young, pinned, in use by a save, and all they need."""
+        tags = self._repository.tags()
+        standing = sorted((*history.versions, *history.condemned))
+        facts = [
+            VersionFacts(version=version, tags=tuple(tag for tag in tags if tags[tag] == version))
+            for version in standing
+        ]
+        pins = read_pins(self._repository).values()
+        roots = {
+            *self._policy.keep(facts),
+            *history.versions[-1:],
+            *self._writer.protected(),
+            *(version for version, expires in pins if expires > oldest),
+            *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
+        }
+        kept: frozenset[VersionId] = frozenset()
+        for version in roots.intersection(standing):
+            try:
+                kept |= needed_by([version], lambda needed: self._facts(needed)[0])
+            except NoVersionError:
+                # A gc that died may have taken a part of what it condemned. A version whose
+                # manifests all stand is whole, since data goes last; any other must go too.
+                if version not in history.condemned:
+                    raise
+        return kept
+
+    def _facts(self, version: VersionId) -> tuple[tuple[VersionId, ...], frozenset[str]]:
+        """What a version needs, and the names of its files."""
+        if version not in self._read:
+            manifest = self._repository.manifest(version)
+            self._read[version] = manifest.needs, frozenset(file.name for file in manifest.files)
+        return self._read[version]
+
+    def _mark(self, versions: frozenset[VersionId]) -> str:
+        name = f"{names.CONDEMNED}/{self._writer.epoch:06d}-{secrets.token_hex(8)}.json"
+        body = {"versions": [str(version) for version in sorted(versions)]}
+        self._store.put(name, documents.encode("condemned", body))
+        return name
+
+    def _garbage(
+        self, history: History, kept: tuple[VersionId, ...], oldest: datetime
+    ) -> list[BlobInfo]:
+        """Data files that no kept version lists, old enough, and of no save in progress."""
+        epoch = self._writer.epoch
+        settled = history.newest.number if history.newest else 0
+        needed = frozenset().union(*(self._facts(version)[1] for version in kept))
+        garbage = []
+        for info in self._store.list(names.DATA):
+            parsed = names.parse_data(info.name)
+            if parsed is None or info.name in needed or info.modified > oldest:
+                continue
+            version, _ = parsed
+            if version.epoch < epoch or (version.epoch == epoch and version.number <= settled):
+                garbage.append(info)
+        return garbage
+
+    def _delete(self, doomed: Iterable[str]) -> None:
+        found = list(doomed)
+        if found:
+            self._writer.check()
+            self._store.delete(found)
+
+    def _tidy(self, oldest: datetime) -> None:
+        """Removes what needs no protocol: expired pins, probes, unfinished puts."""
+        pins = read_pins(self._repository)
+        self._store.delete(name for name, (_, expires) in pins.items() if expires <= oldest)
+        probes = [info.name for info in self._store.list(names.PROBES) if info.modified <= oldest]
+        self._store.delete(probes)
+        self._store.sweep(older_than=max(self._grace, _LEFTOVERS_AFTER))

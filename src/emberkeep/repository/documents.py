@@ -1,0 +1,91 @@
+"""Small JSON objects that prove they are whole.
+
+Every JSON object of a repository has the same envelope: its body, preceded by the digest of the
+body's exact bytes. So a flipped, torn or foreign file is recognised as such before anything in it
+is believed, in any format to come, and the file still is plain JSON for other tools.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+import xxhash
+
+from emberkeep.errors import ConfigError, DamageError, FormatError
+
+Json: TypeAlias = dict[str, Any]
+
+FORMAT = 1
+"""The format that this release writes. Format 1 is read by every later release."""
+
+_HEAD = b'{"xxh3_128":"'
+_MIDDLE = b'","body":'
+_TAIL = b"}\n"
+_HEX = 32
+_OVERHEAD = len(_HEAD) + _HEX + len(_MIDDLE) + len(_TAIL)
+
+
+def encode(kind: str, body: Json) -> bytes:
+    """The bytes of a document; the body must be JSON in the strict sense (no NaN, string keys)."""
+    try:
+        text = json.dumps(
+            {"kind": kind, "format": FORMAT, **body},
+            allow_nan=False,
+            ensure_ascii=False,
+            separators=(",", ":"),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the {kind} cannot be stored as JSON: {error}") from error
+    content = text.encode()
+    return _HEAD + _digest(content) + _MIDDLE + content + _TAIL
+
+
+def decode(name: str, data: bytes, kind: str) -> Json:
+    """The body of the document called `name`.
+
+    Raises `DamageError` if a single bit differs from what was written or another kind of document
+    stands under that name, and `FormatError` if a newer release wrote it.
+    """
+    content = data[len(_HEAD) + _HEX + len(_MIDDLE) : -len(_TAIL)]
+    if len(data) < _OVERHEAD or data != _HEAD + _digest(content) + _MIDDLE + content + _TAIL:
+        raise DamageError(
+            f"{name} is damaged: its content does not match its digest; copy it back from a "
+            "backup, or use another version",
+            name=name,
+        )
+    body: Json = json.loads(content)
+    if body["format"] > FORMAT:
+        raise FormatError(
+            f"{name} has format {body['format']}, this release reads up to {FORMAT}: upgrade to "
+            f"emberkeep {body.get('release', 'of that format')} or newer"
+        )
+    if body["kind"] != kind:
+        raise DamageError(
+            f"{name} is damaged: it holds a {body['kind']} where a {kind} belongs", name=name
+        )
+    return body
+
+
+def plain(what: str, value: Json) -> Json:
+    """A copy of the value as it will be read back; refuses what JSON would change."""
+    try:
+        copy: Json = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be stored as JSON: {error}") from error
+    if not isinstance(copy, dict) or copy != _lists(value):
+        raise ConfigError(f"{what} must be a JSON object with string keys and JSON values")
+    return copy
+
+
+def _lists(value: Any) -> Any:
+    """Tuples as the lists that JSON makes of them, so that only real losses differ."""
+    if isinstance(value, dict):
+        return {key: _lists(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_lists(entry) for entry in value]
+    return value
+
+
+def _digest(content: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(content).encode()

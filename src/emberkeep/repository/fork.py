@@ -1,0 +1,57 @@
+"""A new repository that begins with a version of another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+
+from emberkeep.blobs import BlobStore
+from emberkeep.errors import ConfigError
+from emberkeep.repository import names
+from emberkeep.repository.history import Lineage
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.pins import Pin
+from emberkeep.repository.repository import Repository
+
+
+def fork(
+    source: Repository,
+    version: VersionId | int,
+    target: BlobStore,
+    *,
+    exclusive: bool = False,
+) -> Repository:
+    """Copies a version, with all that it needs, to another root, where a new history starts.
+
+    Files are copied, streamed and checked on the way, so neither repository depends on the other.
+    Version numbers stay. The target becomes a repository with the last object written: a fork that
+    was interrupted is no repository, and can be repeated.
+    """
+    if Repository.exists(target):
+        raise ConfigError(f"{target.url} already holds a repository: fork to an empty root")
+    with Pin(source, version) as pin:
+        chain = source.chain(pin.version)
+        others = {info.name for info in target.list(names.VERSIONS)} - {m.name for m in chain}
+        if others:
+            raise ConfigError(
+                f"{target.url} holds {min(others)} of something else: fork to an empty root"
+            )
+        identity = secrets.token_hex(16)
+        for manifest in chain:
+            pin.renew()
+            for file in manifest.files:
+                target.put(file.name, source.stream(file))
+        for manifest in chain:
+            target.put(manifest.name, dataclasses.replace(manifest, repository=identity).encode())
+        ends: dict[int, int] = {}
+        for manifest in chain:
+            ends[manifest.version.epoch] = manifest.version.number
+        return Repository.found(
+            target,
+            schema=source.schema,
+            exclusive=exclusive,
+            clock=source.clock,
+            lineage=Lineage(tuple(ends.items())),
+            forked_from={"repository": source.id, "version": str(pin.version)},
+            identity=identity,
+        )

@@ -1,0 +1,215 @@
+"""Which versions make up the history, decided from names alone.
+
+Writers follow one another; each is an *epoch*. A new writer first seals its predecessor: it
+creates an object under the very name that the predecessor's next manifest would take. From then
+on the predecessor cannot commit, whether it is dead, asleep or in the middle of a save, and the
+new writer knows exactly which version it starts from. Then it claims the next epoch by creating
+`writers/<epoch>.json`, which repeats the *lineage*: up to which number each epoch counts. A version
+above that number belongs to nobody and is not part of the history.
+
+Sealing before claiming closes a gap that a claim alone leaves open: between looking up the newest
+version and claiming, the predecessor could have committed another one and been told so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberkeep.blobs import BlobInfo, BlobStore
+from emberkeep.errors import DamageError, StorageError
+from emberkeep.repository import documents
+from emberkeep.repository.documents import Json
+from emberkeep.repository.names import (
+    VERSIONS,
+    WRITERS,
+    VersionId,
+    expect,
+    parse_version,
+    parse_writer,
+    writer_name,
+)
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The last number of every epoch that contributed versions, oldest first."""
+
+    ends: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def newest(self) -> VersionId | None:
+        """The version that the next epoch starts from."""
+        return VersionId(self.ends[-1][1], self.ends[-1][0]) if self.ends else None
+
+    @property
+    def next_epoch(self) -> int:
+        """An epoch above every epoch of the lineage."""
+        return self.ends[-1][0] + 1 if self.ends else 1
+
+    def __contains__(self, version: VersionId) -> bool:
+        first = 1
+        for epoch, last in self.ends:
+            if epoch == version.epoch:
+                return first <= version.number <= last
+            first = last + 1
+        return False
+
+    def extended(self, newest: VersionId | None) -> Lineage:
+        """This lineage after an epoch whose newest version is `newest`."""
+        if newest is None or (self.newest and newest.number <= self.newest.number):
+            return self
+        return Lineage((*self.ends, (newest.epoch, newest.number)))
+
+    def to_json(self) -> list[list[int]]:
+        return [list(end) for end in self.ends]
+
+    @classmethod
+    def from_json(cls, value: list[list[int]]) -> Lineage:
+        return cls(tuple((epoch, last) for epoch, last in value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What `writers/` and `versions/` held when they were listed, writers first.
+
+    `epoch` is the newest claimed one, 0 before any. Manifests of a still newer epoch, committed
+    between the two listings, are left out: the listing is the state at its beginning.
+    """
+
+    epoch: int
+    manifests: dict[VersionId, BlobInfo]
+    void: frozenset[VersionId]
+
+    @classmethod
+    def of(cls, store: BlobStore) -> Listing:
+        epochs = [parse_writer(info.name) for info in store.list(WRITERS)]
+        epoch = max((epoch for epoch in epochs if epoch is not None), default=0)
+        manifests = {}
+        void = set()
+        for info in store.list(VERSIONS):
+            parsed = parse_version(info.name)
+            if parsed is None:
+                continue
+            version, is_void = parsed
+            if is_void:
+                void.add(version)
+            else:
+                manifests[version] = info
+        return cls(epoch=epoch, manifests=manifests, void=frozenset(void))
+
+    def seal_of(self, epoch: int) -> VersionId | None:
+        """The seal of an epoch that a later one follows: always its highest number."""
+        numbers = [version for version in self.manifests if version.epoch == epoch]
+        return max(numbers, default=None)
+
+    def history(self, lineage: Lineage) -> list[VersionId]:
+        """The versions that count, in order; the last may still turn out to be a seal."""
+        start = lineage.newest.number if lineage.newest else 0
+        return sorted(
+            version
+            for version in self.manifests
+            if version not in self.void
+            and (version in lineage or (version.epoch == self.epoch and version.number > start))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """One view of a repository: the versions that count, oldest first, and what is behind them.
+
+    `condemned` are versions that gc has marked and not removed yet; they count no more.
+    """
+
+    listing: Listing
+    lineage: Lineage
+    versions: tuple[VersionId, ...]
+    condemned: tuple[VersionId, ...]
+
+    @property
+    def newest(self) -> VersionId | None:
+        return self.versions[-1] if self.versions else None
+
+
+def writer_document(
+    *, repository: str, epoch: int, nonce: str, lineage: Lineage, details: Json
+) -> bytes:
+    return documents.encode(
+        "writer",
+        {
+            "repository": repository,
+            "epoch": epoch,
+            "nonce": nonce,
+            "starts_from": str(lineage.newest) if lineage.newest else None,
+            "lineage": lineage.to_json(),
+            **details,
+        },
+    )
+
+
+def seal_document(*, repository: str, version: VersionId, nonce: str, lineage: Lineage) -> bytes:
+    """What takes the place of a sealed epoch's next manifest; holds the next epoch's lineage."""
+    return documents.encode(
+        "seal",
+        {
+            "repository": repository,
+            "version": str(version),
+            "nonce": nonce,
+            "lineage": lineage.to_json(),
+        },
+    )
+
+
+def read_seal(name: str, data: bytes) -> Lineage | None:
+    """The lineage in a seal, or None if the object is something else, whole or not."""
+    try:
+        return Lineage.from_json(documents.decode(name, data, "seal")["lineage"])
+    except DamageError:
+        return None
+
+
+def read_lineage(store: BlobStore, repository: str, listing: Listing, origin: Lineage) -> Lineage:
+    """The lineage that the newest epoch started with; `origin` before the first epoch.
+
+    The claim is one small object that everything hangs on, so its copy in the predecessor's seal
+    is used when it is damaged.
+    """
+    if listing.epoch == 0:
+        return origin
+    name = writer_name(listing.epoch)
+    try:
+        body = documents.decode(name, store.get(name), "writer")
+        expect(name, "epoch", body["epoch"], listing.epoch)
+        expect(name, "repository", body["repository"], repository)
+        return Lineage.from_json(body["lineage"])
+    except DamageError:
+        seal = listing.seal_of(listing.epoch - 1)
+        lineage = seal and read_seal(seal.manifest_name, store.get(seal.manifest_name))
+        if lineage:
+            return lineage
+        if listing.epoch == origin.next_epoch:
+            return origin
+        raise
+
+
+def create_or_read(store: BlobStore, name: str, content: bytes) -> bytes:
+    """Creates an object, or returns what holds its name already.
+
+    The outcome is always read from the store: an answer that was lost is asked for again, and "it
+    exists" is resolved by looking at what exists. Raises `StorageError` when the store does not
+    answer; the object may then exist or come to exist.
+    """
+    failure: StorageError | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            return content if store.put_if_absent(name, content) else store.get(name)
+        except StorageError as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def is_torn(found: bytes, content: bytes) -> bool:
+    """Whether `found` is the beginning of `content`: a write of ours that did not finish."""
+    return len(found) < len(content) and content.startswith(found)

@@ -1,0 +1,190 @@
+"""What a version consists of.
+
+A manifest lists the files that its version wrote itself, and names the earlier versions whose
+files it builds on (`needs`). It does not repeat their lists: in a long chain of increments that
+would make each manifest as long as the chain. What a version needs in all is the transitive
+closure, and a version that is kept keeps its closure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from emberkeep.errors import ConfigError, DamageError
+from emberkeep.repository import documents
+from emberkeep.repository.documents import Json
+from emberkeep.repository.names import VersionId, expect, parse_data
+
+_NONCE = re.compile(r"[0-9a-f]{16}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRef:
+    """A data file as a manifest names it.
+
+    `kind` and `metadata` (shard, table, row count, ...) are the writer's own and mean nothing
+    here. `blocks` holds one digest per `block_nbytes` bytes, unless one block holds the file.
+    """
+
+    name: str
+    size: int
+    digest: str
+    kind: str
+    metadata: Json = field(default_factory=dict)
+    block_nbytes: int
+    blocks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", documents.plain("metadata", self.metadata))
+        expected = -(-self.size // self.block_nbytes) if self.size > self.block_nbytes else 0
+        if len(self.blocks) != expected:
+            raise ConfigError(
+                f"{self.name}: {len(self.blocks)} block digests for {self.size} bytes in blocks "
+                f"of {self.block_nbytes}; there must be {expected}"
+            )
+
+    def to_json(self) -> Json:
+        return {
+            "name": self.name,
+            "size": self.size,
+            "digest": self.digest,
+            "kind": self.kind,
+            "metadata": self.metadata,
+            "block_nbytes": self.block_nbytes,
+            "blocks": list(self.blocks),
+        }
+
+    @classmethod
+    def from_json(cls, value: Json) -> FileRef:
+        return cls(**{**value, "blocks": tuple(value["blocks"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One version, complete and immutable; to put it under its name is the commit.
+
+    - `parent` is the newest version when this one began, `baseline` the version that the layout
+      counts from (itself, when None); both are information.
+    - `needs` decides: the versions whose files a restore reads beside this one's, directly.
+    - `layout`, `reader`, `user` and `counters` are JSON objects that the layers above understand:
+      layout and codecs, the reader's position, the user's own state, counters such as PLS.
+    """
+
+    repository: str
+    version: VersionId
+    nonce: str
+    step: int
+    created: datetime
+    parent: VersionId | None = None
+    baseline: VersionId | None = None
+    needs: tuple[VersionId, ...] = ()
+    layout: Json = field(default_factory=dict)
+    reader: Json = field(default_factory=dict)
+    user: Json = field(default_factory=dict)
+    counters: Json = field(default_factory=dict)
+    files: tuple[FileRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NONCE.match(self.nonce):
+            raise ConfigError(f"a nonce is 16 hexadecimal digits, not {self.nonce!r}")
+        if self.created.tzinfo is not timezone.utc:
+            raise ConfigError(f"created must be a UTC time, not {self.created!r}")
+        earlier = {reference.number for reference in (self.parent, self.baseline) if reference}
+        for number in earlier | {needed.number for needed in self.needs}:
+            if number >= self.version.number:
+                raise ConfigError(
+                    f"version {self.version} cannot build on {number}: only on earlier versions"
+                )
+        for what in ("layout", "reader", "user", "counters"):
+            object.__setattr__(self, what, documents.plain(what, getattr(self, what)))
+        # gc tells files apart by name alone: a file belongs to the version in its name.
+        for file in self.files:
+            if parse_data(file.name) != (self.version, self.nonce):
+                raise ConfigError(f"{file.name} does not belong to version {self.version}")
+
+    @property
+    def name(self) -> str:
+        return self.version.manifest_name
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the files that this version wrote."""
+        return sum(file.size for file in self.files)
+
+    def of_kind(self, kind: str) -> tuple[FileRef, ...]:
+        return tuple(file for file in self.files if file.kind == kind)
+
+    def encode(self) -> bytes:
+        return documents.encode(
+            "manifest",
+            {
+                "repository": self.repository,
+                "version": str(self.version),
+                "nonce": self.nonce,
+                "step": self.step,
+                "created": self.created.isoformat(),
+                "parent": _optional(self.parent),
+                "baseline": _optional(self.baseline),
+                "needs": [str(needed) for needed in self.needs],
+                "layout": self.layout,
+                "reader": self.reader,
+                "user": self.user,
+                "counters": self.counters,
+                "files": [file.to_json() for file in self.files],
+            },
+        )
+
+    @classmethod
+    def decode(cls, version: VersionId, repository: str, data: bytes) -> Manifest:
+        """The manifest of that version of that repository; anything else is `DamageError`."""
+        name = version.manifest_name
+        body = documents.decode(name, data, "manifest")
+        expect(name, "version", body["version"], str(version))
+        expect(name, "repository", body["repository"], repository)
+        try:
+            return cls(
+                repository=repository,
+                version=version,
+                nonce=body["nonce"],
+                step=body["step"],
+                created=utc(body["created"]),
+                parent=_version(body["parent"]),
+                baseline=_version(body["baseline"]),
+                needs=tuple(VersionId.parse(needed) for needed in body["needs"]),
+                layout=body["layout"],
+                reader=body["reader"],
+                user=body["user"],
+                counters=body["counters"],
+                files=tuple(FileRef.from_json(file) for file in body["files"]),
+            )
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            raise DamageError(f"{name} is not a valid manifest: {error}", name=name) from error
+
+
+def needed_by(
+    roots: Iterable[VersionId], needs: Callable[[VersionId], Iterable[VersionId]]
+) -> frozenset[VersionId]:
+    """The roots and everything that they need, transitively; `needs` maps a version to its own."""
+    found: set[VersionId] = set()
+    waiting = list(roots)
+    while waiting:
+        version = waiting.pop()
+        if version not in found:
+            found.add(version)
+            waiting.extend(needs(version))
+    return frozenset(found)
+
+
+def utc(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(timezone.utc)
+
+
+def _optional(version: VersionId | None) -> str | None:
+    return None if version is None else str(version)
+
+
+def _version(text: str | None) -> VersionId | None:
+    return None if text is None else VersionId.parse(text)

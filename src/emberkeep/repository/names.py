@@ -1,0 +1,104 @@
+"""Where the objects of a repository live, and what their names say.
+
+Numbers are padded so that a plain listing is in order. A data file's name carries the epoch and
+number of the version that it was written for and a nonce, and is never used twice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from emberkeep.errors import ConfigError, DamageError
+
+REPOSITORY = "repository.json"
+WRITERS = "writers"
+VERSIONS = "versions"
+DATA = "data"
+PINS = "pins"
+TAGS = "tags"
+CONDEMNED = "condemned"
+RESTORES = "restores"
+PROBES = "probes"
+
+_VERSION = re.compile(VERSIONS + r"/(\d{10})-(\d{6})\.(json|void)\Z")
+_WRITER = re.compile(WRITERS + r"/(\d{6})\.json\Z")
+_DATA = re.compile(DATA + r"/(\d{6})-(\d{10})-([0-9a-f]{16})-\d+\.[a-z0-9]+\Z")
+_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VersionId:
+    """A version's number, which orders the history, and the epoch of the writer that made it."""
+
+    number: int
+    epoch: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.number < 10**10 or not 0 < self.epoch < 10**6:
+            raise ConfigError(f"there can be no version {self.number} of epoch {self.epoch}")
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.epoch}"
+
+    @classmethod
+    def parse(cls, text: str) -> VersionId:
+        number, _, epoch = text.partition("-")
+        try:
+            return cls(int(number), int(epoch))
+        except ValueError:
+            raise ConfigError(f"{text!r} is not a version: write <number>-<epoch>") from None
+
+    @property
+    def manifest_name(self) -> str:
+        return f"{VERSIONS}/{self.number:010d}-{self.epoch:06d}.json"
+
+    @property
+    def void_name(self) -> str:
+        return f"{VERSIONS}/{self.number:010d}-{self.epoch:06d}.void"
+
+
+def parse_version(name: str) -> tuple[VersionId, bool] | None:
+    """The version that an object under `versions/` is about, and whether it voids it."""
+    match = _VERSION.match(name)
+    return match and (VersionId(int(match[1]), int(match[2])), match[3] == "void")
+
+
+def writer_name(epoch: int) -> str:
+    return f"{WRITERS}/{epoch:06d}.json"
+
+
+def parse_writer(name: str) -> int | None:
+    match = _WRITER.match(name)
+    return match and int(match[1])
+
+
+def data_name(version: VersionId, nonce: str, index: int, suffix: str) -> str:
+    name = f"{DATA}/{version.epoch:06d}-{version.number:010d}-{nonce}-{index}.{suffix}"
+    if not _DATA.match(name):
+        raise ConfigError(f"a data file cannot have the suffix {suffix!r}: use letters and digits")
+    return name
+
+
+def parse_data(name: str) -> tuple[VersionId, str] | None:
+    """The version and nonce in a data file's name."""
+    match = _DATA.match(name)
+    return match and (VersionId(int(match[2]), int(match[1])), match[3])
+
+
+def tag_name(tag: str) -> str:
+    if not _TAG.match(tag):
+        raise ConfigError(
+            f"{tag!r} cannot name a version: use up to 100 letters, digits, '_', '-' and inner dots"
+        )
+    return f"{TAGS}/{tag}.json"
+
+
+def expect(name: str, field: str, found: object, expected: object) -> None:
+    """A whole document under another one's name is damage too."""
+    if found != expected:
+        raise DamageError(
+            f"{name} is damaged: it says {field} {found} where {expected} belongs; it was swapped "
+            "with another object",
+            name=name,
+        )

@@ -1,0 +1,85 @@
+"""Pins: a reader's word that it still needs a version.
+
+gc spares a pinned version and all that it needs until the pin is released or expires. Expiry
+exists because readers die; a reader that takes longer than the lifetime renews.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import datetime, timedelta
+from types import TracebackType
+
+from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.repository import documents, names
+from emberkeep.repository.manifest import Manifest, utc
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.repository import Repository
+
+
+class Pin:
+    """Holds one version against gc; as a context manager, until the block ends."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        version: VersionId | int | None = None,
+        *,
+        lifetime: timedelta = timedelta(hours=1),
+    ) -> None:
+        """Pins a version, the newest by default; `NoVersionError` if it cannot be held."""
+        if lifetime <= timedelta(0):
+            raise ConfigError(f"a pin's lifetime must be positive, not {lifetime}")
+        if version is None:
+            version = repository.latest()
+            if version is None:
+                raise NoVersionError(f"{repository.store.url} has no version yet")
+        elif isinstance(version, int):
+            version = repository.version(version)
+        self.version = version
+        self._repository = repository
+        self._lifetime = lifetime
+        self._expires: datetime | None = None
+        self._name = f"{names.PINS}/{secrets.token_hex(8)}.json"
+        self.renew()
+        try:
+            self.manifest: Manifest = repository.ensure_kept(version)
+        except BaseException:
+            self.release()
+            raise
+
+    def renew(self) -> None:
+        """Starts the lifetime anew; too late once the pin has expired, for gc may have acted."""
+        now = self._repository.clock()
+        if self._expires is not None and now >= self._expires:
+            raise NoVersionError(
+                f"the pin of version {self.version} expired at {self._expires}: pin it again, with "
+                "a longer lifetime or renewed more often"
+            )
+        body = {"version": str(self.version), "expires": (now + self._lifetime).isoformat()}
+        self._repository.store.put(self._name, documents.encode("pin", body))
+        self._expires = now + self._lifetime
+
+    def release(self) -> None:
+        self._repository.store.delete([self._name])
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def read_pins(repository: Repository) -> dict[str, tuple[VersionId, datetime]]:
+    """Every pin by name, expired ones included: its version, and when it expires."""
+    pins = {}
+    for info in repository.store.list(names.PINS):
+        body = repository.document(info.name, "pin")
+        if body is not None:
+            pins[info.name] = (VersionId.parse(body["version"]), utc(body["expires"]))
+    return pins

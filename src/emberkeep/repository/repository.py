@@ -1,0 +1,380 @@
+"""A repository as its readers see it: a history of versions, and their files, checked.
+
+Everything here is safe beside a running writer and needs no coordination with it, except that a
+reader who takes long should hold a pin. Writing is `Writer`'s alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from emberkeep.blobs import BlobStore
+from emberkeep.blobs.wrapper import ExclusiveStore
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    MissingObjectError,
+    NoRepositoryError,
+    NoVersionError,
+    UnsupportedStoreError,
+)
+from emberkeep.repository import documents, names
+from emberkeep.repository.digests import digest
+from emberkeep.repository.documents import Json
+from emberkeep.repository.history import (
+    History,
+    Lineage,
+    Listing,
+    create_or_read,
+    is_torn,
+    read_lineage,
+    read_seal,
+)
+from emberkeep.repository.manifest import FileRef, Manifest, needed_by
+from emberkeep.repository.names import VersionId
+
+Clock = Callable[[], datetime]
+
+
+def utc_now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+class Repository:
+    """The versions of one run below one root. Use `create` or `open`.
+
+    No method returns a byte that differs from what was committed: what does not match its digest
+    is `DamageError`, naming the object.
+    """
+
+    def __init__(self, store: BlobStore, description: Json, *, clock: Clock = utc_now) -> None:
+        self.store: BlobStore = ExclusiveStore(store) if description["exclusive"] else store
+        self.id: str = description["id"]
+        self.schema: Json = description["schema"]
+        self.forked_from: Json | None = description["forked_from"]
+        self.exclusive: bool = description["exclusive"]
+        self.origin = Lineage.from_json(description["lineage"])
+        self.clock = clock
+        # Names known to hold manifests, not seals: they are immutable, so asked for once.
+        self._manifests_seen: set[VersionId] = set()
+
+    @classmethod
+    def create(
+        cls,
+        store: BlobStore,
+        *,
+        schema: Json,
+        exclusive: bool = False,
+        clock: Clock = utc_now,
+    ) -> Repository:
+        """Starts an empty repository; refuses a root that holds one.
+
+        The store must be able to create an object only if its name is free; this is tried out.
+        `exclusive=True` admits stores that cannot, on the user's word that one process alone
+        will ever write: fencing does not work there.
+        """
+        if cls.exists(store):
+            raise ConfigError(f"{store.url} already holds a repository: open it, or choose another")
+        return cls.found(store, schema=schema, exclusive=exclusive, clock=clock)
+
+    @classmethod
+    def found(
+        cls,
+        store: BlobStore,
+        *,
+        schema: Json,
+        exclusive: bool,
+        clock: Clock,
+        lineage: Lineage | None = None,
+        forked_from: Json | None = None,
+        identity: str | None = None,
+    ) -> Repository:
+        """Puts `repository.json`, with which the root becomes a repository."""
+        capable = can_create_conditionally(store)
+        if not capable and not exclusive:
+            raise UnsupportedStoreError(
+                f"{store.url} overwrites where it should create only if absent, so two writers "
+                "could destroy each other's versions: use a store with conditional puts, or "
+                "exclusive=True if one process alone will ever write there"
+            )
+        content = documents.encode(
+            "repository",
+            {
+                "release": "0.1.0",
+                "id": identity or secrets.token_hex(16),
+                "created": clock().isoformat(),
+                "schema": documents.plain("schema", schema),
+                "exclusive": not capable,
+                "lineage": (lineage or Lineage()).to_json(),
+                "forked_from": forked_from,
+            },
+        )
+        # Of two creators at once one wins, and both go on with the winner's repository.
+        found = create_or_read(
+            store if capable else ExclusiveStore(store), names.REPOSITORY, content
+        )
+        if is_torn(found, content):
+            store.put(names.REPOSITORY, content)
+        return cls.open(store, clock=clock)
+
+    @classmethod
+    def open(cls, store: BlobStore, *, clock: Clock = utc_now) -> Repository:
+        """Opens what is there; a newer format is refused, naming the release that reads it."""
+        try:
+            content = store.get(names.REPOSITORY)
+        except MissingObjectError:
+            raise NoRepositoryError(
+                f"{store.url} holds no repository: check the path, or create one"
+            ) from None
+        return cls(store, documents.decode(names.REPOSITORY, content, "repository"), clock=clock)
+
+    @staticmethod
+    def exists(store: BlobStore) -> bool:
+        try:
+            store.size(names.REPOSITORY)
+        except MissingObjectError:
+            return False
+        return True
+
+    # -- the history --------------------------------------------------------------------------
+
+    def versions(self) -> tuple[VersionId, ...]:
+        """The history, oldest first. Costs a few listings; reads at most two small objects."""
+        return self.history().versions
+
+    def latest(self) -> VersionId | None:
+        """The newest version, or None in an empty repository."""
+        return self.history().newest
+
+    def history(self) -> History:
+        """The versions with the listing and the lineage that they were decided from."""
+        condemned = frozenset().union(*self.condemned().values())
+        listing = Listing.of(self.store)
+        lineage = read_lineage(self.store, self.id, listing, self.origin)
+        standing = listing.history(lineage)
+        # A successor that has sealed the newest epoch but not claimed its own yet, or died in
+        # between, leaves a seal where the newest version would be.
+        if standing and standing[-1].epoch == listing.epoch and self._is_seal(standing[-1]):
+            standing.pop()
+        return History(
+            listing=listing,
+            lineage=lineage,
+            versions=tuple(version for version in standing if version not in condemned),
+            condemned=tuple(version for version in standing if version in condemned),
+        )
+
+    def version(self, number: int) -> VersionId:
+        """The version with that number in the history."""
+        versions = self.versions()
+        for version in versions:
+            if version.number == number:
+                return version
+        have = (
+            f"it has {versions[0].number} to {versions[-1].number}" if versions else "it is empty"
+        )
+        raise NoVersionError(
+            f"{self.store.url} has no version {number}: {have}; retention may have removed it"
+        )
+
+    def manifest(self, version: VersionId | int) -> Manifest:
+        """The manifest of one version, checked."""
+        if isinstance(version, int):
+            version = self.version(version)
+        try:
+            content = self.store.get(version.manifest_name)
+        except MissingObjectError:
+            raise NoVersionError(
+                f"{self.store.url} has no version {version} any more: retention removed it; "
+                "pin a version to read it at leisure"
+            ) from None
+        manifest = Manifest.decode(version, self.id, content)
+        self._manifests_seen.add(version)
+        return manifest
+
+    def chain(self, version: VersionId | int) -> list[Manifest]:
+        """The manifests of a version and of all that it needs, oldest first."""
+        top = self.manifest(version)
+        found = {top.version: top}
+
+        def needs(needed: VersionId) -> tuple[VersionId, ...]:
+            if needed not in found:
+                found[needed] = self.manifest(needed)
+            return found[needed].needs
+
+        return [found[needed] for needed in sorted(needed_by([top.version], needs))]
+
+    def _is_seal(self, version: VersionId) -> bool:
+        if version in self._manifests_seen:
+            return False
+        try:
+            content = self.store.get(version.manifest_name)
+        except MissingObjectError:
+            return False
+        if read_seal(version.manifest_name, content) is not None:
+            return True
+        self._manifests_seen.add(version)
+        return False
+
+    def discard(self, version: VersionId) -> None:
+        """Leaves a version whose manifest is damaged out of the history, for good.
+
+        Only on a user's explicit word: a manifest that reads well is never discarded.
+        """
+        name = version.manifest_name
+        try:
+            Manifest.decode(version, self.id, self.store.get(name))
+        except DamageError:
+            void(self, version)
+            return
+        raise ConfigError(f"{name} is not damaged: it stays, unless retention removes it")
+
+    # -- files --------------------------------------------------------------------------------
+
+    def read(self, file: FileRef) -> bytes:
+        """The whole file, checked."""
+        # One byte more than there should be: a file that grew is as damaged as one that shrank.
+        content = self._get(file, 0, file.size + 1)
+        self._check(file, content, file.size, file.digest)
+        return content
+
+    def read_range(self, file: FileRef, start: int, length: int) -> bytes:
+        """Part of a file, checked: reads the blocks that it touches."""
+        if start < 0 or length < 0 or start + length > file.size:
+            raise ConfigError(f"{file.name} has {file.size} bytes: no range {start}+{length} in it")
+        if not length:
+            return b""
+        first = start // file.block_nbytes
+        last = (start + length - 1) // file.block_nbytes
+        blocks = b"".join(self._block(file, index) for index in range(first, last + 1))
+        offset = start - first * file.block_nbytes
+        return blocks[offset : offset + length]
+
+    def stream(self, file: FileRef) -> Iterator[bytes]:
+        """The file block by block, each checked before it is handed out."""
+        if not file.blocks:
+            yield self.read(file)
+            return
+        for index in range(len(file.blocks)):
+            yield self._block(file, index)
+
+    def _block(self, file: FileRef, index: int) -> bytes:
+        if not file.blocks:
+            return self.read(file)
+        start = index * file.block_nbytes
+        length = min(file.block_nbytes, file.size - start)
+        extra = 1 if index == len(file.blocks) - 1 else 0
+        content = self._get(file, start, length + extra)
+        self._check(file, content, length, file.blocks[index])
+        return content
+
+    def _get(self, file: FileRef, start: int, length: int) -> bytes:
+        try:
+            return self.store.get_range(file.name, start, length)
+        except MissingObjectError:
+            raise _missing(file) from None
+
+    def _check(self, file: FileRef, content: bytes, size: int, expected: str) -> None:
+        if len(content) != size or digest(content) != expected:
+            raise DamageError(
+                f"{file.name} is damaged: its content does not match the digest in the manifest; "
+                "restore another version, or copy the file back from a backup",
+                name=file.name,
+            )
+
+    # -- what readers leave behind --------------------------------------------------------------
+
+    def tags(self) -> dict[str, VersionId]:
+        """The named versions."""
+        found = {}
+        for info in self.store.list(names.TAGS):
+            body = self.document(info.name, "tag")
+            if body is not None:
+                names.expect(info.name, "name", names.tag_name(body["name"]), info.name)
+                found[body["name"]] = VersionId.parse(body["version"])
+        return found
+
+    def tag(self, name: str, version: VersionId | int) -> None:
+        """Names a version, so that `KeepNamed` keeps it. A name is given once until `untag`."""
+        if isinstance(version, int):
+            version = self.version(version)
+        path = names.tag_name(name)
+        content = documents.encode("tag", {"name": name, "version": str(version)})
+        if not self.store.put_if_absent(path, content) and self.store.get(path) != content:
+            held = self.tags().get(name)
+            raise ConfigError(f"{name} already names version {held}: untag it first")
+        try:
+            self.ensure_kept(version)
+        except NoVersionError:
+            self.store.delete([path])
+            raise
+
+    def untag(self, name: str) -> None:
+        self.store.delete([names.tag_name(name)])
+
+    def record_restore(self, version: VersionId) -> None:
+        """Counts a restore, for the choice of the bit-width."""
+        body = {"version": str(version), "at": self.clock().isoformat()}
+        name = f"{names.RESTORES}/{secrets.token_hex(8)}.json"
+        self.store.put(name, documents.encode("restore", body))
+
+    def restores(self) -> int:
+        """How often versions of this repository were restored."""
+        return sum(1 for _ in self.store.list(names.RESTORES))
+
+    def ensure_kept(self, version: VersionId) -> Manifest:
+        """Called after a pin or tag was put: raises `NoVersionError` if gc may not have seen it.
+
+        gc marks what it condemns, then looks for pins and tags, then deletes. So a pin that was
+        put before this looked for marks and found none is a pin that gc sees.
+        """
+        if any(version in mark for mark in self.condemned().values()):
+            raise NoVersionError(f"version {version} is being removed: use a newer one")
+        return self.manifest(version)
+
+    def condemned(self) -> dict[str, frozenset[VersionId]]:
+        """The versions that a gc under way, or one that died, is removing, by mark."""
+        marks = {}
+        for info in self.store.list(names.CONDEMNED):
+            body = self.document(info.name, "condemned")
+            if body is not None:
+                marks[info.name] = frozenset(VersionId.parse(text) for text in body["versions"])
+        return marks
+
+    def document(self, name: str, kind: str) -> Json | None:
+        """A listed document, or None if it was deleted since it was listed."""
+        try:
+            content = self.store.get(name)
+        except MissingObjectError:
+            return None
+        body: dict[str, Any] = documents.decode(name, content, kind)
+        return body
+
+
+def void(repository: Repository, version: VersionId) -> None:
+    """Marks a version's name as spent on something that is not a version."""
+    content = documents.encode("void", {"version": str(version)})
+    repository.store.put(version.void_name, content)
+
+
+def can_create_conditionally(store: BlobStore) -> bool:
+    """Tries out whether a second creation of the same name is refused and changes nothing."""
+    name = f"{names.PROBES}/{secrets.token_hex(8)}"
+    try:
+        store.put_if_absent(name, b"first")
+        refused = not store.put_if_absent(name, b"second")
+        return refused and store.get(name) == b"first"
+    except UnsupportedStoreError:
+        return False
+    finally:
+        store.delete([name])
+
+
+def _missing(file: FileRef) -> DamageError:
+    return DamageError(
+        f"{file.name} is missing: it was deleted, or removed by gc while its version was not "
+        "pinned; restore another version",
+        name=file.name,
+    )

@@ -1,0 +1,186 @@
+"""Proof that what is stored is what was committed, or the names of what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
+from emberkeep.repository import documents, names
+from emberkeep.repository.digests import Digester
+from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.repository import Repository
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One object that is not what it should be, and the versions that cannot be trusted for it."""
+
+    name: str
+    problem: str
+    versions: tuple[VersionId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of a verification."""
+
+    versions: tuple[VersionId, ...]
+    files: int
+    nbytes: int
+    damages: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.damages
+
+    @property
+    def undamaged(self) -> tuple[VersionId, ...]:
+        """The checked versions that no damage touches."""
+        touched = {version for damage in self.damages for version in damage.versions}
+        return tuple(version for version in self.versions if version not in touched)
+
+
+def verify(
+    repository: Repository, versions: Iterable[VersionId] | None = None, *, deep: bool = True
+) -> Report:
+    """Checks versions, all by default, with everything that they need.
+
+    Deep reads every byte; otherwise files are checked for presence and size, from one listing.
+    """
+    chosen = repository.versions() if versions is None else tuple(versions)
+    check = _Check(repository, deep=deep)
+    check.repository_documents()
+    for version in chosen:
+        check.version(version)
+    return check.report(chosen)
+
+
+def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
+    """The newest version that passes a deep check, and what was wrong with the newer ones.
+
+    For a user who asked to fall back: the report names what is lost.
+    """
+    check = _Check(repository, deep=True)
+    looked_at: list[VersionId] = []
+    for version in reversed(repository.versions()):
+        looked_at.append(version)
+        if check.version(version):
+            return version, check.report(tuple(reversed(looked_at)))
+    return None, check.report(tuple(reversed(looked_at)))
+
+
+class _Check:
+    """Looks at each object once, however many versions need it."""
+
+    def __init__(self, repository: Repository, *, deep: bool) -> None:
+        self._repository = repository
+        self._deep = deep
+        self._sizes = {info.name: info.size for info in repository.store.list(names.DATA)}
+        self._manifests: dict[VersionId, Manifest | None] = {}
+        self._files: dict[str, FileRef] = {}
+        self._problems: dict[str, str] = {}
+        self._touched: dict[str, list[VersionId]] = {}
+        # What damaged files hold instead, to recognise files that were swapped.
+        self._actual: dict[str, tuple[int, str]] = {}
+
+    def repository_documents(self) -> None:
+        """The newest claim and the tags; whatever else there is was read to get this far."""
+        epoch = self._repository.history().listing.epoch
+        if epoch:
+            name = names.writer_name(epoch)
+            try:
+                documents.decode(name, self._repository.store.get(name), "writer")
+            except DamageError as error:
+                self._blame(name, str(error), ())
+        for info in self._repository.store.list(names.TAGS):
+            try:
+                self._repository.document(info.name, "tag")
+            except DamageError as error:
+                self._blame(info.name, str(error), ())
+
+    def version(self, version: VersionId) -> bool:
+        """Checks a version and all that it needs; whether it is whole."""
+        whole = True
+        waiting, seen = [version], {version}
+        while waiting:
+            manifest = self._manifest(waiting.pop(), version)
+            if manifest is None:
+                whole = False
+                continue
+            fresh = [file for file in manifest.files if file.name not in self._files]
+            self._files.update((file.name, file) for file in fresh)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for file, problem in zip(fresh, pool.map(self._problem, fresh), strict=True):
+                    if problem:
+                        self._problems[file.name] = problem
+            for file in manifest.files:
+                if file.name in self._problems:
+                    self._blame(file.name, self._problems[file.name], (version,))
+                    whole = False
+            new = set(manifest.needs) - seen
+            seen |= new
+            waiting.extend(new)
+        return whole
+
+    def report(self, versions: tuple[VersionId, ...]) -> Report:
+        by_digest = {(file.size, file.digest): file.name for file in self._files.values()}
+        damages = []
+        for name, problem in self._problems.items():
+            found = by_digest.get(self._actual.get(name, (0, "")))
+            if found is not None and found != name:
+                problem = f"swapped: holds the content of {found}"
+            touched = tuple(sorted(set(self._touched[name])))
+            damages.append(Damage(name=name, problem=problem, versions=touched))
+        return Report(
+            versions=versions,
+            files=len(self._files),
+            nbytes=sum(file.size for file in self._files.values()),
+            damages=tuple(damages),
+        )
+
+    def _manifest(self, version: VersionId, on_behalf_of: VersionId) -> Manifest | None:
+        if version not in self._manifests:
+            try:
+                self._manifests[version] = self._repository.manifest(version)
+            except (DamageError, NoVersionError) as error:
+                self._manifests[version] = None
+                self._problems[version.manifest_name] = (
+                    "missing" if isinstance(error, NoVersionError) else str(error)
+                )
+        if self._manifests[version] is None:
+            name = version.manifest_name
+            self._blame(name, self._problems[name], (on_behalf_of,))
+        return self._manifests[version]
+
+    def _problem(self, file: FileRef) -> str | None:
+        size = self._sizes.get(file.name)
+        if size is None:
+            return "missing"
+        if size == file.size and not self._deep:
+            return None
+        digester = Digester(file.block_nbytes)
+        try:
+            for start in range(0, max(size, 1), file.block_nbytes):
+                block = self._repository.store.get_range(file.name, start, file.block_nbytes)
+                digester.update(memoryview(block))
+        except MissingObjectError:
+            return "missing"
+        if (digester.size, digester.whole, digester.blocks) == (
+            file.size,
+            file.digest,
+            file.blocks,
+        ):
+            return None
+        self._actual[file.name] = (digester.size, digester.whole)
+        if digester.size != file.size:
+            return f"{digester.size} bytes instead of {file.size}"
+        return "damaged: its content does not match its digest"
+
+    def _blame(self, name: str, problem: str, versions: tuple[VersionId, ...]) -> None:
+        self._problems[name] = problem
+        self._touched.setdefault(name, []).extend(versions)

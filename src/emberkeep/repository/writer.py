@@ -1,0 +1,358 @@
+"""The one process that may add versions, and how it commits.
+
+Data first, manifest last: a version exists from the moment its manifest does, and that moment is
+one conditional put. Whatever happens around it, the outcome is read from the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+
+from emberkeep.blobs import Buffer
+from emberkeep.errors import (
+    DamageError,
+    FencedError,
+    MissingObjectError,
+    StateError,
+    StorageError,
+)
+from emberkeep.repository import names
+from emberkeep.repository.digests import BLOCK_NBYTES, Digester
+from emberkeep.repository.documents import Json
+from emberkeep.repository.history import (
+    History,
+    create_or_read,
+    is_torn,
+    read_seal,
+    seal_document,
+    writer_document,
+)
+from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.repository import Repository, void
+
+
+class Writer:
+    """The current epoch of a repository. Open it with `Writer.open`.
+
+    Opening fences every earlier writer: none of them can commit afterwards. There is nothing to
+    close; a writer ends when a later one is opened.
+    """
+
+    def __init__(
+        self, repository: Repository, *, epoch: int, newest: VersionId | None, next_number: int
+    ) -> None:
+        self.repository = repository
+        self.epoch = epoch
+        self._newest = newest
+        self._next_number = next_number
+        self._draft: Draft | None = None
+        self._pending: Manifest | None = None
+        self._condemned: frozenset[VersionId] = frozenset()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(cls, repository: Repository) -> Writer:
+        """Seals the epoch before, claims the next one, and starts from the newest version.
+
+        Of several that open at once one succeeds; the others get `FencedError`.
+        """
+        history = repository.history()
+        nonce = secrets.token_hex(8)
+        newest = _seal(repository, history, nonce) if history.listing.epoch else history.newest
+        lineage = history.lineage.extended(newest)
+        epoch = max(history.listing.epoch + 1, repository.origin.next_epoch)
+        content = writer_document(
+            repository=repository.id,
+            epoch=epoch,
+            nonce=nonce,
+            lineage=lineage,
+            details={
+                "started": repository.clock().isoformat(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            },
+        )
+        name = names.writer_name(epoch)
+        found = create_or_read(repository.store, name, content)
+        if is_torn(found, content):
+            raise StorageError(f"{name} was written in part only: open the writer again")
+        if found != content:
+            raise FencedError(
+                f"another process opened {repository.store.url} for writing at the same moment: "
+                "let that one run, or open again to take over from it"
+            )
+        start = lineage.newest.number if lineage.newest else 0
+        return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
+
+    @property
+    def newest(self) -> VersionId | None:
+        """The newest version: this writer's own, or the one that it started from."""
+        return self._newest
+
+    def begin(self, *, needs: Iterable[VersionId] = (), block_nbytes: int = BLOCK_NBYTES) -> Draft:
+        """Starts the next version, which will build on the versions that it `needs`.
+
+        They are protected from this writer's gc from now on. Settles a commit whose outcome is
+        still unknown first; that can move `newest`, so look at it afterwards, and only then
+        decide what goes into the version.
+        """
+        with self._lock:
+            self.settle()
+            if self._draft is not None:
+                raise StateError(
+                    f"version {self._draft.version} is still being written: commit or abandon it"
+                )
+            needed = tuple(sorted(set(needs)))
+            removed = self._condemned.intersection(needed)
+            if removed:
+                raise StateError(f"version {min(removed)} is being removed: build on a newer one")
+            version = VersionId(self._next_number, self.epoch)
+            self._draft = Draft(self, version, needed, block_nbytes)
+            return self._draft
+
+    def settle(self) -> Manifest | None:
+        """Finds out what became of a commit whose answer was lost, and completes it.
+
+        Returns its manifest, or None if nothing was open. Until the store answers, each call
+        raises `StorageError`: a commit that has begun is never taken back, since the store may
+        still perform it.
+        """
+        with self._lock:
+            manifest = self._pending
+            if manifest is None:
+                return None
+            content = manifest.encode()
+            try:
+                found = create_or_read(self.repository.store, manifest.name, content)
+            except StorageError as error:
+                raise StorageError(
+                    f"whether version {manifest.version} was committed is not known yet: {error}"
+                ) from error
+            if found == content:
+                self._pending = None
+                self._newest = manifest.version
+                self._next_number = manifest.version.number + 1
+                return manifest
+            if is_torn(found, content):
+                void(self.repository, manifest.version)
+                self._pending = None
+                # The name is spent: whoever takes over may be looking at it.
+                self._next_number = manifest.version.number + 1
+                raise StorageError(
+                    f"{manifest.name} was written in part only; the version is not committed: "
+                    "save again"
+                )
+            self._pending = None
+            if read_seal(manifest.name, found) is not None:
+                raise self._fenced()
+            raise DamageError(
+                f"{manifest.name} holds something that this writer did not write; version "
+                f"{manifest.version} is not committed",
+                name=manifest.name,
+            )
+
+    def check(self) -> None:
+        """Raises `FencedError` if a later writer has taken over."""
+        try:
+            self.repository.store.size(names.writer_name(self.epoch + 1))
+        except MissingObjectError:
+            return
+        raise self._fenced()
+
+    def protected(self) -> frozenset[VersionId]:
+        """What gc must not remove for this writer's sake: the newest, and what a draft needs."""
+        with self._lock:
+            kept = set() if self._newest is None else {self._newest}
+            if self._draft is not None:
+                kept.update(self._draft.needs)
+            if self._pending is not None:
+                kept.update(self._pending.needs)
+            return frozenset(kept)
+
+    def condemn(self, versions: frozenset[VersionId]) -> frozenset[VersionId]:
+        """Tells `begin` what gc is removing; returns what no draft needs."""
+        with self._lock:
+            self._condemned = versions - self.protected()
+            return self._condemned
+
+    def _commit(self, manifest: Manifest) -> Manifest:
+        with self._lock:
+            self._draft = None
+            self._pending = manifest
+            settled = self.settle()
+            assert settled is not None
+            return settled
+
+    def _release(self) -> None:
+        with self._lock:
+            self._draft = None
+
+    def _fenced(self) -> FencedError:
+        return FencedError(
+            f"a newer process has taken over {self.repository.store.url} from epoch {self.epoch}: "
+            "this one must stop; what it committed before is kept"
+        )
+
+
+class Draft:
+    """A version that is being written. Without `commit` it never existed.
+
+    As a context manager it abandons itself unless it was committed. `add` may be called from
+    several threads.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        version: VersionId,
+        needs: tuple[VersionId, ...],
+        block_nbytes: int,
+    ) -> None:
+        self.version = version
+        self.needs = needs
+        self.nonce = secrets.token_hex(8)
+        self.parent = writer.newest
+        self._writer = writer
+        self._block_nbytes = block_nbytes
+        self._names: list[str] = []
+        self._files: list[FileRef] = []
+        self._open = True
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        data: Buffer | Iterable[Buffer],
+        *,
+        kind: str,
+        suffix: str,
+        metadata: Json | None = None,
+    ) -> FileRef:
+        """Streams one data file to the store; digests are made on the way.
+
+        A call that raises leaves the version as it was: add the data again, under a new name.
+        """
+        with self._lock:
+            self._ensure_open()
+            name = names.data_name(self.version, self.nonce, len(self._names), suffix)
+            self._names.append(name)
+        digester = Digester(self._block_nbytes)
+        store = self._writer.repository.store
+        if isinstance(data, bytes | bytearray | memoryview):
+            digester.update(memoryview(data).cast("B"))
+            store.put(name, data)
+        else:
+            store.put(name, digester.passing(data))
+        file = FileRef(
+            name=name,
+            size=digester.size,
+            digest=digester.whole,
+            kind=kind,
+            metadata=metadata or {},
+            block_nbytes=self._block_nbytes,
+            blocks=digester.blocks,
+        )
+        with self._lock:
+            self._ensure_open()
+            self._files.append(file)
+        return file
+
+    def commit(
+        self,
+        *,
+        step: int,
+        baseline: VersionId | None = None,
+        layout: Json | None = None,
+        reader: Json | None = None,
+        user: Json | None = None,
+        counters: Json | None = None,
+    ) -> Manifest:
+        """Makes the version exist; returns its manifest.
+
+        - `FencedError`: a newer writer has taken over; the version does not exist.
+        - `StorageError`: the store failed. The version may come to exist: the writer's next
+          `begin` or `settle` finds out.
+        - `ConfigError`: the manifest cannot be stored; the draft stays open.
+        """
+        with self._lock:
+            self._ensure_open()
+            manifest = Manifest(
+                repository=self._writer.repository.id,
+                version=self.version,
+                nonce=self.nonce,
+                step=step,
+                created=self._writer.repository.clock(),
+                parent=self.parent,
+                baseline=baseline,
+                needs=self.needs,
+                layout=layout or {},
+                reader=reader or {},
+                user=user or {},
+                counters=counters or {},
+                # Threads finish in any order; the manifest should not depend on it.
+                files=tuple(sorted(self._files, key=lambda file: self._names.index(file.name))),
+            )
+            self._open = False
+        return self._writer._commit(manifest)
+
+    def abandon(self) -> None:
+        """Gives the version up and removes its files; what cannot be removed now is gc's."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        self._writer._release()
+        try:
+            self._writer.repository.store.delete(self._names)
+        except StorageError:
+            return
+
+    def _ensure_open(self) -> None:
+        if not self._open:
+            raise StateError(f"version {self.version} is committed or abandoned: begin another")
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+
+def _seal(repository: Repository, history: History, nonce: str) -> VersionId | None:
+    """Takes the name of the newest epoch's next manifest; returns the version before it.
+
+    That epoch may commit while this runs: then the name is taken by a version, and the one after
+    that is tried. Its writer uses no number before all lower ones are decided, so one seal stops
+    it for good.
+    """
+    newest = history.newest
+    known = (newest, history.lineage.newest)
+    number = max((version.number for version in known if version), default=0)
+    while True:
+        number += 1
+        target = VersionId(number, history.listing.epoch)
+        if target in history.listing.void:
+            continue
+        content = seal_document(
+            repository=repository.id,
+            version=target,
+            nonce=nonce,
+            lineage=history.lineage.extended(newest),
+        )
+        found = create_or_read(repository.store, target.manifest_name, content)
+        if found == content or read_seal(target.manifest_name, found) is not None:
+            return newest
+        if is_torn(found, content):
+            void(repository, target)
+        else:
+            newest = target
