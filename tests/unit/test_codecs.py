@@ -324,7 +324,7 @@ def test_a_spec_that_cannot_be_read_is_refused(spec: dict[str, Any], says: str) 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"bits": 1}, {"bits": 4, "bins": 0}, {"bits": 4, "ratio": 1.1}, {"bits": True}]
+    "fields", [{"bits": 1}, {"bits": 4, "bins": 0}, {"bits": 4, "ratio": 1.1}, {"bits": 8.0}]
 )
 def test_a_spec_that_cannot_work_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
