@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 # a module, or a package with everything in it. Entries on one line are siblings and know nothing
 # of each other.
 LAYERS: list[list[str]] = [
-    ["cli"],
+    ["cli", "testing"],
     ["report"],
     ["planning"],
     ["train"],

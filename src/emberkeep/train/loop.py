@@ -99,7 +99,7 @@ def fit(
         for batch in reader:
             dense, ids, labels = _tensors(batch)
             loss = criterion(network(dense, ids), labels)
-            losses.append(float(loss))
+            losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise GradientError(
                     f"the loss is {losses[-1]} at step {len(losses)}: training diverged; lower "

@@ -170,7 +170,8 @@ class Settings:
 
 
 DEMO = Settings(
-    data=DataSettings(source="synthetic", samples=600_000, rows_total=400_000),
+    data=DataSettings(source="synthetic", samples=1_200_000, rows_total=400_000),
+    model=ModelSettings(bottom=(128, 64), top=(128, 64)),
     run=RunSettings(compare=True),
 )
 """Everything in this process, about a minute on two cores."""
