@@ -165,26 +165,15 @@ class Lookup:
 
     def gradients(self, grads_GD: F32) -> tuple[F32, float]:
         """Each unique row's gradient, summed over its bags, and the square norm of them all."""
-        count = self.wanted.ids.size
-        ends_U = np.empty(count, np.int64)
-        bags_N = np.empty(self.ids_N.size, np.int32)
-        bag_scales_N = np.empty(self.scales_N.size, np.float32)
-        layout = self.layout
+        out_UD = np.empty((self.wanted.ids.size, grads_GD.shape[1]), np.float32)
+        squares_U = np.empty(self.wanted.ids.size, np.float64)
         self._over_tables(
-            lambda first, last: rows.group_lookups(
-                self.inverse_N, self.offsets_T, self.wanted.offsets, layout.features_T,
+            lambda first, last: rows.aggregate(
+                grads_GD, self.inverse_N, self.wanted.offsets, self.layout.features_T,
                 self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
-                self.counts_F, self.scales_N, first, last, ends_U, bags_N, bag_scales_N,
+                self.counts_F, self.scales_N, first, last, out_UD, squares_U,
             )
         )  # fmt: skip
-        out_UD = np.empty((count, grads_GD.shape[1]), np.float32)
-        squares_U = np.empty(count, np.float64)
-        self._over(
-            count,
-            lambda start, stop: rows.aggregate(
-                grads_GD, ends_U, bags_N, bag_scales_N, start, stop, out_UD, squares_U
-            ),
-        )
         return out_UD, float(squares_U.sum())
 
     def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:

@@ -543,11 +543,13 @@ class _Ends:
 
 
 def _ids(given: Tensor, name: str, what: str = "ids") -> I64:
-    """Ids from any device and of any integer type, as contiguous int64 in host memory."""
+    """Ids from any device and of any integer type, as int64 in host memory."""
+    if isinstance(given, Tensor) and given.dtype == torch.int64 and given.device.type == "cpu":
+        return given.detach().numpy()
     ids = torch.as_tensor(given)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ConfigError(f"feature {name!r}: {what} are integers, not {ids.dtype}")
-    return ids.detach().to("cpu", torch.int64).contiguous().numpy()
+    return ids.detach().to("cpu", torch.int64).numpy()
 
 
 def _square(rows_UD: F32) -> float:

@@ -79,7 +79,7 @@ class Slots:
         self.count -= gone.size
 
     def oldest(self, count: int) -> I64:
-        """The `count` slots that were trained least recently, oldest first."""
+        """Takes the `count` slots that were trained least recently out of the order."""
         assert self.ticks is not None
         found: list[I64] = []
         while count:
@@ -90,6 +90,7 @@ class Slots:
             cut = self._queue.size if still.size < count else int(still[count - 1]) + 1
             slots = self._queue[still[:count]]
             self._queue, self._queue_ticks = self._queue[cut:], self._queue_ticks[cut:]
+            self.ticks[slots] = 0  # out of the order at once: a refill must not find them again
             found.append(slots)
             count -= slots.size
         return np.concatenate(found)

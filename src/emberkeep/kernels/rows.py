@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._memory import prefetch_row
-from emberkeep.kernels.hashing import F32, I64, U64, hash_id
-from emberkeep.kernels.initial import AHEAD
+from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64
 
 I32 = npt.NDArray[np.int32]
 F64 = npt.NDArray[np.float64]
@@ -48,14 +46,16 @@ def dedupe(
         start = offsets_T[t]
         stop = offsets_T[t + 1]
         size = 16
+        shift = np.uint64(60)
         while size < 2 * (stop - start):
             size *= 2
+            shift -= _ONE
         mask = np.uint64(size - 1)
         scratch[:size] = -1
         found = 0
         for i in range(start, stop):
             identity = ids_N[i]
-            at = hash_id(identity) & mask
+            at = (np.uint64(identity) * GOLDEN) >> shift
             while True:
                 u = scratch[at]
                 if u < 0:
@@ -78,56 +78,6 @@ def compact(unique_N: I64, offsets_T: I64, starts_T: I64, unique_U: I64) -> None
         count = starts_T[t + 1] - starts_T[t]
         for i in range(count):
             unique_U[starts_T[t] + i] = unique_N[offsets_T[t] + i]
-
-
-@kernel
-def group_lookups(
-    inverse_N: I32,
-    offsets_T: I64,
-    starts_T: I64,
-    features_T: I64,
-    firsts_F: I64,
-    lengths_F: I64,
-    ends_FB: I64,
-    columns_F: I64,
-    width: int,
-    counts_F: I64,
-    scales_N: F32,
-    first: int,
-    last: int,
-    ends_U: I64,
-    bags_N: I32,
-    bag_scales_N: F32,
-) -> None:
-    """Lists, for each unique row of tables first..last, the bags it was looked up for.
-
-    Row u was looked up for the bags `bags_N[ends_U[u - 1] : ends_U[u]]` (from 0 for the first),
-    in lookup order, with scales at the same places of `bag_scales_N` where there are any. A bag
-    is named by its row b * width + column of the output.
-    """
-    scaled = scales_N.size > 0
-    for t in range(first, last):
-        base = starts_T[t]
-        for u in range(base, starts_T[t + 1]):
-            ends_U[u] = 0
-        for i in range(offsets_T[t], offsets_T[t + 1]):
-            ends_U[base + inverse_N[i]] += 1
-        at = offsets_T[t]
-        for u in range(base, starts_T[t + 1]):
-            count = ends_U[u]
-            ends_U[u] = at
-            at += count
-        for f in range(features_T[t], features_T[t + 1]):
-            low = firsts_F[f]
-            for b in range(counts_F[f]):
-                high = low + lengths_F[f] if lengths_F[f] >= 0 else firsts_F[f] + ends_FB[f, b]
-                for i in range(low, high):
-                    u = base + inverse_N[i]
-                    bags_N[ends_U[u]] = b * width + columns_F[f]
-                    if scaled:
-                        bag_scales_N[ends_U[u]] = scales_N[i]
-                    ends_U[u] += 1
-                low = high
 
 
 @kernel
@@ -212,39 +162,53 @@ def mean_scales(ends_FB: I64, feature: int, first: int, batch: int, scales_N: F3
 @kernel
 def aggregate(
     grads_GD: F32,
-    ends_U: I64,
-    bags_N: I32,
-    bag_scales_N: F32,
-    start: int,
-    stop: int,
+    inverse_N: I32,
+    starts_T: I64,
+    features_T: I64,
+    firsts_F: I64,
+    lengths_F: I64,
+    ends_FB: I64,
+    columns_F: I64,
+    width: int,
+    counts_F: I64,
+    scales_N: F32,
+    first: int,
+    last: int,
     out_UD: F32,
     squares_U: F64,
 ) -> None:
-    """Sums the gradients of the bags of rows start..stop; also the square norm of each sum."""
+    """Sums, for each unique row of tables first..last, the gradients of the bags it was in.
+
+    Also the square norm of each sum. A bag's gradient is row b * width + column of `grads_GD`.
+    Lookups are visited in lookup order; unique rows are numbered by first occurrence, so a row
+    that has the next number is met for the first time and need not have been zeroed.
+    """
     dim = grads_GD.shape[1]
-    scaled = bag_scales_N.size > 0
-    low = ends_U[start - 1] if start > 0 else 0
-    final = ends_U[stop - 1] if stop > start else 0
-    for u in range(start, stop):
-        high = ends_U[u]
-        for d in range(dim):
-            out_UD[u, d] = np.float32(0.0)
-        for k in range(low, high):
-            if k + AHEAD < final:
-                prefetch_row(grads_GD, bags_N[k + AHEAD])
-            bag = bags_N[k]
-            if scaled:
-                scale = bag_scales_N[k]
-                for d in range(dim):
-                    out_UD[u, d] += scale * grads_GD[bag, d]
-            else:
-                for d in range(dim):
-                    out_UD[u, d] += grads_GD[bag, d]
-        square = 0.0
-        for d in range(dim):
-            square += np.float64(out_UD[u, d]) * np.float64(out_UD[u, d])
-        squares_U[u] = square
-        low = high
+    scaled = scales_N.size > 0
+    for t in range(first, last):
+        base = starts_T[t]
+        met = 0
+        for f in range(features_T[t], features_T[t + 1]):
+            low = firsts_F[f]
+            for b in range(counts_F[f]):
+                high = low + lengths_F[f] if lengths_F[f] >= 0 else firsts_F[f] + ends_FB[f, b]
+                bag = b * width + columns_F[f]
+                for i in range(low, high):
+                    u = base + inverse_N[i]
+                    scale = scales_N[i] if scaled else np.float32(1.0)
+                    if inverse_N[i] == met:
+                        met += 1
+                        for d in range(dim):
+                            out_UD[u, d] = scale * grads_GD[bag, d]
+                    else:
+                        for d in range(dim):
+                            out_UD[u, d] += scale * grads_GD[bag, d]
+                low = high
+        for u in range(base, starts_T[t + 1]):
+            square = 0.0
+            for d in range(dim):
+                square += np.float64(out_UD[u, d]) * np.float64(out_UD[u, d])
+            squares_U[u] = square
 
 
 @kernel
