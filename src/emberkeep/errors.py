@@ -101,3 +101,9 @@ class FormatError(EmberkeepError):
     """The repository was written in a format that this release does not know."""
 
     exit_code = 26
+
+
+class CancelledError(EmberkeepError):
+    """Background work was given up for newer work; nothing was committed by it."""
+
+    exit_code = 27

@@ -41,6 +41,7 @@ class Shard:
     ) -> None:
         self.tables = check_tables(tables)
         self.groups = slab_groups(self.tables)
+        self._lock = ForkLock()
         self.slabs = [
             Slab(
                 [self.tables[t] for t in group],
@@ -49,6 +50,7 @@ class Shard:
                 shards=count,
                 seed=seed,
                 pool=pool,
+                lock=self._lock,
             )
             for group in self.groups
         ]
@@ -57,7 +59,6 @@ class Shard:
             for g, group in enumerate(self.groups)
             for i, t in enumerate(group)
         }
-        self._lock = ForkLock()
 
     def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
         """Writes the weights of the wanted rows, slab by slab; changes nothing."""
@@ -75,6 +76,9 @@ class Shard:
 
     def apply(self, pushes: Sequence[Push], lr: float) -> None:
         """Applies a push that was checked, with no other push in between."""
+        for slab in self.slabs:
+            if slab.snapshot is not None:
+                slab.snapshot.wait_for_room()
         with self._lock:
             for slab, push in zip(self.slabs, pushes, strict=True):
                 slab.push(push, lr)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from emberkeep.errors import GradientError, IdError, StateError, TableFullError
 from emberkeep.kernels import initial, optimizers, rows
 from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Pool, spans
+from emberkeep.pool import ForkLock, Pool, spans
 from emberkeep.slots import Slots
+from emberkeep.snapshot import Snapshot, TableRange
 from emberkeep.tables import (
     SGD,
     Adagrad,
@@ -31,6 +32,7 @@ from emberkeep.tables import (
     RowWiseAdagrad,
     Table,
 )
+from emberkeep.tracking import Tracker
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -67,8 +69,9 @@ class Push:
 class Slab:
     """The rows of some tables on one shard.
 
-    Not thread-safe by itself: the shard serialises calls. Each call spreads its work over the
-    pool, and no result depends on the number of threads.
+    Not thread-safe by itself: the shard serialises calls with `lock`. Each call spreads its work
+    over the pool, and no result depends on the number of threads. Whatever changes rows tells the
+    snapshot first, if there is one.
     """
 
     def __init__(
@@ -80,7 +83,11 @@ class Slab:
         shards: int = 1,
         seed: int = 0,
         pool: Pool,
+        lock: ForkLock | None = None,
     ) -> None:
+        self.lock = lock or ForkLock()
+        self.tracker: Tracker | None = None
+        self.snapshot: Snapshot | None = None
         self.tables = tuple(tables)
         self.optimizer = optimizer
         self.dim = self.tables[0].dim
@@ -202,6 +209,27 @@ class Slab:
             return np.sort(self.ids[found])
         return (found - base) * self.shards + self.shard
 
+    def ranges(self) -> list[TableRange]:
+        """The tables as ranges of rows, for snapshots."""
+        return [
+            TableRange(
+                name=table.name,
+                base=int(self.bases_T[t]),
+                rows=self.slots_T[t],
+                planes=tuple(name for name in self.planes if self._has_plane(t, name)),
+                stride=self.shards,
+                offset=self.shard,
+                ids=self.slots[t].ids if table.dynamic else None,
+            )
+            for t, table in enumerate(self.tables)
+        ]
+
+    def track(self) -> None:
+        """Starts to follow changes for snapshots; every touched row counts as changed."""
+        if self.tracker is None:
+            self.tracker = Tracker(self.touched.size)
+            np.bitwise_or(self.dirty, self.touched, out=self.dirty)
+
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""
         return int(rows.count_bits(self.dirty, 0, self.dirty.size))
@@ -251,8 +279,7 @@ class Slab:
     def push(self, push: Push, lr: float) -> None:
         """Applies a checked push: each row once, with its aggregated gradient."""
         wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
-        for t, slots in self.slots.items():
-            self._admit(t, slots, wanted, found, push.unknown_T[t])
+        self._admit_all(wanted, found, push.unknown_T)
         self.steps_T += 1
         update = self._update(wanted, found, grads_UD, lr)
 
@@ -286,8 +313,7 @@ class Slab:
         found, unknown = self.resolve(wanted)
         for t, slots in self.slots.items():
             self._check_room(t, slots, wanted, found, unknown[t])
-        for t, slots in self.slots.items():
-            self._admit(t, slots, wanted, found, unknown[t])
+        self._admit_all(wanted, found, unknown)
         for name, values in planes.items():
             self.planes[name][found] = values
         if table in self.slots and "used" in planes:
@@ -319,6 +345,18 @@ class Slab:
     def _has_plane(self, table: int, name: str) -> bool:
         return name != "used" or self.tables[table].on_full == "evict_oldest"
 
+    def _before_write(self, written: I64) -> None:
+        if self.snapshot is not None and written.size:
+            self.snapshot.before_write(written)
+
+    def _admit_all(self, wanted: RowIds, found: I64, unknown_T: Sequence[int]) -> None:
+        """Lets the snapshot have the rows as they are, then gives new ids their slots."""
+        new = np.flatnonzero(found < 0)
+        self._before_write(found if not new.size else found[found >= 0])
+        for t, slots in self.slots.items():
+            self._admit(t, slots, wanted, found, unknown_T[t])
+        self._before_write(found[new])
+
     def _admit(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""
         part = slice(wanted.offsets[t], wanted.offsets[t + 1])
@@ -328,7 +366,7 @@ class Slab:
         slots.touch(mine[mine >= 0] - base)
         surplus = slots.count + unknown - slots.capacity
         if surplus > 0:
-            gone = slots.oldest(surplus)
+            gone = slots.take_oldest(surplus, lambda old: self._before_write(old + base))
             self._remove(t, slots.ids[gone], gone + base)
         if unknown:
             missing = mine < 0
@@ -337,10 +375,13 @@ class Slab:
             slots.touch(given)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
+        self._before_write(found)
         rows.clear_bits(self.touched, found)
         rows.set_bits(self.dirty, found)
         if table in self.slots:
             self.slots[table].remove(ids, found - int(self.bases_T[table]))
+            if self.tracker is not None:
+                self.tracker.remove(table, ids)
 
     def _materialize(self, wanted: RowIds, found: I64, start: int, stop: int) -> None:
         initial.materialize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -78,8 +80,11 @@ class Slots:
         self.freed.append(slots)
         self.count -= gone.size
 
-    def oldest(self, count: int) -> I64:
-        """Takes the `count` slots that were trained least recently out of the order."""
+    def take_oldest(self, count: int, before: Callable[[I64], object]) -> I64:
+        """Takes the `count` slots that were trained least recently out of the order.
+
+        `before` is called with slots whose ticks are about to change.
+        """
         assert self.ticks is not None
         found: list[I64] = []
         while count:
@@ -90,6 +95,7 @@ class Slots:
             cut = self._queue.size if still.size < count else int(still[count - 1]) + 1
             slots = self._queue[still[:count]]
             self._queue, self._queue_ticks = self._queue[cut:], self._queue_ticks[cut:]
+            before(slots)
             self.ticks[slots] = 0  # out of the order at once: a refill must not find them again
             found.append(slots)
             count -= slots.size

@@ -295,7 +295,7 @@ def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
 
 
 @inline
-def _ones(word: np.uint64) -> np.int64:
+def count_ones(word: np.uint64) -> np.int64:
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + (
         (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
@@ -308,7 +308,7 @@ def _ones(word: np.uint64) -> np.int64:
 def count_bits(bits: U64, first_word: int, last_word: int) -> int:
     total = 0
     for w in range(first_word, last_word):
-        total += _ones(bits[w])
+        total += count_ones(bits[w])
     return total
 
 
@@ -321,7 +321,7 @@ def list_bits(bits: U64, first_word: int, last_word: int, out: I64) -> int:
         row = w << 6
         while word:
             low = word & (~word + _ONE)
-            out[found] = row + _ones(low - _ONE)
+            out[found] = row + count_ones(low - _ONE)
             found += 1
             word ^= low
     return found

@@ -1,0 +1,235 @@
+"""The rows of one slab as they were at one instant, copied out while training goes on.
+
+Freezing takes constant time. Afterwards a background thread copies the selected rows out, slice by
+slice, each under a short lock; a writer that is about to change a row which was not copied yet
+saves its old planes first (copy on write). Whoever comes first, each selected row is handed out
+once, with all its planes from the instant of the freeze.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.errors import CancelledError
+from emberkeep.kernels import snapshots
+from emberkeep.memory import lazy_zeros
+from emberkeep.pool import ForkLock
+from emberkeep.tracking import Frozen, Tracker
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Planes = dict[str, npt.NDArray[Any]]
+
+# Rows copied, and words of bitmaps looked at, under one holding of the lock.
+_SLICE_ROWS = 4096
+_SLICE_WORDS = 65536
+_NONE: U64 = np.empty(0, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRange:
+    """A table as a range of rows: row `base + l` is id `l * stride + offset`, or `ids[l]`."""
+
+    name: str
+    base: int
+    rows: int
+    planes: tuple[str, ...]
+    stride: int = 1
+    offset: int = 0
+    ids: I64 | None = None
+
+    def ids_of(self, rows: I64) -> I64:
+        local = rows - self.base
+        if self.ids is not None:
+            return self.ids[local]
+        return local * self.stride + self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of one table, ids ascending; without planes they are tombstones."""
+
+    table: str
+    ids: I64
+    planes: Planes | None
+
+
+class RowHolder(Protocol):
+    """Rows that can be frozen: their planes, their bitmaps, and the lock that writers hold."""
+
+    lock: ForkLock
+    planes: Planes
+    touched: U64
+    dirty: U64
+    tracker: Tracker | None
+    snapshot: Snapshot | None
+
+    def ranges(self) -> Sequence[TableRange]: ...
+
+
+class Snapshot:
+    """One frozen selection of one slab. Make it with `freeze`, under no lock.
+
+    `chunks` may be iterated once, by one thread. `buffer_nbytes` bounds the old planes that
+    writers have saved and nobody has taken yet: beyond it writers wait, which `waits` counts.
+    """
+
+    def __init__(self, holder: RowHolder, since: str | None, buffer_nbytes: int) -> None:
+        assert holder.tracker is not None
+        self.holder = holder
+        self.waits = 0
+        self._since = since
+        self._buffer_nbytes = buffer_nbytes
+        self._frozen: dict[str, Frozen] = holder.tracker.freeze(holder.dirty)
+        holder.dirty = lazy_zeros(holder.dirty.shape, np.uint64)  # type: ignore[assignment]
+        self._copied: U64 = lazy_zeros(holder.touched.shape, np.uint64)  # type: ignore[assignment]
+        selected = self._frozen[since] if since is not None else None
+        self._first = _NONE if selected is None else selected.earlier
+        self._second = _NONE if selected is None else selected.dirty
+        self._saved: list[tuple[TableRange, I64, npt.NDArray[np.bool_], I64, Planes]] = []
+        self._saved_nbytes = 0
+        self._ranges = tuple(holder.ranges())
+        self._room = threading.Condition()
+        self._done = False
+
+    # -- writers ---------------------------------------------------------------------------------
+
+    def before_write(self, written: I64) -> None:
+        """Called with the lock held by whoever is about to change rows."""
+        rows = np.empty(written.size, np.int64)
+        present = np.empty(written.size, np.bool_)
+        taken = snapshots.take_before_write(
+            self._first, self._second, self.holder.touched, self._copied, written, rows, present
+        )
+        if not taken:
+            return
+        rows, present = rows[:taken], present[:taken]
+        order = np.argsort(rows)
+        rows, present = rows[order], present[order]
+        bases = np.array([table.base for table in self._ranges])
+        cuts = np.searchsorted(rows, bases[1:])
+        for table, mine, here in zip(
+            self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True
+        ):
+            if mine.size:
+                planes = {name: self.holder.planes[name][mine] for name in table.planes}
+                self._saved.append((table, mine, here, table.ids_of(mine), planes))
+                self._saved_nbytes += sum(values.nbytes for values in planes.values())
+
+    def wait_for_room(self) -> None:
+        """Called by writers before they take the lock: holds them while the buffer is full."""
+        if self._saved_nbytes <= self._buffer_nbytes or self._done:
+            return
+        self.waits += 1
+        with self._room:
+            self._room.wait_for(lambda: self._saved_nbytes <= self._buffer_nbytes or self._done)
+
+    # -- the reader ------------------------------------------------------------------------------
+
+    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
+        """The selected rows, at most about `rows` at a time; ids that left come first."""
+        if self._since is not None:
+            for t, table in enumerate(self._ranges):
+                removed = self._frozen[self._since].removed.get(t)
+                if removed:
+                    yield Chunk(table.name, np.unique(np.concatenate(removed)), None)
+        for table in self._ranges:
+            word, last = table.base >> 6, (table.base + table.rows + 63) >> 6
+            while word < last:
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError("the snapshot was cancelled for a newer one")
+                parts, word = self._copy(table, word, last, rows)
+                yield from _as_chunks(table, parts)
+                yield from self._take_saved()
+        yield from self._take_saved()
+
+    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[list[Any], int]:
+        """Copies slices until there are `limit` rows; each slice under the lock."""
+        parts: list[Any] = []
+        count = 0
+        rows = np.empty(_SLICE_ROWS, np.int64)
+        present = np.empty(_SLICE_ROWS, np.bool_)
+        while word < last and count + _SLICE_ROWS <= max(limit, _SLICE_ROWS):
+            with self.holder.lock:
+                taken, word = snapshots.take_slice(
+                    self._first, self._second, self.holder.touched, self._copied, word,
+                    min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present,
+                )  # fmt: skip
+                mine = rows[:taken]
+                planes = {name: self.holder.planes[name][mine] for name in table.planes}
+                ids = table.ids_of(mine)
+            parts.append((present[:taken].copy(), ids, planes))
+            count += taken
+        return parts, word
+
+    def _take_saved(self) -> Iterator[Chunk]:
+        """What writers had to save so far."""
+        if not self._saved:
+            return
+        with self.holder.lock:
+            saved, self._saved = self._saved, []
+            self._saved_nbytes = 0
+        with self._room:
+            self._room.notify_all()
+        for table in self._ranges:
+            mine = [(here, ids, planes) for t, _, here, ids, planes in saved if t is table]
+            yield from _as_chunks(table, mine)
+
+    def close(self, advanced: Collection[str]) -> None:
+        """Ends the snapshot: the cursors that advanced forget the rows, the others keep them."""
+        with self.holder.lock:
+            if self.holder.snapshot is self:
+                self.holder.snapshot = None
+            self._saved = []
+            self._saved_nbytes = 0
+            self._done = True
+        with self._room:
+            self._room.notify_all()
+        assert self.holder.tracker is not None
+        self.holder.tracker.settle(self._frozen, advanced)
+
+
+def _as_chunks(table: TableRange, parts: Sequence[Any]) -> Iterator[Chunk]:
+    """Joins copied parts, ids ascending; absent rows of fixed tables become tombstones."""
+    parts = [part for part in parts if part[1].size]
+    if not parts:
+        return
+    present = np.concatenate([part[0] for part in parts])
+    ids = np.concatenate([part[1] for part in parts])
+    planes = {
+        name: np.concatenate([part[2][name] for part in parts]) if len(parts) > 1
+        else parts[0][2][name] for name in table.planes
+    }  # fmt: skip
+    if not present.all():
+        # The ids that left a dynamic table are listed apart: a slot may have a new owner by now.
+        if table.ids is None:
+            yield Chunk(table.name, np.sort(ids[~present]), None)
+        ids, planes = ids[present], {name: values[present] for name, values in planes.items()}
+    if ids.size:
+        if (np.diff(ids) <= 0).any():
+            order = np.argsort(ids)
+            ids, planes = ids[order], {name: values[order] for name, values in planes.items()}
+        yield Chunk(table.name, ids, planes)
+
+
+def freeze(
+    holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20
+) -> list[Snapshot]:
+    """Freezes several slabs at one instant: the caller keeps pushes out between them.
+
+    `since=None` selects every touched row, a cursor's name the rows that changed for it.
+    """
+    taken = []
+    for holder in holders:
+        with holder.lock:
+            if holder.snapshot is not None:
+                raise AssertionError("a slab has one snapshot at a time")
+            holder.snapshot = Snapshot(holder, since, buffer_nbytes)
+            taken.append(holder.snapshot)
+    return taken

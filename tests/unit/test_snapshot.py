@@ -1,0 +1,172 @@
+"""A snapshot is the state at one instant, whatever happens to the rows while it is copied."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from emberkeep import snapshot as snapshots
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.errors import CancelledError
+from emberkeep.snapshot import Chunk, Snapshot, freeze
+from emberkeep.tables import Adam, Table
+from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
+from tests.contracts.engine import grads_of, wanted_of
+
+Rows = dict[str, dict[int, dict[str, bytes]]]
+
+TABLES = [
+    Table("fixed", rows=400, dim=3),
+    Table("dynamic", rows=None, capacity=300, dim=3),
+    Table("evicting", rows=None, capacity=80, dim=3, on_full="evict_oldest"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_SLICE_ROWS", 64)
+    monkeypatch.setattr(snapshots, "_SLICE_WORDS", 2)
+
+
+def opened() -> LocalCluster:
+    cluster = local(threads=1).open(TABLES, Adam(lr=0.1, step="row"), seed=0)
+    for slab in cluster.shards[0].slabs:
+        slab.track()
+    return cluster
+
+
+def rows_of(cluster: LocalCluster) -> Rows:
+    state: Rows = {}
+    for table in cluster.tables:
+        ids, planes = cluster.read_all(table.name)
+        state[table.name] = {
+            int(identity): {name: values[i].tobytes() for name, values in planes.items()}
+            for i, identity in enumerate(ids)
+        }
+    return state
+
+
+def apply(state: Rows, chunks: list[Chunk]) -> Rows:
+    """What a reader makes of chunks on top of a state."""
+    state = {table: dict(rows) for table, rows in state.items()}
+    for chunk in chunks:
+        assert (np.diff(chunk.ids) > 0).all()
+        for i, identity in enumerate(chunk.ids.tolist()):
+            if chunk.planes is None:
+                state[chunk.table].pop(identity, None)
+            else:
+                state[chunk.table][identity] = {
+                    name: values[i].tobytes() for name, values in chunk.planes.items()
+                }
+    return state
+
+
+def disturb(cluster: LocalCluster, random: np.random.Generator) -> None:
+    """A push, a deletion or an installation of random rows."""
+    kind = random.integers(0, 10)
+    if kind == 0:
+        table = TABLES[random.integers(0, 3)].name
+        cluster.delete(table, random.integers(0, 350, 15))
+    elif kind == 1:
+        ids = np.unique(random.integers(0, 350, 15))
+        planes = cluster.read("fixed", ids)
+        planes["weight"] += 1
+        cluster.install("fixed", ids, planes)
+    else:
+        batch = {
+            "fixed": random.choice(400, 30, replace=False).tolist(),
+            "dynamic": random.choice(290, 20, replace=False).tolist(),
+            "evicting": random.choice(200, 25, replace=False).tolist(),
+        }
+        grads = {name: random.standard_normal((len(ids), 3)) for name, ids in batch.items()}
+        cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
+
+
+def frozen(cluster: LocalCluster, since: str | None) -> Snapshot:
+    return freeze(cluster.shards[0].slabs, since=since)[0]
+
+
+@settings(
+    max_examples=80,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    before=st.integers(0, 8),
+    plan=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=6),
+)
+def test_versions_follow_the_states_at_their_freezes(
+    seed: int, before: int, plan: list[tuple[bool, int]]
+) -> None:
+    """Increments since the last version and since the baseline, with failures in between."""
+    random = np.random.default_rng(seed)
+    cluster = opened()
+    for _ in range(before):
+        disturb(cluster, random)
+    baseline_state = rows_of(cluster)
+    full = frozen(cluster, None)
+    read = []
+    for chunk in full.chunks(64):
+        read.append(chunk)
+        disturb(cluster, random)
+    assert apply({t.name: {} for t in TABLES}, read) == baseline_state
+    full.close([SINCE_VERSION, SINCE_BASELINE])
+    version_state = baseline_state
+    for failed, disturbances in plan:
+        for _ in range(disturbances):
+            disturb(cluster, random)
+        for since, base in ((SINCE_VERSION, version_state), (SINCE_BASELINE, baseline_state)):
+            now = rows_of(cluster)
+            taken = frozen(cluster, since)
+            read = []
+            for chunk in taken.chunks(64):
+                read.append(chunk)
+                disturb(cluster, random)
+            assert apply(base, read) == now
+            commits = since == SINCE_VERSION and not failed
+            taken.close([SINCE_VERSION] if commits else [])
+            if commits:
+                version_state = now
+
+
+def test_the_buffer_of_saved_rows_is_bounded_by_waiting() -> None:
+    cluster = local(threads=1).open([Table("t", rows=6400, dim=8)], Adam(lr=0.1), seed=0)
+    slab = cluster.shards[0].slabs[0]
+    slab.track()
+    everything = wanted_of(cluster, {"t": list(range(6400))})
+    cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)
+    (taken,) = freeze([slab], since=None, buffer_nbytes=1000)
+    state = rows_of(cluster)
+    cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)  # fills the buffer
+    pusher = threading.Thread(
+        target=cluster.push, args=(everything, [np.ones((6400, 8), np.float32)]), kwargs={"lr": 0.1}
+    )
+    pusher.start()
+    while not taken.waits:
+        pusher.join(0.001)
+        assert pusher.is_alive()
+    read = list(taken.chunks(4096))
+    pusher.join()
+    assert apply({"t": {}}, read) == state
+    assert taken.waits == 1
+    taken.close([])
+
+
+def test_a_cancelled_snapshot_keeps_the_changes_for_the_next() -> None:
+    cluster = opened()
+    disturb(cluster, np.random.default_rng(9))
+    cancelled = threading.Event()
+    taken = frozen(cluster, SINCE_VERSION)
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        list(taken.chunks(64, cancelled))
+    taken.close([])
+    state: Any = rows_of(cluster)
+    again = frozen(cluster, SINCE_VERSION)
+    assert apply({t.name: {} for t in TABLES}, list(again.chunks(64))) == state
