@@ -11,7 +11,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.emberkeep-ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CHECKED := src tests benchmarks
 
 .PHONY: help demo test soak lint format bench clean
