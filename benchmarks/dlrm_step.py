@@ -131,7 +131,7 @@ def main() -> None:
             "emberkeep embeddings": embedding_step(ours, ours.optimizer, feed()),
             "dense": dense_step(model_ours, dense_ours, feed()),
         },
-        repeats=30 if given.quick else 150,
+        repeats=30 if given.quick else 100,
         warmup=5,
     )
 
