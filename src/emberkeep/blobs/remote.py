@@ -1,10 +1,10 @@
 """Objects in S3, Google Cloud Storage or Azure, through obstore.
 
-obstore retries server errors and dropped connections by itself, within the deadline given here,
-but not a write whose answer timed out. Small writes are repeated here: object names are never
-reused for other bytes, so a repeated put changes nothing, and a repeated conditional create says
-"taken", which the caller resolves by content. Streams cannot be rewound; their failure is the
-caller's to handle.
+obstore retries server errors, dropped connections and reads that time out by itself, within the
+deadline given here, but not a write whose answer timed out. Small writes are repeated here: object
+names are never reused for other bytes, so a repeated put changes nothing, and a repeated
+conditional create says "taken", which the caller resolves by content. Streams cannot be rewound;
+their failure is the caller's to handle.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ObjectStore:
         import obstore
 
         check_name(name)
-        return self._repeated(name, lambda: bytes(obstore.get(self._store, name).bytes()))
+        return self._once(name, lambda: bytes(obstore.get(self._store, name).bytes()))
 
     def get_range(self, name: str, start: int, length: int) -> bytes:
         import obstore
@@ -142,7 +142,7 @@ class ObjectStore:
         # first would cost a request on every read, so only refusals pay for it.
         try:
             if length:
-                return self._repeated(
+                return self._once(
                     check_name(name),
                     lambda: bytes(obstore.get_range(self._store, name, start=start, length=length)),
                 )
@@ -159,7 +159,7 @@ class ObjectStore:
         import obstore
 
         check_name(name)
-        return self._repeated(name, lambda: int(obstore.head(self._store, name)["size"]))
+        return self._once(name, lambda: int(obstore.head(self._store, name)["size"]))
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         import obstore

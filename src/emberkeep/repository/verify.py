@@ -164,10 +164,14 @@ class _Check:
         if size == file.size and not self._deep:
             return None
         digester = Digester(file.block_nbytes)
+        store = self._repository.store
         try:
-            for start in range(0, max(size, 1), file.block_nbytes):
-                block = self._repository.store.get_range(file.name, start, file.block_nbytes)
-                digester.update(memoryview(block))
+            if size <= file.block_nbytes:
+                digester.update(memoryview(store.get(file.name)))
+            else:
+                for start in range(0, size, file.block_nbytes):
+                    block = store.get_range(file.name, start, file.block_nbytes)
+                    digester.update(memoryview(block))
         except MissingObjectError:
             return "missing"
         if (digester.size, digester.whole, digester.blocks) == (
