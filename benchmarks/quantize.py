@@ -9,6 +9,11 @@ paper's Figure 5; their parameters are kept in float32, and k-means keeps a code
 
 from __future__ import annotations
 
+import os
+
+# torch's idle threads would spin for a while on the cores that the next contender needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
