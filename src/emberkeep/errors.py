@@ -107,3 +107,9 @@ class CancelledError(EmberkeepError):
     """Background work was given up for newer work; nothing was committed by it."""
 
     exit_code = 27
+
+
+class SaveError(EmberkeepError):
+    """Background saves keep failing; the rows are still in memory."""
+
+    exit_code = 28

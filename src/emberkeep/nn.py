@@ -9,7 +9,6 @@ all row gradients. Whatever scales the handle's gradient before the step, `GradS
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -370,10 +369,7 @@ class _Module(nn.Module):
             raise
 
     def _origin(self, table: Table) -> Tensor:
-        """Where untrained rows come from: they are not stored, so a load must agree on it."""
-        text = f"{table.key(self.cluster.seed)} {table.init} {table.dynamic}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return torch.tensor(int.from_bytes(digest, "little", signed=True))
+        return torch.tensor(int(table.origin(self.cluster.seed), 16) - 2**63)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(

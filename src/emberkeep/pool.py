@@ -7,6 +7,7 @@ because they abort when called from several threads or after a fork.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -53,13 +54,14 @@ class _Join:
 
 
 class Pool:
-    """Runs tasks on `threads` threads, the caller being one of them.
+    """Runs tasks on `threads` threads, the caller being one of them; the others are `nice`.
 
     Safe to call from several threads at once, and in a forked child: the child starts threads of
     its own on first use. A task must not call `run` of the same pool.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, nice: int = 0) -> None:
+        self.nice = nice
         self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
             raise ConfigError(f"threads must be 1 or more, not {threads}")
@@ -78,7 +80,10 @@ class Pool:
             if not self._started:
                 for i in range(self.threads - 1):
                     threading.Thread(
-                        target=_work, args=(self._queue,), name=f"emberkeep-{i}", daemon=True
+                        target=_work,
+                        args=(self._queue, self.nice),
+                        name=f"emberkeep-{i}",
+                        daemon=True,
                     ).start()
                 self._started = True
 
@@ -117,7 +122,14 @@ def _run_one(task: Task, join: _Join) -> None:
         join.finish(None)
 
 
-def _work(queue: SimpleQueue[tuple[Task, _Join]]) -> None:
+def be_nice(nice: int) -> None:
+    """Lowers the priority of the calling thread, where the system has one for each thread."""
+    if nice and sys.platform.startswith("linux"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+def _work(queue: SimpleQueue[tuple[Task, _Join]], nice: int) -> None:
+    be_nice(nice)
     while True:
         task, join = queue.get()
         _run_one(task, join)

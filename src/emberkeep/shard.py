@@ -128,3 +128,20 @@ class Shard:
         slab, t = self._places[table]
         with self._lock:
             slab.steps_T[t] = steps
+
+    def next_tick(self, table: str) -> int:
+        """The next tick of a table that evicts, 0 for others."""
+        slab, t = self._places[table]
+        return slab.slots[t].next_tick if t in slab.slots else 0
+
+    def set_next_tick(self, table: str, tick: int) -> None:
+        slab, t = self._places[table]
+        with self._lock:
+            if t in slab.slots:
+                slab.slots[t].next_tick = tick
+
+    def clear(self) -> None:
+        """Takes every row back to its initial state."""
+        with self._lock:
+            for slab in self.slabs:
+                slab.clear()

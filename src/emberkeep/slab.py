@@ -117,8 +117,8 @@ class Slab:
             ],
             np.float32,
         )
-        self.touched: U64 = lazy_zeros((self.rows // 64,), np.uint64)
-        self.dirty: U64 = lazy_zeros((self.rows // 64,), np.uint64)
+        self.touched = self._no_rows()
+        self.dirty = self._no_rows()
         self.planes: Planes = {"weight": lazy_zeros((self.rows, self.dim), np.float32)}
         for plane, width in optimizer.planes(self.dim).items():
             kind = np.int32 if plane == "step" else np.float32
@@ -130,11 +130,7 @@ class Slab:
             self.ids: I64 = lazy_zeros((self.rows,), np.int64)
         if any(table.on_full == "evict_oldest" for table in self.tables):
             self.planes["used"] = lazy_zeros((self.rows, 1), np.int64)
-        for t, table in enumerate(self.tables):
-            if table.dynamic:
-                part = slice(self.bases_T[t], self.bases_T[t] + slots[t])
-                ticks = self.planes["used"][part, 0] if table.on_full == "evict_oldest" else None
-                self.slots[t] = Slots(slots[t], self.ids[part], ticks)
+        self._empty_slots()
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -192,7 +188,7 @@ class Slab:
         known[present] = here
         planes: Planes = {"weight": weight}
         for name, plane in self.planes.items():
-            if name != "weight" and self._has_plane(table, name):
+            if name != "weight" and self.has_plane(table, name):
                 planes[name] = np.full(
                     (ids.size, plane.shape[1]), self.optimizer.initial(name), plane.dtype
                 )
@@ -209,6 +205,10 @@ class Slab:
             return np.sort(self.ids[found])
         return (found - base) * self.shards + self.shard
 
+    def has_plane(self, table: int, name: str) -> bool:
+        """Whether rows of a table have a plane: only tables that evict know when rows were used."""
+        return name != "used" or self.tables[table].on_full == "evict_oldest"
+
     def ranges(self) -> list[TableRange]:
         """The tables as ranges of rows, for snapshots."""
         return [
@@ -216,7 +216,7 @@ class Slab:
                 name=table.name,
                 base=int(self.bases_T[t]),
                 rows=self.slots_T[t],
-                planes=tuple(name for name in self.planes if self._has_plane(t, name)),
+                planes=tuple(name for name in self.planes if self.has_plane(t, name)),
                 stride=self.shards,
                 offset=self.shard,
                 ids=self.slots[t].ids if table.dynamic else None,
@@ -297,7 +297,7 @@ class Slab:
     def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows of one table, all planes together; they become touched and dirty."""
         wanted = self._one_table(table, ids)
-        expected = {name for name in self.planes if self._has_plane(table, name)}
+        expected = {name for name in self.planes if self.has_plane(table, name)}
         if set(planes) != expected:
             raise StateError(
                 f"table {self.tables[table].name!r} has planes {sorted(expected)}, the rows bring "
@@ -322,6 +322,29 @@ class Slab:
             )
         optimizers.mark(found, 0, found.size, self.touched, self.dirty)
 
+    def clear(self) -> None:
+        """Takes every row back to its initial state; nothing is left to be told of."""
+        assert self.snapshot is None, "rows are cleared when no snapshot is under way"
+        self.touched = self._no_rows()
+        self.dirty = self._no_rows()
+        if "used" in self.planes:
+            self.planes["used"][:] = 0
+        self.steps_T[:] = 0
+        self._empty_slots()
+        if self.tracker is not None:
+            self.tracker.reset()
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        """Nothing has changed since the version just loaded.
+
+        With `keep_since_baseline`, what was written since the last call did change since the
+        baseline.
+        """
+        self.track()
+        assert self.tracker is not None
+        self.tracker.reset(self.dirty if keep_since_baseline else None)
+        self.dirty = self._no_rows()
+
     def delete(self, table: int, ids: I64) -> int:
         """Takes rows back to their initial state; a dynamic id leaves. Counts the trained ones."""
         found, _ = self.resolve(self._one_table(table, ids))
@@ -333,6 +356,17 @@ class Slab:
 
     # -- details ---------------------------------------------------------------------------------
 
+    def _no_rows(self) -> U64:
+        bits: U64 = lazy_zeros((self.rows // 64,), np.uint64)  # type: ignore[assignment]
+        return bits
+
+    def _empty_slots(self) -> None:
+        for t, table in enumerate(self.tables):
+            if table.dynamic:
+                part = slice(self.bases_T[t], self.bases_T[t] + self.slots_T[t])
+                ticks = self.planes["used"][part, 0] if table.on_full == "evict_oldest" else None
+                self.slots[t] = Slots(self.slots_T[t], self.ids[part], ticks)
+
     def _run(self, count: int, work: Any) -> None:
         parts = spans(count, self.pool.threads, _LEAST_ROWS)
         self.pool.run([partial(work, start, stop) for start, stop in parts])
@@ -341,9 +375,6 @@ class Slab:
         offsets = np.zeros(len(self.tables) + 1, np.int64)
         offsets[table + 1 :] = ids.size
         return RowIds(np.ascontiguousarray(ids, np.int64), offsets)
-
-    def _has_plane(self, table: int, name: str) -> bool:
-        return name != "used" or self.tables[table].on_full == "evict_oldest"
 
     def _before_write(self, written: I64) -> None:
         if self.snapshot is not None and written.size:

@@ -38,7 +38,9 @@ class Normal:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std >= 0):
-            raise ConfigError(f"Normal needs a finite mean and std >= 0, not {self.mean}, {self.std}")
+            raise ConfigError(
+                f"Normal needs a finite mean and std >= 0, not {self.mean}, {self.std}"
+            )
 
 
 Initial = Uniform | Normal
@@ -117,6 +119,11 @@ class Table:
         share = self.slots / shards
         return self.slots if shards == 1 else min(self.slots, math.ceil(share + 6 * share**0.5))
 
+    def origin(self, seed: int) -> str:
+        """Where untrained rows come from: they are stored nowhere, so a load must agree on it."""
+        text = f"{self.key(seed)} {self.init} {self.dynamic}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
     def key(self, seed: int) -> int:
         """What the initial values of this table's rows are keyed by: the seed and the name."""
         text = f"{seed}:{self.name}".encode()
@@ -160,7 +167,9 @@ class Optimizer:
             math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,))
         )
         if not (holds and finite):
-            raise ConfigError(f"{type(self).__name__}: {field_name} must be {wanted}, not {value!r}")
+            raise ConfigError(
+                f"{type(self).__name__}: {field_name} must be {wanted}, not {value!r}"
+            )
 
     def planes(self, dim: int) -> dict[str, int]:
         """The planes that a row has beside its weight, and how wide each is."""
@@ -212,9 +221,7 @@ class Adagrad(Optimizer):
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
         self._check("eps", self.eps > 0, "above 0")
-        self._check(
-            "initial_accumulator_value", self.initial_accumulator_value >= 0, "0 or more"
-        )
+        self._check("initial_accumulator_value", self.initial_accumulator_value >= 0, "0 or more")
 
     def planes(self, dim: int) -> dict[str, int]:
         return {"accumulator": dim}

@@ -14,6 +14,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.kernels import hashing
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Planes, RowIds
+from emberkeep.snapshot import Snapshot, freeze
 from emberkeep.tables import Optimizer, Table, check_tables
 
 
@@ -159,6 +160,75 @@ class LocalCluster:
     def set_steps(self, table: str, steps: int) -> None:
         for shard in self.shards:
             shard.set_steps(table, steps)
+
+    # -- what a checkpointer asks ----------------------------------------------------------------
+
+    def schema(self) -> dict[str, Any]:
+        """The tables as they are saved: a restore into another shape is refused by name."""
+        slabs = [
+            (slab, t, table) for slab in self.shards[0].slabs for t, table in enumerate(slab.tables)
+        ]
+        return {
+            "shards": len(self.shards),
+            "tables": {
+                table.name: {
+                    "rows": table.rows,
+                    "planes": {
+                        name: [plane.shape[1], plane.dtype.name]
+                        for name, plane in slab.planes.items()
+                        if slab.has_plane(t, name)
+                    },
+                    "origin": table.origin(self.seed),
+                }
+                for slab, t, table in slabs
+            },
+        }
+
+    def track(self) -> None:
+        """Starts to follow changes; every row that was trained before counts as changed."""
+        with self._push_lock:
+            for shard in self.shards:
+                for slab in shard.slabs:
+                    slab.track()
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+        """Freezes the rows of all shards at one instant; returns at once."""
+        with self._push_lock:
+            return [
+                freeze(shard.slabs, since=since, buffer_nbytes=buffer_nbytes)
+                for shard in self.shards
+            ]
+
+    def table_state(self) -> dict[str, Any]:
+        """The step of each table, and the next tick of those that evict."""
+        return {
+            table.name: {
+                "steps": self.steps(table.name),
+                "tick": max(shard.next_tick(table.name) for shard in self.shards),
+            }
+            for table in self.tables
+        }
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        for name, its in state.items():
+            for shard in self.shards:
+                shard.set_steps(name, its["steps"])
+                shard.set_next_tick(name, its["tick"])
+
+    def clear(self) -> None:
+        """Takes every row of every table back to its initial state."""
+        with self._push_lock:
+            for shard in self.shards:
+                shard.clear()
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        """Nothing has changed since the version just loaded; see `Tracker.reset`."""
+        with self._push_lock:
+            for shard in self.shards:
+                for slab in shard.slabs:
+                    slab.forget_changes(keep_since_baseline=keep_since_baseline)
+
+    # -- details ---------------------------------------------------------------------------------
 
     def _route(self, group: int, wanted: RowIds) -> list[tuple[RowIds, I64]]:
         """For each shard its part of the ids, and where they stood."""

@@ -1,0 +1,586 @@
+"""Saving beside training and restoring: what is protected meets where it is kept.
+
+A `Checkpointer` freezes the rows of its subject at the end of a batch, writes them in the
+background as one version of a repository, and brings them back. What the subject is made of, it
+does not know: in-process shards and plain torch modules are saved by the same code.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Queue
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.codecs import Codec, NonNegative8, Quantized
+from emberkeep.errors import (
+    CancelledError,
+    ConfigError,
+    DamageError,
+    FencedError,
+    NoVersionError,
+    SaveError,
+    StateError,
+    StorageError,
+)
+from emberkeep.pool import Pool, be_nice
+from emberkeep.repository import (
+    DEFAULT_RETENTION,
+    Collector,
+    Draft,
+    Manifest,
+    Pin,
+    Repository,
+    RetentionPolicy,
+    VersionId,
+    Writer,
+)
+from emberkeep.repository.documents import Json
+from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces, read_chunks
+from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
+from emberkeep.snapshot import Chunk, Snapshot
+from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
+
+I64 = npt.NDArray[np.int64]
+_T = TypeVar("_T")
+
+DENSE = "dense"
+_CHUNK_ROWS = 32768
+
+
+class Subject(Protocol):
+    """What is protected: tables whose rows can be frozen, written and replaced."""
+
+    def schema(self) -> Json:
+        """Tables, planes and where untrained rows come from; a restore must agree with it."""
+        ...
+
+    def track(self) -> None:
+        """Starts to follow changes."""
+        ...
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+        """Freezes all rows at one instant; snapshots by shard. Returns at once."""
+        ...
+
+    def table_state(self) -> Json:
+        """What tables know beside their rows, such as their step."""
+        ...
+
+    def load_table_state(self, state: Json) -> None: ...
+
+    def clear(self) -> None:
+        """Takes every row back to its initial state."""
+        ...
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def delete(self, table: str, ids: I64) -> int: ...
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        """Nothing has changed since the version that was just loaded.
+
+        With `keep_since_baseline` what changed since the last call still counts as changed since
+        the baseline.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """What versions hold and how: selection, codec and layout.
+
+    - `layout`: *full* saves every trained row each time; *one_shot* saves what changed since the
+      first version; *intermittent* does so too and starts anew when that has become cheaper;
+      *consecutive* saves what changed since the last version.
+    - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
+      falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
+    - `quantize_optimizer` stores element-wise accumulators in 8 bits too.
+    """
+
+    layout: Layout = "intermittent"
+    bits: int | None = None
+    expected_restores: int | None = None
+    quantize_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+        if self.bits is not None:
+            if self.expected_restores is not None:
+                raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
+            Quantized(bits=self.bits)
+        if self.expected_restores is not None and self.expected_restores < 0:
+            raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
+
+    @property
+    def lossy(self) -> bool:
+        return (
+            self.bits is not None or self.expected_restores is not None or self.quantize_optimizer
+        )
+
+    def codecs(self, restores: int) -> dict[str, Codec]:
+        """The codec of each plane that is not stored as it is."""
+        bits = self.bits
+        if self.expected_restores is not None:
+            bits = bits_for(self.expected_restores, restores)
+        chosen: dict[str, Codec] = {}
+        if bits is not None:
+            chosen["weight"] = Quantized(bits=bits)
+        if self.quantize_optimizer:
+            chosen["accumulator"] = chosen["second_moment"] = NonNegative8()
+        return chosen
+
+
+LOSSLESS = Strategy(layout="full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How versions are written.
+
+    `overlap` says what a save does that finds the one before still running. A background save
+    that fails is warned of, and its rows are in the next one; after `max_failures` in a row the
+    next call raises.
+    """
+
+    overlap: Literal["wait", "cancel"] = "wait"
+    threads: int = 2
+    nice: int = 10
+    piece_nbytes: int = PIECE_NBYTES
+    buffer_nbytes: int = 256 * 2**20
+    max_failures: int = 3
+    retention: RetentionPolicy = DEFAULT_RETENTION
+    grace: timedelta = timedelta(minutes=10)
+
+    def __post_init__(self) -> None:
+        if self.overlap not in ("wait", "cancel"):
+            raise ConfigError(f"overlap must be 'wait' or 'cancel', not {self.overlap!r}")
+        for name in ("threads", "piece_nbytes", "buffer_nbytes", "max_failures"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a version holds beside rows: dense state as safetensors, the rest as plain data."""
+
+    dense: bytes | None = None
+    reader: Json = field(default_factory=dict)
+    user: Json = field(default_factory=dict)
+    counters: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A version that was brought back."""
+
+    manifest: Manifest
+    dense: bytes | None
+    lost: tuple[VersionId, ...] = ()
+
+
+class Saving:
+    """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
+
+    def __init__(self, step: int, pause: timedelta) -> None:
+        self.step = step
+        self.pause = pause
+        self.copied: Future[None] = Future()
+        self.committed: Future[Manifest] = Future()
+        self.cancelled = threading.Event()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The baseline that increments count from, and how large they were beside it."""
+
+    baseline: VersionId | None = None
+    newest: VersionId | None = None
+    sizes: list[float] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Checkpointer:
+    """Saves the versions of one run. Opening it makes this process the only writer.
+
+    Two saves never overlap. A version is complete or does not exist; after any failure the rows
+    of the failed save are part of the next one.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        subject: Subject,
+        *,
+        strategy: Strategy | None = None,
+        settings: Settings | None = None,
+        on_event: Callable[[str, Json], object] | None = None,
+    ) -> None:
+        self.repository = repository
+        self.subject = subject
+        self.strategy = strategy or Strategy()
+        self.settings = settings or Settings()
+        check_schema(repository.schema, subject.schema())
+        subject.track()
+        self.writer = Writer.open(repository)
+        self._collector = Collector(
+            self.writer, policy=self.settings.retention, grace=self.settings.grace
+        )
+        self._restores = repository.restores()
+        self._chain = _Chain()
+        self._saving: Saving | None = None
+        self._thread: threading.Thread | None = None
+        self._failures: list[BaseException] = []
+        self._on_event = on_event or (lambda _name, _details: None)
+        self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, extras: Extras | None = None, *, strategy: Strategy | None = None
+    ) -> Saving:
+        """Freezes the rows as they are now and returns; the version is written beside training.
+
+        Raises what made earlier background saves fail, once there were `max_failures` of them or
+        another process has taken over.
+        """
+        strategy = strategy or self.strategy
+        if self._thread is not None and self._thread.is_alive() and self._saving is not None:
+            if self.settings.overlap == "cancel":
+                self._saving.cancelled.set()
+            self._thread.join()
+        self._raise_failures()
+        codecs = strategy.codecs(self._restores)
+        chain = self._chain
+        anew = chain.baseline is None or starts_anew(strategy.layout, chain.sizes)
+        since = (
+            None if anew else SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
+        )
+        start = time.perf_counter()
+        snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
+        tables = self.subject.table_state()
+        saving = Saving(step, timedelta(seconds=time.perf_counter() - start))
+        self._saving = saving
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(saving, snapshots, extras or Extras(), since, codecs, tables, strategy),
+            name="emberkeep-save",
+            daemon=True,
+        )
+        self._thread.start()
+        return saving
+
+    def wait(self) -> Manifest | None:
+        """Waits for the save under way; returns its manifest. Raises if it failed."""
+        if self._thread is None or self._saving is None:
+            return None
+        self._thread.join()
+        self._raise_failures(least=1)
+        return self._saving.committed.result()
+
+    def _raise_failures(self, least: int | None = None) -> None:
+        failures = self._failures
+        if not failures:
+            return
+        if isinstance(failures[-1], FencedError):
+            raise failures[-1]
+        if len(failures) >= (least or self.settings.max_failures):
+            self._failures = []
+            raise SaveError(
+                f"{len(failures)} saves in a row have failed, the last with: {failures[-1]}; the "
+                "rows are still in memory and part of the next save"
+            ) from failures[-1]
+
+    def _write(
+        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
+    ) -> None:  # fmt: skip
+        be_nice(self.settings.nice)
+        advanced: list[str] = []
+        try:
+            manifest = self._write_version(
+                saving, snapshots, extras, since, codecs, tables, strategy
+            )
+            advanced = [SINCE_VERSION] if since else [SINCE_VERSION, SINCE_BASELINE]
+        except BaseException as error:
+            outcome: BaseException | Manifest = error
+        else:
+            outcome = manifest
+        for snapshot in (snapshot for shard in snapshots for snapshot in shard):
+            snapshot.close(advanced)
+        if isinstance(outcome, Manifest):
+            self._failures = []
+            self._tell("saved", outcome, saving)
+            self._collect()
+            saving.committed.set_result(outcome)
+            return
+        if not saving.copied.done():
+            saving.copied.set_exception(outcome)
+        if not isinstance(outcome, CancelledError):
+            self._failures.append(outcome)
+            warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
+            self._on_event("save_failed", {"step": saving.step, "error": str(outcome)})
+        saving.committed.set_exception(outcome)
+
+    def _write_version(
+        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
+    ) -> Manifest:  # fmt: skip
+        chain = self._chain
+        needs: list[VersionId] = []
+        if since is not None:
+            needs = [v for v in (chain.baseline,) if v is not None]
+            if since == SINCE_VERSION and chain.newest is not None:
+                needs = [chain.newest]
+        with self.writer.begin(needs=needs) as draft:
+            self._write_shards(draft, saving, snapshots, codecs)
+            saving.copied.set_result(None)
+            if extras.dense is not None:
+                draft.add(extras.dense, kind=DENSE, suffix="safetensors")
+            if saving.cancelled.is_set():
+                raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
+            layout = {
+                "kind": "full" if since is None else since,
+                "layout": strategy.layout,
+                "shards": len(snapshots),
+                "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
+                "sizes": [*chain.sizes] if since else [],
+                "baseline_nbytes": chain.nbytes if since else None,
+                "tables": tables,
+            }
+            manifest = draft.commit(
+                step=saving.step,
+                baseline=chain.baseline if since else None,
+                layout=layout,
+                reader=extras.reader,
+                user=extras.user,
+                counters=extras.counters,
+            )
+        self._follow(manifest)
+        return manifest
+
+    def _follow(self, manifest: Manifest) -> None:
+        """The chain after a version."""
+        nbytes = sum(file.size for file in manifest.of_kind(KIND))
+        if manifest.layout["kind"] == "full":
+            self._chain = _Chain(manifest.version, manifest.version, [], max(1, nbytes))
+        else:
+            base = manifest.layout["baseline_nbytes"]
+            sizes = [*manifest.layout["sizes"], nbytes / base]
+            self._chain = _Chain(manifest.baseline, manifest.version, sizes, base)
+
+    def _write_shards(
+        self, draft: Draft, saving: Saving, snapshots: Sequence[Sequence[Snapshot]],
+        codecs: dict[str, Codec],
+    ) -> None:  # fmt: skip
+        """One stream of pieces per shard; copying and encoding run ahead of the upload."""
+        for shard, slabs in enumerate(snapshots):
+            chunks = (
+                chunk for slab in slabs for chunk in slab.chunks(_CHUNK_ROWS, saving.cancelled)
+            )
+            for piece in pieces(
+                chunks,
+                codecs,
+                self._pool,
+                piece_nbytes=self.settings.piece_nbytes,
+                metadata={"shard": shard},
+            ):
+                with _Ahead(piece.stream(), self.settings.nice) as stream:
+                    draft.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
+
+    def _collect(self) -> None:
+        try:
+            self._collector.collect()
+        except FencedError as error:
+            self._failures.append(error)
+        except (StorageError, DamageError, NoVersionError) as error:
+            # Old versions stay a little longer; the one just committed is not in doubt.
+            warnings.warn(f"old versions could not be removed: {error}", stacklevel=1)
+
+    def _tell(self, event: str, manifest: Manifest, saving: Saving) -> None:
+        self._on_event(
+            event,
+            {
+                "version": manifest.version.number,
+                "step": manifest.step,
+                "kind": manifest.layout["kind"],
+                "nbytes": manifest.nbytes,
+                "pause_ms": saving.pause.total_seconds() * 1e3,
+            },
+        )
+
+    def close(self, step: int | None = None, extras: Extras | None = None) -> Manifest | None:
+        """Waits for what is under way; with a step, writes a last version in which nothing is
+        lost, whatever the strategy."""
+        if self._thread is not None:
+            self._thread.join()
+        if step is None:
+            self._raise_failures()
+            return None
+        strategy = LOSSLESS if self.strategy.lossy else self.strategy
+        self._failures = [error for error in self._failures if isinstance(error, FencedError)]
+        self.save(step, extras, strategy=strategy)
+        return self.wait()
+
+    # -- restoring -------------------------------------------------------------------------------
+
+    def restore(self, version: int | None = None, *, fall_back: bool = False) -> Restored | None:
+        """Brings a version back, the newest unless one is named; None from an empty repository.
+
+        What is damaged is `DamageError`, unless `fall_back` allows the newest undamaged version
+        before it; `lost` then names those that were passed over. When it raises, the rows are in
+        no defined state: restore another version, or stop.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        versions = list(self.repository.versions())
+        if version is not None:
+            chosen = self.repository.version(version)
+            versions = [v for v in versions if v <= chosen]
+        lost: list[VersionId] = []
+        while versions:
+            target = versions.pop()
+            try:
+                restored = self._restore(target)
+            except DamageError:
+                if not fall_back or not versions:
+                    raise
+                lost.append(target)
+                continue
+            if lost:
+                restored = Restored(
+                    manifest=restored.manifest, dense=restored.dense, lost=tuple(lost)
+                )
+            return restored
+        return None
+
+    def _restore(self, target: VersionId) -> Restored:
+        with Pin(self.repository, target):
+            restored = load(self.repository, target, self.subject, self._pool)
+        self.repository.record_restore(target)
+        self._restores += 1
+        manifest = restored.manifest
+        shards = manifest.layout["shards"]
+        # Increments count from a baseline of the same shards: another number starts anew.
+        if shards == self.subject.schema().get("shards", shards):
+            self._chain = _Chain()
+            for earlier in self.repository.chain(target):
+                self._follow(earlier)
+        else:
+            self._chain = _Chain()
+        return restored
+
+
+def load(repository: Repository, version: VersionId, subject: Subject, pool: Pool) -> Restored:
+    """Replaces every row of the subject by those of a version."""
+    chain = repository.chain(version)
+    manifest = chain[-1]
+    check_schema(repository.schema, subject.schema())
+    subject.clear()
+    for earlier in chain:
+        for chunk in _ahead_of(rows_of(repository, earlier, pool)):
+            if chunk.planes is None:
+                subject.delete(chunk.table, chunk.ids)
+            else:
+                subject.install(chunk.table, chunk.ids, chunk.planes)
+        if earlier.layout["kind"] == "full":
+            subject.forget_changes(keep_since_baseline=False)
+    subject.forget_changes(keep_since_baseline=True)
+    subject.load_table_state(manifest.layout["tables"])
+    dense = manifest.of_kind(DENSE)
+    return Restored(manifest=manifest, dense=repository.read(dense[0]) if dense else None)
+
+
+def rows_of(repository: Repository, manifest: Manifest, pool: Pool) -> Iterator[Chunk]:
+    """The rows that one version wrote itself, file by file."""
+    for file in manifest.of_kind(KIND):
+        yield from read_chunks(file.name, repository.stream(file), pool)
+
+
+def check_schema(saved: Json, present: Json) -> None:
+    """Refuses to mix runs: names every table and plane that differs."""
+    wrong = []
+    for name in sorted({*saved["tables"], *present["tables"]}):
+        was, now = saved["tables"].get(name), present["tables"].get(name)
+        if was is None:
+            wrong.append(f"table {name!r} is not in the repository")
+        elif now is None:
+            wrong.append(f"table {name!r} of the repository is not in the model")
+        else:
+            wrong.extend(
+                f"table {name!r}: {key} was {was.get(key)}, is {now.get(key)}"
+                for key in sorted({*was, *now})
+                if was.get(key) != now.get(key)
+            )
+    if wrong:
+        raise StateError(
+            "the model does not fit the repository: "
+            + "; ".join(wrong)
+            + "; build the model as it was saved, or use another repository"
+        )
+
+
+class _Stop:
+    """Ends a queue; carries the error of the thread that filled it."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def _ahead_of(items: Iterable[_T], depth: int = 4, nice: int = 0) -> Iterator[_T]:
+    with _Ahead(items, nice, depth) as running:
+        yield from running
+
+
+class _Ahead(Iterator[_T]):
+    """Iterates in a thread of its own, a few items ahead; errors come out where they belong."""
+
+    def __init__(self, items: Iterable[_T], nice: int = 0, depth: int = 4) -> None:
+        self._queue: Queue[_T | _Stop] = Queue(depth)
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(items, nice), name="emberkeep-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, items: Iterable[_T], nice: int) -> None:
+        be_nice(nice)
+        try:
+            for item in items:
+                self._queue.put(item)
+                if self._given_up.is_set():
+                    return
+        except BaseException as error:
+            self._queue.put(_Stop(error))
+        else:
+            self._queue.put(_Stop(None))
+
+    def __next__(self) -> _T:
+        item = self._queue.get()
+        if isinstance(item, _Stop):
+            self._queue.put(item)
+            if item.error is not None:
+                raise item.error
+            raise StopIteration
+        return item
+
+    def __enter__(self) -> _Ahead[_T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._given_up.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.01)
+            except Exception:
+                continue
+        self._thread.join()

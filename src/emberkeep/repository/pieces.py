@@ -1,0 +1,237 @@
+"""Rows as files: chunks of rows become Arrow IPC streams and come back.
+
+One record of a stream is one buffer: the packed ids of a group of rows, or a buffer of one of
+their planes as the codec made it. The records of a group stand in one batch, so a reader holds one
+batch at a time. The schema is the same for every table and codec.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
+from emberkeep.errors import DamageError, FormatError
+from emberkeep.pool import Pool
+from emberkeep.repository.documents import Json
+from emberkeep.snapshot import Chunk
+
+KIND = "rows"
+SUFFIX = "arrow"
+PIECE_NBYTES = 256 * 2**20
+_BATCH_NBYTES = 8 * 2**20
+_FORMAT = 1
+_RAW = Raw()
+
+Codecs = Mapping[str, Codec]
+
+
+def _schema(codecs: Codecs) -> Any:
+    import pyarrow as pa
+
+    about = {"format": _FORMAT, "codecs": {name: codec.to_dict() for name, codec in codecs.items()}}
+    return pa.schema(
+        [
+            ("table", pa.string()),
+            ("group", pa.int32()),
+            ("part", pa.string()),
+            ("rows", pa.int64()),
+            ("plane", pa.string()),
+            ("width", pa.int32()),
+            ("dtype", pa.string()),
+            ("buffer", pa.string()),
+            ("data", pa.large_binary()),
+        ],
+        metadata={"emberkeep": json.dumps(about)},
+    )
+
+
+class Piece:
+    """One file to be: stream it to its end, then look at `metadata`."""
+
+    def __init__(
+        self, first: Chunk, rest: Iterator[Chunk], codecs: Codecs, nbytes: int, pool: Pool,
+        metadata: Json,
+    ) -> None:  # fmt: skip
+        self._chunks = rest
+        self._codecs = codecs
+        self._nbytes = nbytes
+        self._pool = pool
+        self.next: Chunk | None = first
+        self.metadata: Json = {**metadata, "rows": {}, "tombstones": {}}
+
+    def stream(self) -> Iterator[bytes]:
+        """The bytes of the file; ends when it is large enough or there are no more chunks."""
+        import pyarrow as pa
+
+        sink = _Sink()
+        schema = _schema(self._codecs)
+        written = group = 0
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as stream:
+            records: list[tuple[Any, ...]] = []
+            pending = 0
+            while self.next is not None and written + pending < self._nbytes:
+                for record in self._records(self.next, group):
+                    records.append(record)
+                    pending += record[-1].nbytes
+                group += 1
+                self.next = next(self._chunks, None)
+                if pending >= _BATCH_NBYTES:
+                    stream.write_batch(_batch(schema, records))
+                    records, written, pending = [], written + pending, 0
+                    yield from sink.take()
+            if records:
+                stream.write_batch(_batch(schema, records))
+        yield from sink.take()
+
+    def _records(self, chunk: Chunk, group: int) -> Iterator[tuple[Any, ...]]:
+        count = chunk.ids.size
+        counted = self.metadata["tombstones" if chunk.planes is None else "rows"]
+        counted[chunk.table] = counted.get(chunk.table, 0) + count
+        part = "tombstones" if chunk.planes is None else "ids"
+        yield chunk.table, group, part, count, "", 0, "", "", pack_ids(chunk.ids)
+        for plane, values in (chunk.planes or {}).items():
+            codec = self._codecs.get(plane, _RAW)
+            for name, buffer in codec.encode(values, self._pool).items():
+                width, kind = values.shape[1], values.dtype.name
+                yield chunk.table, group, "plane", count, plane, width, kind, name, buffer
+
+
+def pieces(
+    chunks: Iterable[Chunk], codecs: Codecs, pool: Pool, *, piece_nbytes: int, metadata: Json
+) -> Iterator[Piece]:
+    """Cuts chunks into files of about `piece_nbytes`; each must be streamed before the next."""
+    rest = iter(chunks)
+    first = next(rest, None)
+    while first is not None:
+        piece = Piece(first, rest, codecs, piece_nbytes, pool, metadata)
+        yield piece
+        first = piece.next
+
+
+def read_chunks(name: str, blocks: Iterator[bytes], pool: Pool) -> Iterator[Chunk]:
+    """The chunks of one file, in the order in which they were written.
+
+    The blocks have been checked against their digests; what still does not make sense is
+    `DamageError`, and a file of a later format is refused.
+    """
+    import pyarrow as pa
+
+    try:
+        stream = pa.ipc.open_stream(_Source(blocks))
+        about = json.loads(stream.schema.metadata[b"emberkeep"])
+    except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
+        raise DamageError(f"{name} is not a piece: {error}", name=name) from error
+    if about["format"] > _FORMAT:
+        raise FormatError(f"{name} was written by a later release of emberkeep: upgrade to read it")
+    codecs = {plane: codec_from_dict(spec) for plane, spec in about["codecs"].items()}
+    try:
+        for batch in stream:
+            yield from _chunks(batch, codecs, pool)
+    except (pa.ArrowInvalid, KeyError, TypeError, ValueError, OSError) as error:
+        raise DamageError(f"{name} does not hold rows: {error}", name=name) from error
+
+
+def _chunks(batch: Any, codecs: Codecs, pool: Pool) -> Iterator[Chunk]:
+    columns = {
+        field: batch.column(field).to_pylist() for field in batch.schema.names if field != "data"
+    }
+    data = batch.column("data")
+    at = 0
+    while at < batch.num_rows:
+        group, table, count = columns["group"][at], columns["table"][at], columns["rows"][at]
+        ids = unpack_ids(_bytes_of(data, at), count=count)
+        if columns["part"][at] == "tombstones":
+            yield Chunk(table, ids, None)
+            at += 1
+            continue
+        planes: dict[str, Any] = {}
+        at += 1
+        while at < batch.num_rows and columns["group"][at] == group:
+            plane, width, kind = (columns[c][at] for c in ("plane", "width", "dtype"))
+            buffers = {}
+            while (
+                at < batch.num_rows
+                and columns["group"][at] == group
+                and columns["plane"][at] == plane
+            ):
+                buffers[columns["buffer"][at]] = _bytes_of(data, at)
+                at += 1
+            codec = codecs.get(plane, _RAW)
+            planes[plane] = codec.decode(buffers, rows=count, width=width, dtype=kind, pool=pool)
+        yield Chunk(table, ids, planes)
+
+
+def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
+    import pyarrow as pa
+
+    *columns, buffers = zip(*records, strict=True)
+    flat = [np.ascontiguousarray(buffer).reshape(-1).view(np.uint8) for buffer in buffers]
+    offsets = np.cumsum([0, *(part.size for part in flat)]).astype(np.int64)
+    data = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(),
+        len(flat),
+        [None, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(flat))],
+    )
+    arrays = [
+        pa.array(values, field.type)
+        for values, field in zip(columns, list(schema)[:-1], strict=True)
+    ]
+    return pa.RecordBatch.from_arrays([*arrays, data], schema=schema)
+
+
+def _bytes_of(data: Any, index: int) -> npt.NDArray[np.uint8]:
+    buffer = data[index].as_buffer()
+    return np.frombuffer(buffer, np.uint8) if buffer.size else np.empty(0, np.uint8)
+
+
+class _Sink(io.RawIOBase):
+    """Collects what the Arrow writer writes until it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)
+        self._parts.append(part)
+        return len(part)
+
+    def take(self) -> list[bytes]:
+        parts, self._parts = self._parts, []
+        return parts
+
+
+class _Source(io.RawIOBase):
+    """Blocks one after the other as a file that can only be read on."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1) -> bytes:
+        parts = []
+        wanted = size if size is not None and size >= 0 else 2**62
+        while wanted:
+            if not self._rest:
+                block = next(self._blocks, None)
+                if block is None:
+                    break
+                self._rest = memoryview(block)
+            part = self._rest[:wanted]
+            self._rest = self._rest[len(part) :]
+            wanted -= len(part)
+            parts.append(part)
+        return parts[0].tobytes() if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,309 @@
+"""Versions written beside training and brought back: the same bits, on any number of shards."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
+from emberkeep.repository import KeepAll, KeepLast, Repository
+from emberkeep.tables import SGD, Adam, Table
+from tests.contracts.engine import grads_of, state, wanted_of
+
+TABLES = [
+    Table("fixed", rows=900, dim=6),
+    Table("dynamic", rows=None, capacity=700, dim=6),
+    Table("wide", rows=100, dim=9),
+]
+EVICTING = [*TABLES, Table("evicting", rows=None, capacity=150, dim=6, on_full="evict_oldest")]
+LAYOUTS = ["full", "one_shot", "intermittent", "consecutive"]
+KEEP = Settings(retention=KeepAll(), grace=timedelta(0))
+
+
+def opened(tables: list[Table] = TABLES, *, shards: int = 1) -> LocalCluster:
+    return local(shards=shards, threads=2).open(tables, Adam(lr=0.05), seed=3)
+
+
+def train(cluster: LocalCluster, random: np.random.Generator, steps: int = 2) -> None:
+    for _ in range(steps):
+        if random.random() < 0.3:
+            table = cluster.tables[random.integers(0, len(cluster.tables))]
+            ids = random.integers(0, table.rows or 600, 20)
+            cluster.delete(table.name, ids)
+        batch = {
+            table.name: np.unique(random.integers(0, table.rows or 600, 40)).tolist()
+            for table in cluster.tables
+        }
+        dims = {table.name: table.dim for table in cluster.tables}
+        grads = {name: random.standard_normal((len(i), dims[name])) for name, i in batch.items()}
+        cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.05)
+
+
+def begun(cluster: LocalCluster, store: Any = None, **settings: Any) -> Checkpointer:
+    store = store or MemoryStore()
+    if not Repository.exists(store):
+        Repository.create(store, schema=cluster.schema())
+    return Checkpointer(Repository.open(store), cluster, **{"settings": KEEP, **settings})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_version_comes_back_bit_for_bit(layout: Any, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cluster = opened(EVICTING)
+    keeper = begun(cluster, strategy=Strategy(layout=layout))
+    states = {}
+    for step in range(1, 9):
+        train(cluster, random)
+        before = state(cluster)
+        keeper.save(step, Extras(user={"step": step}))
+        train(cluster, random)  # beside the save
+        manifest = keeper.wait()
+        assert manifest is not None
+        states[manifest.version.number] = before
+    for number, expected in states.items():
+        fresh = opened(EVICTING)
+        restored = begun(fresh, keeper.repository.store).restore(number)
+        assert restored is not None
+        assert restored.manifest.user == {"step": restored.manifest.step}
+        assert state(fresh) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: Any) -> None:
+    """Also its later versions: after a restore, increments still hold what they must."""
+    random, twin_random = (np.random.default_rng(5) for _ in range(2))
+    cluster, twin = opened(EVICTING), opened(EVICTING)
+    store = MemoryStore()
+    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    for step in range(1, 12):
+        train(cluster, random)
+        train(twin, twin_random)
+        keeper.save(step)
+        keeper.wait()
+        if step % 3 == 0:  # the process ends, another one takes over
+            cluster = opened(EVICTING)
+            keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+            restored = keeper.restore()
+            assert restored is not None
+            assert restored.manifest.step == step
+        assert state(cluster) == state(twin)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 5), (4, 4)])
+def test_versions_move_to_another_number_of_shards(before: int, after: int) -> None:
+    random = np.random.default_rng(1)
+    cluster = opened(shards=before)
+    keeper = begun(cluster, strategy=Strategy(layout="one_shot"))
+    for step in range(1, 4):
+        train(cluster, random)
+        keeper.save(step)
+        keeper.wait()
+    moved = opened(shards=after)
+    second = begun(moved, keeper.repository.store, strategy=Strategy(layout="one_shot"))
+    second.restore()
+    assert state(moved) == state(cluster)
+    second.save(4)
+    manifest = second.wait()
+    assert manifest is not None
+    assert manifest.layout["kind"] == ("baseline" if before == after else "full")
+    assert len(manifest.files) <= after
+
+
+def test_increments_hold_only_what_changed() -> None:
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout="consecutive"))
+    train(cluster, np.random.default_rng(0), steps=20)
+    keeper.save(1)
+    keeper.wait()
+    ids = wanted_of(cluster, {"fixed": [4, 8, 15]})
+    cluster.push(ids, grads_of(cluster, {"fixed": np.ones((3, 6))}), lr=0.1)
+    keeper.save(2)
+    manifest = keeper.wait()
+    assert manifest is not None
+    assert [file.metadata["rows"] for file in manifest.files] == [{"fixed": 3}]
+    keeper.save(3)
+    assert keeper.wait().files == ()  # type: ignore[union-attr]
+
+
+def test_quantized_rows_come_back_within_their_bound_and_close_loses_nothing() -> None:
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout="full", bits=8))
+    train(cluster, np.random.default_rng(0), steps=10)
+    keeper.save(1)
+    keeper.wait()
+    fresh = opened()
+    begun(fresh, keeper.repository.store).restore()
+    ids, planes = cluster.read_all("fixed")
+    got = fresh.read("fixed", ids)
+    span = planes["weight"].max(axis=1) - planes["weight"].min(axis=1)
+    assert (np.abs(got["weight"] - planes["weight"]).max(axis=1) <= 0.505 * span / 255).all()
+    assert got["first_moment"].tobytes() == planes["first_moment"].tobytes()
+    keeper = begun(cluster, keeper.repository.store, strategy=Strategy(layout="full", bits=2))
+    assert keeper.close(2) is not None
+    exact = opened()
+    begun(exact, keeper.repository.store).restore()
+    assert state(exact) == state(cluster)
+
+
+def test_bits_follow_the_restores() -> None:
+    store = MemoryStore()
+    chosen = []
+    for _ in range(4):
+        cluster = opened()
+        keeper = begun(cluster, store, strategy=Strategy(layout="full", expected_restores=2))
+        keeper.restore()
+        train(cluster, np.random.default_rng(0))
+        keeper.save(1)
+        manifest = keeper.wait()
+        assert manifest is not None
+        chosen.append(manifest.layout["codecs"]["weight"]["bits"])
+    assert chosen == [3, 3, 3, 8]  # no restore, one, two as expected, then one too many
+
+
+def test_retention_removes_old_versions_and_keeps_what_the_rest_needs() -> None:
+    cluster = opened()
+    settings = Settings(retention=KeepLast(n=2), grace=timedelta(0))
+    keeper = begun(cluster, strategy=Strategy(layout="one_shot"), settings=settings)
+    random = np.random.default_rng(2)
+    for step in range(1, 7):
+        train(cluster, random)
+        keeper.save(step)
+        keeper.wait()
+    numbers = [version.number for version in keeper.repository.versions()]
+    assert numbers == [1, 5, 6]  # the baseline, and the last two that count from it
+    fresh = opened()
+    begun(fresh, keeper.repository.store).restore()
+    assert state(fresh) == state(cluster)
+
+
+class Flaky(MemoryStore):
+    """Refuses to write data while told to."""
+
+    broken = False
+
+    def put(self, name: str, data: Any) -> int:
+        if self.broken and name.startswith("data/"):
+            raise SaveError("the store is broken")
+        return super().put(name, data)
+
+
+def test_a_failed_save_is_warned_of_and_its_rows_are_in_the_next() -> None:
+    store, cluster = Flaky(), opened()
+    keeper = begun(cluster, store, strategy=Strategy(layout="consecutive"))
+    random = np.random.default_rng(4)
+    train(cluster, random)
+    keeper.save(1)
+    keeper.wait()
+    store.broken = True
+    for step in (2, 3):
+        train(cluster, random)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            keeper.save(step).committed.exception()
+        assert any("broken" in str(warning.message) for warning in seen)
+    store.broken = False
+    train(cluster, random)
+    keeper.save(4)
+    keeper.wait()
+    fresh = opened()
+    begun(fresh, store).restore()
+    assert state(fresh) == state(cluster)
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_saves_that_keep_failing_raise_at_the_next_call_and_in_wait() -> None:
+    store, cluster = Flaky(), opened()
+    keeper = begun(cluster, store)
+    train(cluster, np.random.default_rng(0))
+    store.broken = True
+    for step in range(3):
+        keeper.save(step).committed.exception()
+    with pytest.raises(SaveError, match="3 saves in a row"):
+        keeper.save(4)
+    keeper.save(5)
+    with pytest.raises(SaveError, match="broken"):
+        keeper.wait()
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_a_process_that_was_replaced_stops() -> None:
+    cluster, store = opened(), MemoryStore()
+    first = begun(cluster, store)
+    train(cluster, np.random.default_rng(0))
+    begun(opened(), store)
+    first.save(1)
+    with pytest.raises(FencedError):
+        first.wait()
+    with pytest.raises(FencedError):
+        first.save(2)
+
+
+def test_a_newer_save_cancels_the_older_one_when_told_to() -> None:
+    cluster = opened()
+    settings = Settings(retention=KeepAll(), overlap="cancel")
+    keeper = begun(cluster, settings=settings, strategy=Strategy(layout="consecutive"))
+    random = np.random.default_rng(0)
+    for step in range(1, 30):
+        train(cluster, random, steps=1)
+        keeper.save(step)
+    assert keeper.wait() is not None
+    fresh = opened()
+    begun(fresh, keeper.repository.store).restore()
+    assert state(fresh) == state(cluster)
+
+
+def test_damage_is_refused_or_passed_over_as_asked() -> None:
+    cluster, store = opened(), MemoryStore()
+    keeper = begun(cluster, store, strategy=Strategy(layout="full"))
+    random = np.random.default_rng(0)
+    states = []
+    for step in (1, 2, 3):
+        train(cluster, random)
+        states.append(state(cluster))
+        keeper.save(step)
+        keeper.wait()
+    newest = keeper.repository.manifest(3).files[0].name
+    content = bytearray(store.get(newest))
+    content[len(content) // 2] ^= 1
+    store.put(newest, bytes(content))
+    fresh = opened()
+    reader = begun(fresh, store)
+    with pytest.raises(DamageError, match=newest):
+        reader.restore()
+    restored = reader.restore(fall_back=True)
+    assert restored is not None
+    assert [version.number for version in restored.lost] == [3]
+    assert state(fresh) == states[1]
+
+
+def test_a_model_of_another_shape_is_refused_by_name() -> None:
+    keeper = begun(opened())
+    other = [Table("fixed", rows=900, dim=7), *TABLES[1:], Table("new", rows=2, dim=2)]
+    with pytest.raises(StateError, match=r"'fixed': planes.*'new' is not in the repository"):
+        begun(opened(other), keeper.repository.store)
+    with pytest.raises(StateError, match="origin"):
+        begun(local().open(TABLES, Adam(lr=0.1), seed=4), keeper.repository.store)
+    with pytest.raises(StateError, match="planes"):
+        begun(local().open(TABLES, SGD(lr=0.1), seed=3), keeper.repository.store)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layout": "some"},
+        {"bits": 5},
+        {"bits": 4, "expected_restores": 3},
+        {"expected_restores": -1},
+    ],
+)
+def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Strategy(**wrong)
