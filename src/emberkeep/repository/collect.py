@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
 from emberkeep.errors import ConfigError, NoVersionError
-from emberkeep.repository import documents, names
+from emberkeep.repository import names
 from emberkeep.repository.history import History
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.names import VersionId
@@ -133,7 +133,7 @@ class Collector:
     def _mark(self, versions: frozenset[VersionId]) -> str:
         name = f"{names.CONDEMNED}/{self._writer.epoch:06d}-{secrets.token_hex(8)}.json"
         body = {"versions": [str(version) for version in sorted(versions)]}
-        self._store.put(name, documents.encode("condemned", body))
+        self._store.put(name, self._repository.encode(name, "condemned", body))
         return name
 
     def _garbage(

@@ -26,11 +26,14 @@ _HEX = 32
 _OVERHEAD = len(_HEAD) + _HEX + len(_MIDDLE) + len(_TAIL)
 
 
-def encode(kind: str, body: Json) -> bytes:
-    """The bytes of a document; the body must be JSON in the strict sense (no NaN, string keys)."""
+def encode(name: str, kind: str, repository: str, body: Json) -> bytes:
+    """The bytes of a document; the body must be JSON in the strict sense (no NaN, string keys).
+
+    It says its own name and repository, so that a whole document in the wrong place is recognised.
+    """
     try:
         text = json.dumps(
-            {"kind": kind, "format": FORMAT, **body},
+            {"kind": kind, "format": FORMAT, "name": name, "repository": repository, **body},
             allow_nan=False,
             ensure_ascii=False,
             separators=(",", ":"),
@@ -41,11 +44,11 @@ def encode(kind: str, body: Json) -> bytes:
     return _HEAD + _digest(content) + _MIDDLE + content + _TAIL
 
 
-def decode(name: str, data: bytes, kind: str) -> Json:
+def decode(name: str, data: bytes, kind: str, repository: str | None = None) -> Json:
     """The body of the document called `name`.
 
-    Raises `DamageError` if a single bit differs from what was written or another kind of document
-    stands under that name, and `FormatError` if a newer release wrote it.
+    Raises `DamageError` if a single bit differs from what was written or another document stands
+    under that name, and `FormatError` if a newer release wrote it.
     """
     content = data[len(_HEAD) + _HEX + len(_MIDDLE) : -len(_TAIL)]
     if len(data) < _OVERHEAD or data != _HEAD + _digest(content) + _MIDDLE + content + _TAIL:
@@ -60,10 +63,14 @@ def decode(name: str, data: bytes, kind: str) -> Json:
             f"{name} has format {body['format']}, this release reads up to {FORMAT}: upgrade to "
             f"emberkeep {body.get('release', 'of that format')} or newer"
         )
-    if body["kind"] != kind:
-        raise DamageError(
-            f"{name} is damaged: it holds a {body['kind']} where a {kind} belongs", name=name
-        )
+    expected = {"kind": kind, "name": name, "repository": repository or body["repository"]}
+    for field, value in expected.items():
+        if body[field] != value:
+            raise DamageError(
+                f"{name} is damaged: it says {field} {body[field]} where {value} belongs, so it "
+                "was swapped with another object",
+                name=name,
+            )
     return body
 
 

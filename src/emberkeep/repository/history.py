@@ -23,7 +23,6 @@ from emberkeep.repository.names import (
     VERSIONS,
     WRITERS,
     VersionId,
-    expect,
     parse_version,
     parse_writer,
     writer_name,
@@ -83,9 +82,9 @@ class Listing:
     void: frozenset[VersionId]
 
     @classmethod
-    def of(cls, store: BlobStore) -> Listing:
-        epochs = [parse_writer(info.name) for info in store.list(WRITERS)]
-        epoch = max((epoch for epoch in epochs if epoch is not None), default=0)
+    def of(cls, store: BlobStore, origin: Lineage) -> Listing:
+        """Lists; `DamageError` if the claim of an epoch that has versions is gone."""
+        epoch = _newest_epoch(store)
         manifests = {}
         void = set()
         for info in store.list(VERSIONS):
@@ -97,6 +96,14 @@ class Listing:
                 void.add(version)
             else:
                 manifests[version] = info
+        unclaimed = max((version.epoch for version in manifests), default=0)
+        if unclaimed > max(epoch, origin.next_epoch - 1) and unclaimed > _newest_epoch(store):
+            name = writer_name(unclaimed)
+            raise DamageError(
+                f"{name} is missing, but versions of that epoch are there: copy it back from a "
+                "backup before anything else is done with this repository",
+                name=name,
+            )
         return cls(epoch=epoch, manifests=manifests, void=frozenset(void))
 
     def seal_of(self, epoch: int) -> VersionId | None:
@@ -132,14 +139,19 @@ class History:
         return self.versions[-1] if self.versions else None
 
 
+def _newest_epoch(store: BlobStore) -> int:
+    epochs = [parse_writer(info.name) for info in store.list(WRITERS)]
+    return max((epoch for epoch in epochs if epoch is not None), default=0)
+
+
 def writer_document(
     *, repository: str, epoch: int, nonce: str, lineage: Lineage, details: Json
 ) -> bytes:
     return documents.encode(
+        writer_name(epoch),
         "writer",
+        repository,
         {
-            "repository": repository,
-            "epoch": epoch,
             "nonce": nonce,
             "starts_from": str(lineage.newest) if lineage.newest else None,
             "lineage": lineage.to_json(),
@@ -150,15 +162,8 @@ def writer_document(
 
 def seal_document(*, repository: str, version: VersionId, nonce: str, lineage: Lineage) -> bytes:
     """What takes the place of a sealed epoch's next manifest; holds the next epoch's lineage."""
-    return documents.encode(
-        "seal",
-        {
-            "repository": repository,
-            "version": str(version),
-            "nonce": nonce,
-            "lineage": lineage.to_json(),
-        },
-    )
+    body = {"nonce": nonce, "lineage": lineage.to_json()}
+    return documents.encode(version.manifest_name, "seal", repository, body)
 
 
 def read_seal(name: str, data: bytes) -> Lineage | None:
@@ -179,9 +184,7 @@ def read_lineage(store: BlobStore, repository: str, listing: Listing, origin: Li
         return origin
     name = writer_name(listing.epoch)
     try:
-        body = documents.decode(name, store.get(name), "writer")
-        expect(name, "epoch", body["epoch"], listing.epoch)
-        expect(name, "repository", body["repository"], repository)
+        body = documents.decode(name, store.get(name), "writer", repository)
         return Lineage.from_json(body["lineage"])
     except DamageError:
         seal = listing.seal_of(listing.epoch - 1)

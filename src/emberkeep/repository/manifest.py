@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents
 from emberkeep.repository.documents import Json
-from emberkeep.repository.names import VersionId, expect, parse_data
+from emberkeep.repository.names import VersionId, parse_data
 
 _NONCE = re.compile(r"[0-9a-f]{16}\Z")
 
@@ -119,10 +119,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         return documents.encode(
+            self.name,
             "manifest",
+            self.repository,
             {
-                "repository": self.repository,
-                "version": str(self.version),
                 "nonce": self.nonce,
                 "step": self.step,
                 "created": self.created.isoformat(),
@@ -141,9 +141,7 @@ class Manifest:
     def decode(cls, version: VersionId, repository: str, data: bytes) -> Manifest:
         """The manifest of that version of that repository; anything else is `DamageError`."""
         name = version.manifest_name
-        body = documents.decode(name, data, "manifest")
-        expect(name, "version", body["version"], str(version))
-        expect(name, "repository", body["repository"], repository)
+        body = documents.decode(name, data, "manifest", repository)
         try:
             return cls(
                 repository=repository,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError
 
 REPOSITORY = "repository.json"
 WRITERS = "writers"
@@ -92,13 +92,3 @@ def tag_name(tag: str) -> str:
             f"{tag!r} cannot name a version: use up to 100 letters, digits, '_', '-' and inner dots"
         )
     return f"{TAGS}/{tag}.json"
-
-
-def expect(name: str, field: str, found: object, expected: object) -> None:
-    """A whole document under another one's name is damage too."""
-    if found != expected:
-        raise DamageError(
-            f"{name} is damaged: it says {field} {found} where {expected} belongs; it was swapped "
-            "with another object",
-            name=name,
-        )

@@ -10,8 +10,8 @@ import secrets
 from datetime import datetime, timedelta
 from types import TracebackType
 
-from emberkeep.errors import ConfigError, NoVersionError
-from emberkeep.repository import documents, names
+from emberkeep.errors import ConfigError, DamageError, NoVersionError
+from emberkeep.repository import names
 from emberkeep.repository.manifest import Manifest, utc
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
@@ -57,7 +57,8 @@ class Pin:
                 "a longer lifetime or renewed more often"
             )
         body = {"version": str(self.version), "expires": (now + self._lifetime).isoformat()}
-        self._repository.store.put(self._name, documents.encode("pin", body))
+        content = self._repository.encode(self._name, "pin", body)
+        self._repository.store.put(self._name, content)
         self._expires = now + self._lifetime
 
     def release(self) -> None:
@@ -76,10 +77,16 @@ class Pin:
 
 
 def read_pins(repository: Repository) -> dict[str, tuple[VersionId, datetime]]:
-    """Every pin by name, expired ones included: its version, and when it expires."""
+    """Every pin by name, expired ones included: its version, and when it expires.
+
+    A damaged pin holds nothing. Its reader at worst misses a file, and is told so.
+    """
     pins = {}
     for info in repository.store.list(names.PINS):
-        body = repository.document(info.name, "pin")
+        try:
+            body = repository.document(info.name, "pin")
+        except DamageError:
+            continue
         if body is not None:
             pins[info.name] = (VersionId.parse(body["version"]), utc(body["expires"]))
     return pins

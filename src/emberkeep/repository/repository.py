@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from typing import Any
 
 from emberkeep.blobs import BlobStore
 from emberkeep.blobs.wrapper import ExclusiveStore
@@ -52,7 +51,7 @@ class Repository:
 
     def __init__(self, store: BlobStore, description: Json, *, clock: Clock = utc_now) -> None:
         self.store: BlobStore = ExclusiveStore(store) if description["exclusive"] else store
-        self.id: str = description["id"]
+        self.id: str = description["repository"]
         self.schema: Json = description["schema"]
         self.forked_from: Json | None = description["forked_from"]
         self.exclusive: bool = description["exclusive"]
@@ -101,10 +100,11 @@ class Repository:
                 "exclusive=True if one process alone will ever write there"
             )
         content = documents.encode(
+            names.REPOSITORY,
             "repository",
+            identity or secrets.token_hex(16),
             {
                 "release": "0.1.0",
-                "id": identity or secrets.token_hex(16),
                 "created": clock().isoformat(),
                 "schema": documents.plain("schema", schema),
                 "exclusive": not capable,
@@ -152,7 +152,7 @@ class Repository:
     def history(self) -> History:
         """The versions with the listing and the lineage that they were decided from."""
         condemned = frozenset().union(*self.condemned().values())
-        listing = Listing.of(self.store)
+        listing = Listing.of(self.store, self.origin)
         lineage = read_lineage(self.store, self.id, listing, self.origin)
         standing = listing.history(lineage)
         # A successor that has sealed the newest epoch but not claimed its own yet, or died in
@@ -292,8 +292,7 @@ class Repository:
         for info in self.store.list(names.TAGS):
             body = self.document(info.name, "tag")
             if body is not None:
-                names.expect(info.name, "name", names.tag_name(body["name"]), info.name)
-                found[body["name"]] = VersionId.parse(body["version"])
+                found[body["tag"]] = VersionId.parse(body["version"])
         return found
 
     def tag(self, name: str, version: VersionId | int) -> None:
@@ -301,8 +300,11 @@ class Repository:
         if isinstance(version, int):
             version = self.version(version)
         path = names.tag_name(name)
-        content = documents.encode("tag", {"name": name, "version": str(version)})
-        if not self.store.put_if_absent(path, content) and self.store.get(path) != content:
+        content = self.encode(path, "tag", {"tag": name, "version": str(version)})
+        found = create_or_read(self.store, path, content)
+        if is_torn(found, content):
+            self.store.put(path, content)
+        elif found != content:
             held = self.tags().get(name)
             raise ConfigError(f"{name} already names version {held}: untag it first")
         try:
@@ -318,7 +320,7 @@ class Repository:
         """Counts a restore, for the choice of the bit-width."""
         body = {"version": str(version), "at": self.clock().isoformat()}
         name = f"{names.RESTORES}/{secrets.token_hex(8)}.json"
-        self.store.put(name, documents.encode("restore", body))
+        self.store.put(name, self.encode(name, "restore", body))
 
     def restores(self) -> int:
         """How often versions of this repository were restored."""
@@ -335,12 +337,17 @@ class Repository:
         return self.manifest(version)
 
     def condemned(self) -> dict[str, frozenset[VersionId]]:
-        """The versions that a gc under way, or one that died, is removing, by mark."""
+        """The versions that a gc under way, or one that died, is removing, by mark.
+
+        A damaged mark condemns nothing: gc deletes only after its mark was put whole.
+        """
         marks = {}
         for info in self.store.list(names.CONDEMNED):
-            body = self.document(info.name, "condemned")
-            if body is not None:
-                marks[info.name] = frozenset(VersionId.parse(text) for text in body["versions"])
+            try:
+                body = self.document(info.name, "condemned") or {"versions": ()}
+            except DamageError:
+                body = {"versions": ()}
+            marks[info.name] = frozenset(VersionId.parse(text) for text in body["versions"])
         return marks
 
     def document(self, name: str, kind: str) -> Json | None:
@@ -349,13 +356,16 @@ class Repository:
             content = self.store.get(name)
         except MissingObjectError:
             return None
-        body: dict[str, Any] = documents.decode(name, content, kind)
-        return body
+        return documents.decode(name, content, kind, self.id)
+
+    def encode(self, name: str, kind: str, body: Json) -> bytes:
+        """The bytes of a document of this repository."""
+        return documents.encode(name, kind, self.id, body)
 
 
 def void(repository: Repository, version: VersionId) -> None:
     """Marks a version's name as spent on something that is not a version."""
-    content = documents.encode("void", {"version": str(version)})
+    content = repository.encode(version.void_name, "void", {})
     repository.store.put(version.void_name, content)
 
 

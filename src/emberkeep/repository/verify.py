@@ -7,13 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
-from emberkeep.repository import documents, names
+from emberkeep.repository import names
 from emberkeep.repository.digests import Digester
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
 
 _THREADS = 4
+
+# What may stand in each directory beside the manifests of the history.
+_KINDS = {
+    names.WRITERS: ("writer",),
+    names.VERSIONS: ("seal", "void", "manifest"),
+    names.TAGS: ("tag",),
+    names.PINS: ("pin",),
+    names.CONDEMNED: ("condemned",),
+    names.RESTORES: ("restore",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +37,17 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a verification."""
+    """The result of a verification.
+
+    `unreferenced` are data files that no checked version lists: a save in progress, one that died,
+    or what remains of a manifest that somebody deleted.
+    """
 
     versions: tuple[VersionId, ...]
     files: int
     nbytes: int
     damages: tuple[Damage, ...]
+    unreferenced: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -54,7 +69,7 @@ def verify(
     """
     chosen = repository.versions() if versions is None else tuple(versions)
     check = _Check(repository, deep=deep)
-    check.repository_documents()
+    check.small_objects()
     for version in chosen:
         check.version(version)
     return check.report(chosen)
@@ -88,20 +103,28 @@ class _Check:
         # What damaged files hold instead, to recognise files that were swapped.
         self._actual: dict[str, tuple[int, str]] = {}
 
-    def repository_documents(self) -> None:
-        """The newest claim and the tags; whatever else there is was read to get this far."""
-        epoch = self._repository.history().listing.epoch
-        if epoch:
-            name = names.writer_name(epoch)
+    def small_objects(self) -> None:
+        """Every JSON object beside the manifests of the history."""
+        history = self._repository.history()
+        counted = {v.manifest_name for v in (*history.versions, *history.condemned)}
+        void = {v.manifest_name for v in history.listing.void}
+        writers = [info.name for info in self._repository.store.list(names.WRITERS)]
+        for epoch in range(self._repository.origin.next_epoch, history.listing.epoch + 1):
+            if names.writer_name(epoch) not in writers:
+                self._blame(names.writer_name(epoch), "missing", ())
+        for directory, kinds in _KINDS.items():
+            for info in self._repository.store.list(directory):
+                if info.name not in counted and info.name not in void:
+                    self._document(info.name, kinds)
+
+    def _document(self, name: str, kinds: tuple[str, ...]) -> None:
+        for kind in kinds:
             try:
-                documents.decode(name, self._repository.store.get(name), "writer")
+                self._repository.document(name, kind)
+                return
             except DamageError as error:
-                self._blame(name, str(error), ())
-        for info in self._repository.store.list(names.TAGS):
-            try:
-                self._repository.document(info.name, "tag")
-            except DamageError as error:
-                self._blame(info.name, str(error), ())
+                problem = str(error)
+        self._blame(name, problem, ())
 
     def version(self, version: VersionId) -> bool:
         """Checks a version and all that it needs; whether it is whole."""
@@ -141,6 +164,7 @@ class _Check:
             files=len(self._files),
             nbytes=sum(file.size for file in self._files.values()),
             damages=tuple(damages),
+            unreferenced=tuple(sorted(self._sizes.keys() - self._files.keys())),
         )
 
     def _manifest(self, version: VersionId, on_behalf_of: VersionId) -> Manifest | None:
