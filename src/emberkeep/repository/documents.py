@@ -23,6 +23,9 @@ _HEAD = b'{"xxh3_128":"'
 _MIDDLE = b'","body":'
 _TAIL = b"}\n"
 _HEX = 32
+IDENTIFYING = len(_HEAD) + _HEX
+"""So many bytes of a document tell it from any other."""
+
 _OVERHEAD = len(_HEAD) + _HEX + len(_MIDDLE) + len(_TAIL)
 
 

@@ -214,5 +214,9 @@ def create_or_read(store: BlobStore, name: str, content: bytes) -> bytes:
 
 
 def is_torn(found: bytes, content: bytes) -> bool:
-    """Whether `found` is the beginning of `content`: a write of ours that did not finish."""
-    return len(found) < len(content) and content.startswith(found)
+    """Whether `found` is the beginning of `content`: a write of ours that did not finish.
+
+    No store of ours leaves such a thing, but the repository survives one that does. The beginning
+    must reach beyond the digest, or it could as well be another's.
+    """
+    return documents.IDENTIFYING <= len(found) < len(content) and content.startswith(found)

@@ -81,8 +81,9 @@ class Writer:
         name = names.writer_name(epoch)
         found = create_or_read(repository.store, name, content)
         if is_torn(found, content):
-            raise StorageError(f"{name} was written in part only: open the writer again")
-        if found != content:
+            # Safe to complete: whoever passed by has sealed this epoch, and commits decide.
+            repository.store.put(name, content)
+        elif found != content:
             raise FencedError(
                 f"another process opened {repository.store.url} for writing at the same moment: "
                 "let that one run, or open again to take over from it"
@@ -139,18 +140,20 @@ class Writer:
                 self._newest = manifest.version
                 self._next_number = manifest.version.number + 1
                 return manifest
-            if is_torn(found, content):
-                void(self.repository, manifest.version)
+            if read_seal(manifest.name, found) is not None:
                 self._pending = None
-                # The name is spent: whoever takes over may be looking at it.
-                self._next_number = manifest.version.number + 1
+                raise self._fenced()
+            torn = is_torn(found, content)
+            if torn:
+                void(self.repository, manifest.version)
+            # The name is spent, and never tried again: a successor may have passed it by.
+            self._pending = None
+            self._next_number = manifest.version.number + 1
+            if torn:
                 raise StorageError(
                     f"{manifest.name} was written in part only; the version is not committed: "
                     "save again"
                 )
-            self._pending = None
-            if read_seal(manifest.name, found) is not None:
-                raise self._fenced()
             raise DamageError(
                 f"{manifest.name} holds something that this writer did not write; version "
                 f"{manifest.version} is not committed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -140,7 +141,8 @@ class FaultStore(WrapperStore):
         """Performs everything that is still delayed."""
         late, self._late = self._late, []
         for _, perform in late:
-            perform()
+            with contextlib.suppress(StorageError):
+                perform()
 
     def _operate(
         self,
@@ -156,14 +158,16 @@ class FaultStore(WrapperStore):
         due = [late for at, late in self._late if at <= number]
         self._late = [(at, late) for at, late in self._late if at > number]
         for late in due:
-            late()
+            with contextlib.suppress(StorageError):
+                late()
         if self._before is not None:
             self._before(number, method, name)
         fault = self.faults.get(number)
         if fault is None:
             return perform()
         if fault in (Fault.LOSE, Fault.DIE_AFTER):
-            perform()
+            with contextlib.suppress(StorageError):
+                perform()
         elif fault in (Fault.TEAR, Fault.DIE_TORN):
             tear()
         elif fault is Fault.DELAY:
