@@ -67,6 +67,7 @@ class Collector:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
         that must be kept has a damaged manifest; then nothing more is deleted."""
         self._writer.check()
+        self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
         marks = [*self._repository.condemned()]
         history = self._repository.history()

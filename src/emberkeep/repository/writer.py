@@ -18,6 +18,7 @@ from emberkeep.errors import (
     DamageError,
     FencedError,
     MissingObjectError,
+    NoVersionError,
     StateError,
     StorageError,
 )
@@ -54,6 +55,9 @@ class Writer:
         self._draft: Draft | None = None
         self._pending: Manifest | None = None
         self._condemned: frozenset[VersionId] = frozenset()
+        self._built_on: set[VersionId] = set()
+        # Versions known to stand, so that building on them needs no look at the store.
+        self._standing: set[VersionId] = set()
         self._lock = threading.RLock()
 
     @classmethod
@@ -99,9 +103,9 @@ class Writer:
     def begin(self, *, needs: Iterable[VersionId] = (), block_nbytes: int = BLOCK_NBYTES) -> Draft:
         """Starts the next version, which will build on the versions that it `needs`.
 
-        They are protected from this writer's gc from now on. Settles a commit whose outcome is
-        still unknown first; that can move `newest`, so look at it afterwards, and only then
-        decide what goes into the version.
+        They are protected from this writer's gc from now on; `NoVersionError` if one is gone.
+        A commit whose outcome is still unknown is settled first, which can move `newest`: a caller
+        that chooses `needs` by it calls `settle` before.
         """
         with self._lock:
             self.settle()
@@ -110,9 +114,13 @@ class Writer:
                     f"version {self._draft.version} is still being written: commit or abandon it"
                 )
             needed = tuple(sorted(set(needs)))
-            removed = self._condemned.intersection(needed)
-            if removed:
-                raise StateError(f"version {min(removed)} is being removed: build on a newer one")
+            for version in needed:
+                if version in self._condemned:
+                    raise NoVersionError(f"version {version} is being removed: build on a newer")
+                if version not in self._standing:
+                    self.repository.ensure_kept(version)
+                    self._standing.add(version)
+            self._built_on.update(needed)
             version = VersionId(self._next_number, self.epoch)
             self._draft = Draft(self, version, needed, block_nbytes)
             return self._draft
@@ -138,6 +146,7 @@ class Writer:
             if found == content:
                 self._pending = None
                 self._newest = manifest.version
+                self._standing.add(manifest.version)
                 self._next_number = manifest.version.number + 1
                 return manifest
             if read_seal(manifest.name, found) is not None:
@@ -168,20 +177,25 @@ class Writer:
             return
         raise self._fenced()
 
-    def protected(self) -> frozenset[VersionId]:
-        """What gc must not remove for this writer's sake: the newest, and what a draft needs."""
+    def start_collecting(self) -> None:
+        """Called by gc before it looks at the history: versions committed from now on are not
+        in its view, so what they build on is remembered for it."""
         with self._lock:
-            kept = set() if self._newest is None else {self._newest}
-            if self._draft is not None:
-                kept.update(self._draft.needs)
-            if self._pending is not None:
-                kept.update(self._pending.needs)
-            return frozenset(kept)
+            self._built_on = set(self._draft.needs if self._draft else ())
+            self._built_on.update(self._pending.needs if self._pending else ())
+
+    def protected(self) -> frozenset[VersionId]:
+        """What gc must not remove for this writer's sake: the newest version, and whatever a
+        version builds on that is being written or was committed since gc started."""
+        with self._lock:
+            newest = () if self._newest is None else (self._newest,)
+            return frozenset((*newest, *self._built_on))
 
     def condemn(self, versions: frozenset[VersionId]) -> frozenset[VersionId]:
-        """Tells `begin` what gc is removing; returns what no draft needs."""
+        """Tells `begin` what gc is removing; returns what this writer does not protect."""
         with self._lock:
             self._condemned = versions - self.protected()
+            self._standing -= self._condemned
             return self._condemned
 
     def _commit(self, manifest: Manifest) -> Manifest:

@@ -91,7 +91,7 @@ class FaultStore(WrapperStore):
         self.faults = dict(faults or {})
         self.count = 0
         self._delay = delay
-        self._before = before
+        self.before = before
         self._late: list[tuple[int, Callable[[], object]]] = []
         self._dead = False
 
@@ -160,8 +160,8 @@ class FaultStore(WrapperStore):
         for late in due:
             with contextlib.suppress(StorageError):
                 late()
-        if self._before is not None:
-            self._before(number, method, name)
+        if self.before is not None:
+            self.before(number, method, name)
         fault = self.faults.get(number)
         if fault is None:
             return perform()

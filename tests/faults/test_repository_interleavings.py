@@ -1,0 +1,343 @@
+"""Two processes at once: every point at which one can act inside an operation of the other.
+
+Stores are deterministic and processes act between storage operations only, so trying "the other
+one acts right before operation k" for every k is trying every interleaving of that shape.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from emberkeep.blobs import MemoryStore
+from emberkeep.errors import FencedError, NoVersionError
+from emberkeep.repository import (
+    Collector,
+    Draft,
+    KeepLast,
+    KeepNamed,
+    Manifest,
+    Pin,
+    Repository,
+    VersionId,
+    Writer,
+    verify,
+)
+from emberkeep.testing import FaultStore
+from emberkeep.testing.contracts import check_content, save
+
+NOW = timedelta(0)
+
+
+class Scene:
+    """A repository with three versions. The process under test sees it through `store`, which
+    lets somebody else act, through `clean`, right before a chosen operation."""
+
+    def __init__(self) -> None:
+        memory = MemoryStore()
+        self.memory = memory
+        self.store = FaultStore(memory)
+        self.repository = Repository.create(self.store, schema={})
+        self.clean = Repository.open(memory)
+        self.acknowledged: list[Manifest] = []
+        self.held: VersionId | None = None
+        self.draft: Draft | None = None
+        self.first = Writer.open(self.repository)
+        baseline = self.save(self.first)
+        self.save(self.first, needs=[baseline.version])
+        self.save(self.first)
+
+    def save(self, writer: Writer, *, needs: list[VersionId] | None = None) -> Manifest:
+        manifest = save(writer, len(self.acknowledged) + 1, needs=needs)
+        self.acknowledged.append(manifest)
+        return manifest
+
+    def check(self) -> None:
+        """Every acknowledged version counts and reads exactly; nothing else counts."""
+        assert [m.version for m in self.acknowledged] == list(self.clean.versions())
+        for manifest in self.acknowledged:
+            check_content(self.clean, manifest)
+        assert verify(self.clean).ok
+
+
+def at_every_operation(
+    act: Callable[[Scene], None],
+    interrupt: Callable[[Scene], None],
+    check: Callable[[Scene], None],
+) -> int:
+    """Runs `act` once per operation in it, with `interrupt` right before that operation."""
+    position = 0
+    while True:
+        scene = Scene()
+        waiting = [interrupt]
+        chosen = scene.store.count + position
+
+        def before(number: int, method: str, name: str) -> None:
+            if number == chosen and waiting:  # noqa: B023
+                waiting.pop()(scene)  # noqa: B023
+
+        scene.store.before = before
+        act(scene)
+        check(scene)
+        if waiting:
+            return position
+        position += 1
+
+
+def test_a_successor_opens_at_any_point_of_a_save() -> None:
+    """The old process sleeps at any point of its save; the new one opens, saves, goes on."""
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        try:
+            manifest = save(scene.first, 40)
+        except FencedError:
+            outcomes.add("fenced")
+            return
+        outcomes.add("committed")
+        # Committed before the successor looked: it must have started from this version.
+        scene.acknowledged.insert(3, manifest)
+
+    def interrupt(scene: Scene) -> None:
+        scene.acknowledged.append(save(Writer.open(scene.clean), 50))
+
+    def check(scene: Scene) -> None:
+        if len(scene.acknowledged) == 5:
+            assert [m.version.number for m in scene.acknowledged] == [1, 2, 3, 4, 5]
+        scene.check()
+        scene.save(Writer.open(scene.clean))
+        scene.check()
+
+    assert at_every_operation(act, interrupt, check) >= 3
+    assert outcomes == {"fenced", "committed"}
+
+
+@pytest.mark.parametrize("saves", [1, 3])
+def test_the_old_process_saves_at_any_point_of_the_successors_opening(saves: int) -> None:
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        new = Writer.open(scene.repository)
+        assert new.newest == scene.acknowledged[-1].version
+        scene.save(new)
+
+    def interrupt(scene: Scene) -> None:
+        try:
+            for _ in range(saves):
+                scene.save(scene.first)
+            outcomes.add("committed")
+        except FencedError:
+            outcomes.add("fenced")
+
+    assert at_every_operation(act, interrupt, Scene.check) >= 5
+    assert outcomes == {"fenced", "committed"}
+
+
+def test_a_second_successor_opens_at_any_point_of_the_first_ones_opening() -> None:
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        try:
+            scene.save(Writer.open(scene.repository))
+            outcomes.add("opened")
+        except FencedError:
+            outcomes.add("fenced")
+
+    def interrupt(scene: Scene) -> None:
+        scene.save(Writer.open(scene.clean))
+
+    def check(scene: Scene) -> None:
+        scene.check()
+        with pytest.raises(FencedError):
+            save(scene.first, 99)
+
+    assert at_every_operation(act, interrupt, check) >= 5
+    assert outcomes == {"opened", "fenced"}
+
+
+def collector(writer: Writer) -> Collector:
+    return Collector(writer, policy=KeepLast(n=1) | KeepNamed(), grace=NOW)
+
+
+def check_collected(scene: Scene) -> None:
+    """What counts reads exactly with all it needs, and includes the newest acknowledged one."""
+    versions = scene.clean.versions()
+    assert versions[-1] == scene.acknowledged[-1].version
+    by_version = {manifest.version: manifest for manifest in scene.acknowledged}
+    for version in versions:
+        for manifest in scene.clean.chain(version):
+            check_content(scene.clean, by_version[manifest.version])
+    assert verify(scene.clean).ok
+
+
+def test_gc_runs_at_any_point_of_a_save() -> None:
+    """Also when the save builds on a version that retention would let go."""
+
+    def act(scene: Scene) -> None:
+        scene.save(scene.first, needs=[VersionId(2, 1)])
+
+    def interrupt(scene: Scene) -> None:
+        collector(scene.first).collect()
+
+    assert at_every_operation(act, interrupt, check_collected) >= 3
+
+
+def test_a_save_runs_at_any_point_of_gc() -> None:
+    """A save that builds on a version that gc is about to remove is told, or the version stays."""
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        collector(scene.first).collect()
+
+    def interrupt(scene: Scene) -> None:
+        try:
+            scene.save(scene.first, needs=[VersionId(1, 1)])
+            outcomes.add("held")
+        except NoVersionError:
+            outcomes.add("told")
+            scene.save(scene.first, needs=[VersionId(3, 1)])
+
+    def check(scene: Scene) -> None:
+        check_collected(scene)
+        collector(scene.first).collect()
+        check_collected(scene)
+
+    assert at_every_operation(act, interrupt, check) >= 15
+    assert outcomes == {"held", "told"}
+
+
+@pytest.mark.parametrize("keep", ["pin", "tag"])
+def test_a_reader_holds_a_version_at_any_point_of_gc(keep: str) -> None:
+    """Either the reader is told that the version goes, or gc spares it."""
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        collector(scene.first).collect()
+
+    def interrupt(scene: Scene) -> None:
+        try:
+            if keep == "pin":
+                Pin(scene.clean, VersionId(2, 1))
+            else:
+                scene.clean.tag("best", VersionId(2, 1))
+            scene.held = VersionId(2, 1)
+            outcomes.add("held")
+        except NoVersionError:
+            outcomes.add("told")
+
+    def check(scene: Scene) -> None:
+        if scene.held:
+            assert scene.held in scene.clean.versions()
+        check_collected(scene)
+        for _ in range(2):
+            collector(scene.first).collect()
+            check_collected(scene)
+        expected = [1, 2, 3] if scene.held else [3]
+        assert [v.number for v in scene.clean.versions()] == expected
+        assert list(scene.memory.list("condemned")) == []
+
+    assert at_every_operation(act, interrupt, check) >= 15
+    assert outcomes == {"held", "told"}
+
+
+def test_gc_runs_at_any_point_of_a_pinned_read() -> None:
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        try:
+            with Pin(scene.repository, VersionId(2, 1)) as pin:
+                for manifest in scene.repository.chain(pin.version):
+                    check_content(scene.repository, manifest)
+            outcomes.add("read")
+        except NoVersionError:
+            outcomes.add("told")
+
+    def interrupt(scene: Scene) -> None:
+        collector(scene.first).collect()
+
+    assert at_every_operation(act, interrupt, check_collected) >= 8
+    assert outcomes == {"read", "told"}
+
+
+def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
+    """The successor opens and saves at any point of the old writer's gc."""
+
+    def act(scene: Scene) -> None:
+        try:
+            collector(scene.first).collect()
+        except FencedError:
+            return
+
+    def interrupt(scene: Scene) -> None:
+        new = Writer.open(scene.clean)
+        scene.save(new, needs=[scene.acknowledged[2].version])
+        scene.draft = new.begin()
+        scene.draft.add(b"in progress", kind="rows", suffix="bin")
+
+    def check(scene: Scene) -> None:
+        if scene.draft is not None:
+            manifest = scene.draft.commit(step=9)
+            assert scene.clean.latest() == manifest.version
+            assert scene.clean.read(manifest.files[0]) == b"in progress"
+            for needed in scene.acknowledged[2:]:
+                check_content(scene.clean, needed)
+            assert verify(scene.clean).ok
+
+    assert at_every_operation(act, interrupt, check) >= 15
+
+
+def test_gc_in_a_loop_beside_a_saver_and_a_reader() -> None:
+    scene = Scene()
+    writer, rounds = scene.first, 120
+    saved = threading.Event()
+    failures: list[BaseException] = []
+    reads = [0]
+
+    def guarded(action: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                action()
+            except BaseException as failure:
+                failures.append(failure)
+                saved.set()
+
+        return run
+
+    def saver() -> None:
+        for index in range(rounds):
+            chained = index % 4 and writer.newest
+            scene.save(writer, needs=[writer.newest] if chained else None)
+        saved.set()
+
+    def sweeper() -> None:
+        gc = collector(writer)
+        while not saved.is_set():
+            gc.collect()
+
+    def reader() -> None:
+        repository = Repository.open(scene.memory)
+        while not saved.is_set() or not reads[0]:
+            try:
+                pin = Pin(repository)
+            except NoVersionError:
+                continue  # removed between looking it up and pinning it: look again
+            with pin:
+                for manifest in repository.chain(pin.version):
+                    check_content(repository, manifest)
+                reads[0] += 1
+
+    threads = [threading.Thread(target=guarded(action)) for action in (saver, sweeper, reader)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert reads[0] > 0
+    collector(writer).collect()
+    check_collected(scene)
+    needed = scene.clean.chain(scene.acknowledged[-1].version)
+    assert list(scene.clean.versions()) == [manifest.version for manifest in needed]
