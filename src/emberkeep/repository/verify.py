@@ -68,11 +68,12 @@ def verify(
     Deep reads every byte; otherwise files are checked for presence and size, from one listing.
     """
     chosen = repository.versions() if versions is None else tuple(versions)
-    check = _Check(repository, deep=deep)
-    check.small_objects()
-    for version in chosen:
-        check.version(version)
-    return check.report(chosen)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        check = _Check(repository, pool, deep=deep)
+        check.small_objects()
+        for version in chosen:
+            check.version(version)
+        return check.report(chosen)
 
 
 def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
@@ -80,20 +81,22 @@ def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
 
     For a user who asked to fall back: the report names what is lost.
     """
-    check = _Check(repository, deep=True)
     looked_at: list[VersionId] = []
-    for version in reversed(repository.versions()):
-        looked_at.append(version)
-        if check.version(version):
-            return version, check.report(tuple(reversed(looked_at)))
-    return None, check.report(tuple(reversed(looked_at)))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        check = _Check(repository, pool, deep=True)
+        for version in reversed(repository.versions()):
+            looked_at.append(version)
+            if check.version(version):
+                return version, check.report(tuple(reversed(looked_at)))
+        return None, check.report(tuple(reversed(looked_at)))
 
 
 class _Check:
     """Looks at each object once, however many versions need it."""
 
-    def __init__(self, repository: Repository, *, deep: bool) -> None:
+    def __init__(self, repository: Repository, pool: ThreadPoolExecutor, *, deep: bool) -> None:
         self._repository = repository
+        self._pool = pool
         self._deep = deep
         self._sizes = {info.name: info.size for info in repository.store.list(names.DATA)}
         self._manifests: dict[VersionId, Manifest | None] = {}
@@ -137,10 +140,9 @@ class _Check:
                 continue
             fresh = [file for file in manifest.files if file.name not in self._files]
             self._files.update((file.name, file) for file in fresh)
-            with ThreadPoolExecutor(_THREADS) as pool:
-                for file, problem in zip(fresh, pool.map(self._problem, fresh), strict=True):
-                    if problem:
-                        self._problems[file.name] = problem
+            for file, problem in zip(fresh, self._pool.map(self._problem, fresh), strict=True):
+                if problem:
+                    self._problems[file.name] = problem
             for file in manifest.files:
                 if file.name in self._problems:
                     self._blame(file.name, self._problems[file.name], (version,))

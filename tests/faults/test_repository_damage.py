@@ -1,0 +1,232 @@
+"""Damage is seen: whatever is flipped, cut, grown, swapped or deleted is named, never returned."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from emberkeep.blobs import MemoryStore
+from emberkeep.errors import DamageError, NoVersionError
+from emberkeep.repository import (
+    Manifest,
+    Pin,
+    Repository,
+    Writer,
+    newest_undamaged,
+    verify,
+)
+from emberkeep.testing.contracts import check_content, save
+
+KINDS = ("repository.json", "writers", "versions", "data", "tags", "pins", "condemned", "restores")
+
+
+def build() -> tuple[MemoryStore, list[Manifest]]:
+    """A repository with at least two objects of every kind, seals included."""
+    store = MemoryStore()
+    repository = Repository.create(store, schema={"tables": ["user"]})
+    manifests: list[Manifest] = []
+    for _ in range(3):
+        writer = Writer.open(repository)
+        for _ in range(2):
+            needs = [manifests[-1].version] if manifests else None
+            manifests.append(save(writer, len(manifests) + 1, needs=needs))
+    with writer.begin(block_nbytes=64) as draft:
+        draft.add(bytes(range(200)), kind="dense", suffix="safetensors")
+        manifests.append(draft.commit(step=7))
+    for index in range(2):
+        repository.tag(f"tag{index}", manifests[index].version)
+        Pin(repository, manifests[index].version, lifetime=timedelta(days=1))
+        repository.record_restore(manifests[index].version)
+        name = f"condemned/00000{index}-0123456789abcdef.json"
+        store.put(name, repository.encode(name, "condemned", {"versions": []}))
+    return store, manifests
+
+
+def names_of(store: MemoryStore) -> list[str]:
+    return sorted(info.name for info in store.list())
+
+
+def kind_of(name: str) -> str:
+    return name.split("/")[0]
+
+
+def check_seen(store: MemoryStore, manifests: list[Manifest], damaged: set[str]) -> None:
+    """The damaged objects are named by verify, and no read gives anything but the truth."""
+    try:
+        repository = Repository.open(store)
+        report = verify(repository)
+    except DamageError as error:
+        if error.name not in damaged:
+            raise
+        return
+    named = {damage.name for damage in report.damages}
+    assert named <= damaged
+    # A file is known by its manifest: if that is damaged too, only the file's name is left.
+    assert damaged - named <= set(report.unreferenced)
+    for manifest in manifests:
+        try:
+            assert repository.manifest(manifest.version) == manifest
+        except (DamageError, NoVersionError):
+            assert manifest.name in damaged
+            continue
+        for file in manifest.files:
+            for read in (repository.read, lambda f: b"".join(repository.stream(f))):
+                if file.name in damaged:
+                    with pytest.raises(DamageError, match=file.name):
+                        read(file)
+                else:
+                    assert read(file) == STORE.get(file.name)
+    # What verify calls undamaged can be restored with everything that it needs.
+    for version in report.undamaged:
+        for manifest in repository.chain(version):
+            for file in manifest.files:
+                repository.read(file)
+    newest, _ = newest_undamaged(repository)
+    assert newest == (report.undamaged[-1] if report.undamaged else None)
+
+
+STORE, MANIFESTS = build()
+NAMES = names_of(STORE)
+# Of every kind the first and the last; the last version is the one with blocks, and of the
+# objects under versions/ one more, which is a seal.
+CHOSEN = {
+    kind: sorted({same[0], same[-1], *(n for n in same if n.endswith("0003-000001.json"))})
+    for kind in KINDS
+    for same in [[name for name in NAMES if kind_of(name) == kind]]
+}
+
+
+def copy_with(changes: dict[str, bytes | None]) -> MemoryStore:
+    store = MemoryStore()
+    for name in NAMES:
+        content = changes.get(name, STORE.get(name))
+        if content is not None:
+            store.put(name, content)
+    return store
+
+
+def test_the_undamaged_repository_passes() -> None:
+    assert {kind_of(name) for name in NAMES} == set(KINDS)
+    check_seen(copy_with({}), MANIFESTS, set())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_is_seen_at_every_offset_class(kind: str) -> None:
+    for name in CHOSEN[kind]:
+        check_a_flipped_byte_is_seen_at_every_offset_class(name)
+
+
+def check_a_flipped_byte_is_seen_at_every_offset_class(name: str) -> None:
+    content = STORE.get(name)
+    size = len(content)
+    # Head, digest, between, every sixteenth part of the body, the tail.
+    offsets = {0, 5, 14, 30, 45, 50, 55, size - 3, size - 2, size - 1}
+    offsets |= {size * part // 16 for part in range(16)}
+    for offset in sorted(offset for offset in offsets if 0 <= offset < size):
+        for bit in (0, 7):
+            flipped = bytearray(content)
+            flipped[offset] ^= 1 << bit
+            check_seen(copy_with({name: bytes(flipped)}), MANIFESTS, {name})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_or_grown_object_is_seen(kind: str) -> None:
+    for name in CHOSEN[kind]:
+        check_a_cut_or_grown_object_is_seen(name)
+
+
+def check_a_cut_or_grown_object_is_seen(name: str) -> None:
+    content = STORE.get(name)
+    for changed in (b"", content[:1], content[:40], content[: len(content) // 2], content[:-1]):
+        if changed != content:
+            check_seen(copy_with({name: changed}), MANIFESTS, {name})
+    for changed in (content + b"\n", content + content, b" " + content):
+        check_seen(copy_with({name: changed}), MANIFESTS, {name})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swapped_objects_are_seen(kind: str) -> None:
+    for name in CHOSEN[kind]:
+        check_swapped_objects_are_seen(name)
+
+
+def check_swapped_objects_are_seen(name: str) -> None:
+    partners = {}
+    for other in NAMES:
+        if other != name:
+            partners.setdefault(kind_of(other), other)
+    same = [other for other in NAMES if kind_of(other) == kind_of(name) and other != name]
+    for other in {*partners.values(), *same}:
+        store = copy_with({name: STORE.get(other), other: STORE.get(name)})
+        check_seen(store, MANIFESTS, {name, other})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deleted_objects_are_seen(kind: str) -> None:
+    for name in NAMES:
+        if kind_of(name) == kind:
+            check_deleted_objects_are_seen(name)
+
+
+def check_deleted_objects_are_seen(name: str) -> None:
+    store = copy_with({name: None})
+    if kind_of(name) in ("tags", "pins", "condemned", "restores"):
+        check_seen(store, MANIFESTS, set())  # these may be deleted by their owners at any time
+    elif kind_of(name) == "repository.json":
+        assert not Repository.exists(store)
+    elif kind_of(name) == "versions":
+        repository = Repository.open(store)
+        owner = [m for m in MANIFESTS if m.name == name]
+        for manifest in owner:
+            with pytest.raises(NoVersionError, match=f"{manifest.version.number}"):
+                repository.manifest(manifest.version)
+            report = verify(repository)
+            needing = [m for m in MANIFESTS if manifest.version in m.needs]
+            # Nobody else speaks of a version that nothing builds on: its files remain as a trace.
+            assert [d.name for d in report.damages] == ([name] if needing else [])
+            assert report.unreferenced or needing
+    else:
+        check_seen(store, MANIFESTS, {name})
+
+
+def test_a_swapped_data_file_is_recognised_by_its_content() -> None:
+    first, second = (file.name for file in MANIFESTS[0].files)
+    store = copy_with({first: STORE.get(second), second: STORE.get(first)})
+    problems = {d.name: d.problem for d in verify(Repository.open(store)).damages}
+    assert problems[first] == f"swapped: holds the content of {second}"
+    assert problems[second] == f"swapped: holds the content of {first}"
+
+
+def test_objects_of_another_repository_are_foreign() -> None:
+    other, _ = build()
+    for name in ("versions/0000000001-000001.json", "writers/000003.json", "tags/tag0.json"):
+        check_seen(copy_with({name: other.get(name)}), MANIFESTS, {name})
+
+
+def test_a_damaged_claim_is_replaced_by_its_copy_in_the_seal() -> None:
+    store = copy_with({"writers/000003.json": b"garbage"})
+    repository = Repository.open(store)
+    assert [v.number for v in repository.versions()] == [1, 2, 3, 4, 5, 6, 7]
+    writer = Writer.open(repository)
+    assert writer.epoch == 4
+    check_content(repository, save(writer, 8))
+    # Both copies gone: nothing is guessed.
+    seal = "versions/0000000005-000002.json"
+    store = copy_with({"writers/000003.json": b"garbage", seal: b"garbage"})
+    with pytest.raises(DamageError, match=r"writers/000003\.json"):
+        Repository.open(store).versions()
+
+
+def test_a_damaged_manifest_is_left_out_on_an_explicit_word_only() -> None:
+    newest = MANIFESTS[-1]
+    store = copy_with({newest.name: b"garbage"})
+    repository = Repository.open(store)
+    assert repository.latest() == newest.version
+    with pytest.raises(DamageError, match=newest.name):
+        repository.manifest(repository.latest())
+    repository.discard(newest.version)
+    assert repository.latest() == MANIFESTS[-2].version
+    assert verify(repository).ok
+    save(Writer.open(repository), 8)
+    assert [v.number for v in repository.versions()] == [1, 2, 3, 4, 5, 6, 7]
