@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from emberkeep.errors import ConfigError
 
@@ -124,10 +124,26 @@ class Table:
         text = f"{self.key(seed)} {self.init} {self.dynamic}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
+    def describe_origin(self, seed: int) -> dict[str, Any]:
+        """`origin` as plain data: all that a reader without the table needs to compute such rows.
+
+        `origin_from` reads it.
+        """
+        kind = "normal" if isinstance(self.init, Normal) else "uniform"
+        return {"key": f"{self.key(seed):016x}", "init": kind, **asdict(self.init)}
+
     def key(self, seed: int) -> int:
         """What the initial values of this table's rows are keyed by: the seed and the name."""
         text = f"{seed}:{self.name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def origin_from(described: Mapping[str, Any]) -> tuple[int, Initial]:
+    """The inverse of `Table.describe_origin`: what initial values are keyed by, and how spread."""
+    settings = dict(described)
+    key = int(settings.pop("key"), 16)
+    kind: type[Initial] = Normal if settings.pop("init") == "normal" else Uniform
+    return key, kind(**settings)
 
 
 def _is_count(value: object) -> bool:

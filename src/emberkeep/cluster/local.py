@@ -178,7 +178,7 @@ class LocalCluster:
                         for name, plane in slab.planes.items()
                         if slab.has_plane(t, name)
                     },
-                    "origin": table.origin(self.seed),
+                    "origin": table.describe_origin(self.seed),
                 }
                 for slab, t, table in slabs
             },
