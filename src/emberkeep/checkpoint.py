@@ -10,12 +10,11 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import Queue
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +42,7 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
+from emberkeep.repository.ahead import Ahead, ahead_of
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces, read_chunks
 from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
@@ -50,7 +50,6 @@ from emberkeep.snapshot import Chunk, Snapshot
 from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
-_T = TypeVar("_T")
 
 DENSE = "dense"
 _CHUNK_ROWS = 32768
@@ -171,9 +170,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a version holds beside rows: dense state as safetensors, the rest as plain data."""
+    """What a version holds beside rows: dense state as safetensors, the rest as plain data.
 
-    dense: bytes | None = None
+    `dense` may be a function that makes the bytes; it is called in the background.
+    """
+
+    dense: bytes | Callable[[], bytes] | None = None
     reader: Json = field(default_factory=dict)
     user: Json = field(default_factory=dict)
     counters: Json = field(default_factory=dict)
@@ -188,12 +190,16 @@ class Restored:
     lost: tuple[VersionId, ...] = ()
 
 
+Fits = Callable[[Restored], object]
+
+
 class Saving:
     """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
 
     def __init__(self, step: int, pause: timedelta) -> None:
         self.step = step
         self.pause = pause
+        self.started = time.perf_counter()
         self.copied: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
         self.cancelled = threading.Event()
@@ -254,11 +260,8 @@ class Checkpointer:
         another process has taken over.
         """
         strategy = strategy or self.strategy
-        if self._thread is not None and self._thread.is_alive() and self._saving is not None:
-            if self.settings.overlap == "cancel":
-                self._saving.cancelled.set()
-            self._thread.join()
-        self._raise_failures()
+        self.make_room()
+        self.check()
         codecs = strategy.codecs(self._restores)
         chain = self._chain
         anew = chain.baseline is None or starts_anew(strategy.layout, chain.sizes)
@@ -279,15 +282,35 @@ class Checkpointer:
         self._thread.start()
         return saving
 
+    def make_room(self) -> None:
+        """Ends the save under way as `overlap` says: waits for it, or gives it up."""
+        if self.settings.overlap == "cancel":
+            self.cancel()
+        self.join()
+
+    def cancel(self) -> None:
+        """Gives up the save under way, unless it is about to commit; its rows go with the next."""
+        if self._saving is not None:
+            self._saving.cancelled.set()
+
+    def join(self, timeout: timedelta | None = None) -> bool:
+        """Waits until no save is under way, however it ends; False if that takes longer."""
+        if self._thread is not None:
+            self._thread.join(None if timeout is None else max(0.0, timeout.total_seconds()))
+            return not self._thread.is_alive()
+        return True
+
     def wait(self) -> Manifest | None:
         """Waits for the save under way; returns its manifest. Raises if it failed."""
-        if self._thread is None or self._saving is None:
+        if self._saving is None:
             return None
-        self._thread.join()
-        self._raise_failures(least=1)
+        self.join()
+        self.check(least=1)
         return self._saving.committed.result()
 
-    def _raise_failures(self, least: int | None = None) -> None:
+    def check(self, least: int | None = None) -> None:
+        """Raises what made saves fail: at once if this process was replaced, else after
+        `max_failures` of them, or `least`."""
         failures = self._failures
         if not failures:
             return
@@ -319,7 +342,7 @@ class Checkpointer:
             snapshot.close(advanced)
         if isinstance(outcome, Manifest):
             self._failures = []
-            self._tell("saved", outcome, saving)
+            self._tell_saved(outcome, saving)
             self._collect()
             saving.committed.set_result(outcome)
             return
@@ -328,7 +351,7 @@ class Checkpointer:
         if not isinstance(outcome, CancelledError):
             self._failures.append(outcome)
             warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
-            self._on_event("save_failed", {"step": saving.step, "error": str(outcome)})
+            self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
         saving.committed.set_exception(outcome)
 
     def _write_version(
@@ -345,7 +368,8 @@ class Checkpointer:
             self._write_shards(draft, saving, snapshots, codecs)
             saving.copied.set_result(None)
             if extras.dense is not None:
-                draft.add(extras.dense, kind=DENSE, suffix="safetensors")
+                dense = extras.dense() if callable(extras.dense) else extras.dense
+                draft.add(dense, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
             layout = {
@@ -394,7 +418,7 @@ class Checkpointer:
                 piece_nbytes=self.settings.piece_nbytes,
                 metadata={"shard": shard},
             ):
-                with _Ahead(piece.stream(), self.settings.nice) as stream:
+                with Ahead(piece.stream(), self.settings.nice) as stream:
                     draft.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
     def _collect(self) -> None:
@@ -406,25 +430,32 @@ class Checkpointer:
             # Old versions stay a little longer; the one just committed is not in doubt.
             warnings.warn(f"old versions could not be removed: {error}", stacklevel=1)
 
-    def _tell(self, event: str, manifest: Manifest, saving: Saving) -> None:
-        self._on_event(
-            event,
+    def _tell_saved(self, manifest: Manifest, saving: Saving) -> None:
+        self._tell(
+            "saved",
             {
                 "version": manifest.version.number,
                 "step": manifest.step,
                 "kind": manifest.layout["kind"],
                 "nbytes": manifest.nbytes,
                 "pause_ms": saving.pause.total_seconds() * 1e3,
+                "commit_ms": (time.perf_counter() - saving.started) * 1e3,
             },
         )
+
+    def _tell(self, event: str, details: Json) -> None:
+        try:
+            self._on_event(event, details)
+        except Exception as error:
+            # Whoever listens must not be able to fail a save, least of all a committed one.
+            warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
 
     def close(self, step: int | None = None, extras: Extras | None = None) -> Manifest | None:
         """Waits for what is under way; with a step, writes a last version in which nothing is
         lost, whatever the strategy."""
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         if step is None:
-            self._raise_failures()
+            self.check()
             return None
         strategy = LOSSLESS if self.strategy.lossy else self.strategy
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
@@ -433,15 +464,21 @@ class Checkpointer:
 
     # -- restoring -------------------------------------------------------------------------------
 
-    def restore(self, version: int | None = None, *, fall_back: bool = False) -> Restored | None:
+    def restore(
+        self,
+        version: int | None = None,
+        *,
+        fall_back: bool = False,
+        fits: Fits | None = None,
+    ) -> Restored | None:
         """Brings a version back, the newest unless one is named; None from an empty repository.
 
         What is damaged is `DamageError`, unless `fall_back` allows the newest undamaged version
-        before it; `lost` then names those that were passed over. When it raises, the rows are in
-        no defined state: restore another version, or stop.
+        before it; `lost` then names those that were passed over. `fits` may refuse a version
+        before any row has changed. When anything else raises, the rows are in no defined state:
+        restore another version, or stop.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         versions = list(self.repository.versions())
         if version is not None:
             chosen = self.repository.version(version)
@@ -450,7 +487,7 @@ class Checkpointer:
         while versions:
             target = versions.pop()
             try:
-                restored = self._restore(target)
+                restored = self._restore(target, fits)
             except DamageError:
                 if not fall_back or not versions:
                     raise
@@ -463,9 +500,9 @@ class Checkpointer:
             return restored
         return None
 
-    def _restore(self, target: VersionId) -> Restored:
+    def _restore(self, target: VersionId, fits: Fits | None) -> Restored:
         with Pin(self.repository, target):
-            restored = load(self.repository, target, self.subject, self._pool)
+            restored = load(self.repository, target, self.subject, self._pool, fits)
         self.repository.record_restore(target)
         self._restores += 1
         manifest = restored.manifest
@@ -480,14 +517,24 @@ class Checkpointer:
         return restored
 
 
-def load(repository: Repository, version: VersionId, subject: Subject, pool: Pool) -> Restored:
+def load(
+    repository: Repository,
+    version: VersionId,
+    subject: Subject,
+    pool: Pool,
+    fits: Fits | None = None,
+) -> Restored:
     """Replaces every row of the subject by those of a version."""
     chain = repository.chain(version)
     manifest = chain[-1]
     check_schema(repository.schema, subject.schema())
+    files = manifest.of_kind(DENSE)
+    restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
+    if fits is not None:
+        fits(restored)
     subject.clear()
     for earlier in chain:
-        for chunk in _ahead_of(rows_of(repository, earlier, pool)):
+        for chunk in ahead_of(rows_of(repository, earlier, pool)):
             if chunk.planes is None:
                 subject.delete(chunk.table, chunk.ids)
             else:
@@ -496,8 +543,7 @@ def load(repository: Repository, version: VersionId, subject: Subject, pool: Poo
             subject.forget_changes(keep_since_baseline=False)
     subject.forget_changes(keep_since_baseline=True)
     subject.load_table_state(manifest.layout["tables"])
-    dense = manifest.of_kind(DENSE)
-    return Restored(manifest=manifest, dense=repository.read(dense[0]) if dense else None)
+    return restored
 
 
 def rows_of(repository: Repository, manifest: Manifest, pool: Pool) -> Iterator[Chunk]:
@@ -527,60 +573,3 @@ def check_schema(saved: Json, present: Json) -> None:
             + "; ".join(wrong)
             + "; build the model as it was saved, or use another repository"
         )
-
-
-class _Stop:
-    """Ends a queue; carries the error of the thread that filled it."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-def _ahead_of(items: Iterable[_T], depth: int = 4, nice: int = 0) -> Iterator[_T]:
-    with _Ahead(items, nice, depth) as running:
-        yield from running
-
-
-class _Ahead(Iterator[_T]):
-    """Iterates in a thread of its own, a few items ahead; errors come out where they belong."""
-
-    def __init__(self, items: Iterable[_T], nice: int = 0, depth: int = 4) -> None:
-        self._queue: Queue[_T | _Stop] = Queue(depth)
-        self._given_up = threading.Event()
-        self._thread = threading.Thread(
-            target=self._fill, args=(items, nice), name="emberkeep-ahead", daemon=True
-        )
-        self._thread.start()
-
-    def _fill(self, items: Iterable[_T], nice: int) -> None:
-        be_nice(nice)
-        try:
-            for item in items:
-                self._queue.put(item)
-                if self._given_up.is_set():
-                    return
-        except BaseException as error:
-            self._queue.put(_Stop(error))
-        else:
-            self._queue.put(_Stop(None))
-
-    def __next__(self) -> _T:
-        item = self._queue.get()
-        if isinstance(item, _Stop):
-            self._queue.put(item)
-            if item.error is not None:
-                raise item.error
-            raise StopIteration
-        return item
-
-    def __enter__(self) -> _Ahead[_T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._given_up.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get(timeout=0.01)
-            except Exception:
-                continue
-        self._thread.join()

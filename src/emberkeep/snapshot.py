@@ -9,8 +9,8 @@ once, with all its planes from the instant of the freeze.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,8 +95,16 @@ class Snapshot:
         self._saved: list[tuple[TableRange, I64, npt.NDArray[np.bool_], I64, Planes]] = []
         self._saved_nbytes = 0
         self._ranges = tuple(holder.ranges())
+        # A holder may put other arrays in the place of these; the instant is in the old ones.
+        self._planes = dict(holder.planes)
         self._room = threading.Condition()
         self._done = False
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Hands tables out under other names; for whoever froze it, before anybody reads."""
+        self._ranges = tuple(
+            replace(table, name=names.get(table.name, table.name)) for table in self._ranges
+        )
 
     # -- writers ---------------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class Snapshot:
             self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True
         ):
             if mine.size:
-                planes = {name: self.holder.planes[name][mine] for name in table.planes}
+                planes = {name: self._planes[name][mine] for name in table.planes}
                 self._saved.append((table, mine, here, table.ids_of(mine), planes))
                 self._saved_nbytes += sum(values.nbytes for values in planes.values())
 
@@ -162,7 +170,7 @@ class Snapshot:
                     min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present,
                 )  # fmt: skip
                 mine = rows[:taken]
-                planes = {name: self.holder.planes[name][mine] for name in table.planes}
+                planes = {name: self._planes[name][mine] for name in table.planes}
                 ids = table.ids_of(mine)
             parts.append((present[:taken].copy(), ids, planes))
             count += taken
