@@ -115,6 +115,8 @@ class Writer:
                 )
             needed = tuple(sorted(set(needs)))
             for version in needed:
+                if version.epoch > self.epoch:
+                    raise self._fenced()
                 if version in self._condemned:
                     raise NoVersionError(f"version {version} is being removed: build on a newer")
                 if version not in self._standing:
