@@ -33,7 +33,7 @@ class FileRef:
     size: int
     digest: str
     kind: str
-    metadata: Json = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict, hash=False)
     block_nbytes: int
     blocks: tuple[str, ...] = ()
 
@@ -81,10 +81,10 @@ class Manifest:
     parent: VersionId | None = None
     baseline: VersionId | None = None
     needs: tuple[VersionId, ...] = ()
-    layout: Json = field(default_factory=dict)
-    reader: Json = field(default_factory=dict)
-    user: Json = field(default_factory=dict)
-    counters: Json = field(default_factory=dict)
+    layout: Json = field(default_factory=dict, hash=False)
+    reader: Json = field(default_factory=dict, hash=False)
+    user: Json = field(default_factory=dict, hash=False)
+    counters: Json = field(default_factory=dict, hash=False)
     files: tuple[FileRef, ...] = ()
 
     def __post_init__(self) -> None:
