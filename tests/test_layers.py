@@ -28,6 +28,8 @@ LAYERS: list[list[str]] = [
     ["data"],
     ["strategies"],
     ["recovery"],
+    ["export", "follower", "inspection"],
+    ["contents"],
     ["checkpoint"],
     ["cluster"],
     ["shard"],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from emberkeep.cluster.local import local
     from emberkeep.errors import EmberkeepError
+    from emberkeep.follower import Follower
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
     from emberkeep.tables import (
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "cluster.local": ("local",),
     "errors": ("EmberkeepError",),
+    "follower": ("Follower",),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "tables": (
@@ -48,6 +50,7 @@ __all__ = [
     "EmbeddingBags",
     "Embeddings",
     "EmberkeepError",
+    "Follower",
     "Momentum",
     "Normal",
     "RowWiseAdagrad",
