@@ -41,8 +41,9 @@ LAYERS: list[list[str]] = [
     ["snapshot"],
     ["slots"],
     ["tracking", "codecs", "blobs", "tables"],
+    ["pool"],
     ["kernels"],
-    ["config", "memory", "metrics", "pool"],
+    ["config", "memory", "metrics"],
     ["errors"],
 ]
 

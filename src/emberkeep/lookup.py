@@ -69,7 +69,7 @@ class Bags:
 
 
 class Lookup:
-    """The unique rows of one batch, and what each bag is made of.
+    """The lookups of one batch, its unique rows, and what each bag is made of.
 
     With `batch=None` nothing is pooled: every lookup is a bag of its own, and the output is one
     row per lookup.
@@ -100,7 +100,7 @@ class Lookup:
                 if bag.ends is not None:
                     self.ends_FB[f] = bag.ends
         self.scales_N = self._scales(bags)
-        self._dedupe()
+        self._unique: tuple[RowIds, I32] | None = None
 
     def _scales(self, bags: Sequence[Bags]) -> F32:
         """A factor for each lookup: its per-sample weight, or one over its bag's length."""
@@ -126,29 +126,53 @@ class Lookup:
                 rows.mean_scales(self.ends_FB, f, first, self.batch, scales_N)
         return scales_N
 
-    def _dedupe(self) -> None:
+    @property
+    def wanted(self) -> RowIds:
+        """The unique ids, found when they are first asked for."""
+        return self._deduped()[0]
+
+    @property
+    def nothing(self) -> RowIds:
+        """A request for no row of any table."""
+        return RowIds(np.empty(0, np.int64), np.zeros(len(self.layout.tables) + 1, np.int64))
+
+    @property
+    def inverse_N(self) -> I32:
+        """For each lookup the number of its row among the unique rows of its table."""
+        return self._deduped()[1]
+
+    @property
+    def bases_F(self) -> I64:
+        """For each feature the number of its table's first unique row."""
+        bases: I64 = self.wanted.offsets[self.layout.tables_F]
+        return bases
+
+    def _deduped(self) -> tuple[RowIds, I32]:
+        if self._unique is not None:
+            return self._unique
         lookups, tables = self.ids_N.size, len(self.layout.tables)
         staged = np.empty(lookups, np.int64)
-        self.inverse_N: I32 = np.empty(lookups, np.int32)
+        inverse_N: I32 = np.empty(lookups, np.int32)
         counts_T = np.empty(tables, np.int64)
         self._over_tables(
             lambda first, last: rows.dedupe(
-                self.ids_N, self.offsets_T, first, last, staged, self.inverse_N, counts_T
+                self.ids_N, self.offsets_T, first, last, staged, inverse_N, counts_T
             )
         )
         starts_T = np.zeros(tables + 1, np.int64)
         np.cumsum(counts_T, out=starts_T[1:])
         unique = np.empty(int(starts_T[-1]), np.int64)
         rows.compact(staged, self.offsets_T, starts_T, unique)
-        self.wanted = RowIds(unique, starts_T)
-        self.bases_F = starts_T[self.layout.tables_F]
+        self._unique = RowIds(unique, starts_T), inverse_N
+        return self._unique
 
     def pooled(self, rows_UD: F32, out_BFD: F32) -> None:
         """Fills this slab's columns of the output with the sum of each bag's rows."""
+        inverse_N, bases_F = self.inverse_N, self.bases_F
         self._over(
             self.batch,
             lambda start, stop: rows.pool(
-                rows_UD, self.inverse_N, self.bases_F, self.firsts_F, self.lengths_F,
+                rows_UD, inverse_N, bases_F, self.firsts_F, self.lengths_F,
                 self.ends_FB, self.scales_N, self.columns_F, start, stop, out_BFD,
             ),
         )  # fmt: skip
@@ -156,37 +180,42 @@ class Lookup:
     def gathered(self, rows_UD: F32, feature: int, out_ND: F32) -> None:
         """Without pooling: the row of each lookup of one feature."""
         base, first = int(self.bases_F[feature]), int(self.firsts_F[feature])
+        inverse_N = self.inverse_N
         self._over(
             out_ND.shape[0],
-            lambda start, stop: rows.gather(
-                rows_UD, self.inverse_N, base, first, start, stop, out_ND
-            ),
+            lambda start, stop: rows.gather(rows_UD, inverse_N, base, first, start, stop, out_ND),
         )
 
     def gradients(self, grads_GD: F32) -> tuple[F32, float]:
         """Each unique row's gradient, summed over its bags, and the square norm of them all."""
-        out_UD = np.empty((self.wanted.ids.size, grads_GD.shape[1]), np.float32)
-        squares_U = np.empty(self.wanted.ids.size, np.float64)
+        wanted, inverse_N = self._deduped()
+        out_UD = np.empty((wanted.ids.size, grads_GD.shape[1]), np.float32)
+        squares_T = np.empty(len(self.layout.tables), np.float64)
         self._over_tables(
             lambda first, last: rows.aggregate(
-                grads_GD, self.inverse_N, self.wanted.offsets, self.layout.features_T,
+                grads_GD, inverse_N, wanted.offsets, self.layout.features_T,
                 self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
-                self.counts_F, self.scales_N, first, last, out_UD, squares_U,
+                self.counts_F, self.scales_N, first, last, out_UD, squares_T,
             )
         )  # fmt: skip
-        return out_UD, float(squares_U.sum())
+        return out_UD, float(squares_T.sum())
 
     def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:
         """The gradient of each lookup's per-sample weight."""
         out_N = np.empty(self.ids_N.size, np.float32)
+        inverse_N, bases_F = self.inverse_N, self.bases_F
         self._over(
             self.batch,
             lambda start, stop: rows.scale_gradients(
-                grads_GD, rows_UD, self.inverse_N, self.bases_F, self.firsts_F, self.lengths_F,
+                grads_GD, rows_UD, inverse_N, bases_F, self.firsts_F, self.lengths_F,
                 self.ends_FB, self.columns_F, self.width, start, stop, out_N,
             ),
         )  # fmt: skip
         return out_N
+
+    def over_samples(self, work: Work) -> None:
+        """Runs work over ranges of samples."""
+        self._over(self.batch, work)
 
     def _over(self, count: int, work: Work) -> None:
         parts = spans(count, self.pool.threads, _LEAST)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -85,16 +85,17 @@ class _Rows(torch.autograd.Function):
 
 
 class _Pulled:
-    """One forward pass: the lookups of each slab, their rows, and who gave per-sample weights."""
+    """One forward pass: the lookups of each slab, and which features brought weights.
+
+    `rows` are the unique rows of each slab, where they had to be pulled.
+    """
 
     __slots__ = ("lookups", "rows", "scaled")
 
-    def __init__(
-        self, lookups: list[Lookup], rows: list[F32], scaled: list[tuple[int, int]]
-    ) -> None:
+    def __init__(self, lookups: list[Lookup], scaled: list[tuple[int, int]]) -> None:
         self.lookups = lookups
-        self.rows = rows
         self.scaled = scaled
+        self.rows: list[F32] | None = None
 
 
 class _Module(nn.Module):
@@ -130,7 +131,7 @@ class _Module(nn.Module):
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         raise NotImplementedError
 
-    def _outputs(self, pulled: _Pulled) -> Iterator[Tensor]:
+    def _outputs(self, pulled: _Pulled) -> list[Tensor]:
         raise NotImplementedError
 
     def _slab_gradient(self, g: int, pulled: _Pulled, grads: Sequence[Tensor]) -> F32:
@@ -172,16 +173,15 @@ class _Module(nn.Module):
                 )
             bags[name] = self._bags(name, given[name], scales.get(name))
         batch = self._batch(bags)
-        lookups, wanted, scaled, tensors = [], [], [], []
+        lookups, scaled, tensors = [], [], []
         for g, layout in enumerate(self._layouts):
             mine = [bags[feature.name] for feature in layout.features]
             lookups.append(Lookup(layout, mine, batch, self.cluster.pool))
-            wanted.append(lookups[-1].wanted)
             for f, feature in enumerate(layout.features):
                 if feature.name in scales:
                     scaled.append((g, f))
                     tensors.append(scales[feature.name])
-        pulled = _Pulled(lookups, self.cluster.pull(wanted), scaled)
+        pulled = _Pulled(lookups, scaled)
         if torch.is_grad_enabled() and self.training:
             return _Rows.apply(self._handle[0], self, pulled, *tensors)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self._outputs(pulled))
@@ -285,6 +285,7 @@ class _Module(nn.Module):
                 continue
             lookup = pulled.lookups[g]
             if g not in per_slab:
+                assert pulled.rows is not None
                 per_slab[g] = lookup.scale_gradients(slab_grads[g], pulled.rows[g])
             first = int(lookup.firsts_F[f])
             stop = (
@@ -426,6 +427,14 @@ class EmbeddingBags(_Module):
         return {name: by_name[name] for name in self.features}
 
     def _bags(self, name: str, given: Ids, scales: Tensor | None) -> Bags:
+        if (
+            type(given) is Tensor
+            and given.ndim == 1
+            and given.dtype == torch.int64
+            and given.device.type == "cpu"
+            and scales is None
+        ):
+            return Bags(given.numpy(), given.shape[0], 1)  # the usual case, made quick
         values, offsets = given if isinstance(given, tuple) else (given, None)
         ids = _ids(values, name)
         if offsets is None:
@@ -474,11 +483,19 @@ class EmbeddingBags(_Module):
                 )
         return bags[first].count
 
-    def _outputs(self, pulled: _Pulled) -> Iterator[Tensor]:
-        for lookup, rows_UD in zip(pulled.lookups, pulled.rows, strict=True):
-            out = torch.empty(lookup.batch, lookup.layout.width, rows_UD.shape[1])
-            lookup.pooled(rows_UD, out.numpy())
-            yield out
+    def _outputs(self, pulled: _Pulled) -> list[Tensor]:
+        outputs = [
+            torch.empty(lookup.batch, lookup.layout.width, lookup.layout.tables[0].dim)
+            for lookup in pulled.lookups
+        ]
+        arrays = [out.numpy() for out in outputs]
+        if pulled.scaled:  # the gradients of per-sample weights need the rows again
+            pulled.rows = self.cluster.pull([lookup.wanted for lookup in pulled.lookups])
+            for lookup, rows_UD, out_BFD in zip(pulled.lookups, pulled.rows, arrays, strict=True):
+                lookup.pooled(rows_UD, out_BFD)
+        else:
+            self.cluster.pull_bags(pulled.lookups, arrays)
+        return outputs
 
     def _slab_gradient(self, g: int, pulled: _Pulled, grads: Sequence[Tensor]) -> F32:
         grad: F32 = grads[g].detach().to("cpu", torch.float32).contiguous().numpy()
@@ -513,17 +530,20 @@ class Embeddings(_Module):
     def _batch(self, bags: Mapping[str, Bags]) -> int | None:
         return None  # every lookup is a bag of its own
 
-    def _outputs(self, pulled: _Pulled) -> Iterator[Tensor]:
-        for lookup, rows_UD in zip(pulled.lookups, pulled.rows, strict=True):
+    def _outputs(self, pulled: _Pulled) -> list[Tensor]:
+        outputs = []
+        pulled_rows = self.cluster.pull([lookup.wanted for lookup in pulled.lookups])
+        for lookup, rows_UD in zip(pulled.lookups, pulled_rows, strict=True):
             for f, bag in enumerate(lookup.bags):
                 out = torch.empty(bag.count, rows_UD.shape[1])
                 lookup.gathered(rows_UD, f, out.numpy())
-                yield out.reshape(*bag.shape, rows_UD.shape[1])
+                outputs.append(out.reshape(*bag.shape, rows_UD.shape[1]))
+        return outputs
 
     def _slab_gradient(self, g: int, pulled: _Pulled, grads: Sequence[Tensor]) -> F32:
         before = sum(len(lookup.bags) for lookup in pulled.lookups[:g])
         mine = grads[before : before + len(pulled.lookups[g].bags)]
-        dim = pulled.rows[g].shape[1]
+        dim = pulled.lookups[g].layout.tables[0].dim
         return np.concatenate(
             [grad.detach().to("cpu", torch.float32).reshape(-1, dim).numpy() for grad in mine]
         )

@@ -11,11 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
 
 Task = Callable[[], object]
+Spin = Callable[[npt.NDArray[np.int64], int, int], bool]
+
+# How often an idle thread looks for work before it sleeps: some 200 microseconds.
+_LOOKS = 200_000
 
 
 def default_threads() -> int:
@@ -33,24 +40,36 @@ def default_threads() -> int:
 
 
 class _Join:
-    """Counts tasks down and keeps the first error."""
+    """Counts finished tasks and keeps the first error."""
 
-    __slots__ = ("done", "error", "left", "lock")
+    __slots__ = ("done", "error", "finished", "lock", "tasks")
 
     def __init__(self, tasks: int) -> None:
-        self.left = tasks
+        self.tasks = tasks
+        self.finished = np.zeros(1, np.int64)
         self.error: BaseException | None = None
         self.lock = threading.Lock()
         self.done = threading.Lock()
         self.done.acquire()
 
-    def finish(self, error: BaseException | None) -> None:
+    def run(self, task: Task) -> None:
+        error = None
+        try:
+            task()
+        except BaseException as raised:
+            error = raised
         with self.lock:
             self.error = self.error or error
-            self.left -= 1
-            last = self.left == 0
+            last = self.finished[0] == self.tasks - 1
+            self.finished[0] += 1
         if last:
             self.done.release()
+
+    def wait(self, spin: Spin) -> None:
+        if not spin(self.finished, self.tasks, _LOOKS):
+            self.done.acquire()
+        if self.error is not None:
+            raise self.error
 
 
 class Pool:
@@ -58,6 +77,10 @@ class Pool:
 
     Safe to call from several threads at once, and in a forked child: the child starts threads of
     its own on first use. A task must not call `run` of the same pool.
+
+    A thread that has nothing to do looks for work a little while before it sleeps: the phases of
+    a lookup follow each other within microseconds, and to wake a sleeping thread takes about as
+    long as a phase.
     """
 
     def __init__(self, threads: int | None = None, *, nice: int = 0) -> None:
@@ -65,61 +88,54 @@ class Pool:
         self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
             raise ConfigError(f"threads must be 1 or more, not {threads}")
+        self._start_lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
         self._queue: SimpleQueue[tuple[Task, _Join]] = SimpleQueue()
-        self._started = False
-        self._start_lock = threading.Lock()
+        self._given = np.zeros(1, np.int64)
         self._pid = os.getpid()
+        self._spin: Spin | None = None
 
-    def _start(self) -> None:
+    def _start(self) -> Spin:
+        from emberkeep.kernels.waiting import spin
+
         if os.getpid() != self._pid:  # a forked child inherits the queue but none of the threads
+            self._start_lock = threading.Lock()
             self._reset()
         with self._start_lock:
-            if not self._started:
+            if self._spin is None:
                 for i in range(self.threads - 1):
                     threading.Thread(
                         target=_work,
-                        args=(self._queue, self.nice),
+                        args=(self._queue, self._given, spin, self.nice),
                         name=f"emberkeep-{i}",
                         daemon=True,
                     ).start()
-                self._started = True
+                self._spin = spin
+            return self._spin
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Runs all tasks and returns when each has ended; raises the first error."""
-        if self.threads == 1 or len(tasks) == 1:
+        if self.threads == 1 or len(tasks) <= 1:
             for task in tasks:
                 task()
             return
-        if not tasks:
-            return
-        if not self._started or os.getpid() != self._pid:
-            self._start()
+        spin = self._spin
+        if spin is None or os.getpid() != self._pid:
+            spin = self._start()
         join = _Join(len(tasks))
         for task in tasks[1:]:
             self._queue.put((task, join))
-        _run_one(tasks[0], join)
-        # The caller helps instead of sleeping while tasks wait in the queue.
-        while not self._queue.empty():
+        self._given[0] += len(tasks) - 1
+        join.run(tasks[0])
+        while True:  # the caller helps as long as tasks wait
             try:
                 task, other = self._queue.get_nowait()
-            except Exception:  # another thread was faster
+            except Empty:
                 break
-            _run_one(task, other)
-        join.done.acquire()
-        if join.error is not None:
-            raise join.error
-
-
-def _run_one(task: Task, join: _Join) -> None:
-    try:
-        task()
-    except BaseException as error:
-        join.finish(error)
-    else:
-        join.finish(None)
+            other.run(task)
+        join.wait(spin)
 
 
 def be_nice(nice: int) -> None:
@@ -128,11 +144,19 @@ def be_nice(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def _work(queue: SimpleQueue[tuple[Task, _Join]], nice: int) -> None:
+def _work(
+    queue: SimpleQueue[tuple[Task, _Join]], given: npt.NDArray[np.int64], spin: Spin, nice: int
+) -> None:
     be_nice(nice)
     while True:
-        task, join = queue.get()
-        _run_one(task, join)
+        seen = given[0]
+        try:
+            task, join = queue.get_nowait()
+        except Empty:
+            if spin(given, seen + 1, _LOOKS):
+                continue
+            task, join = queue.get()
+        join.run(task)
         del task, join
 
 

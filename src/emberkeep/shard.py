@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.lookup import Lookup
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
 from emberkeep.tables import Optimizer, Table, check_tables
@@ -65,6 +66,18 @@ class Shard:
         with self._lock:
             for slab, ids, rows_UD in zip(self.slabs, wanted, out, strict=True):
                 slab.pull(ids, rows_UD)
+
+    def pull_bags(self, slab: int, lookup: Lookup, out_BFD: F32) -> None:
+        """Pooled bags straight from the rows of a slab that is `direct`; changes nothing."""
+        places = (
+            lookup.firsts_F, lookup.lengths_F, lookup.ends_FB, lookup.scales_N, lookup.columns_F
+        )  # fmt: skip
+        with self._lock:
+            lookup.over_samples(
+                lambda start, stop: self.slabs[slab].pull_bags(
+                    lookup.ids_N, lookup.layout.tables_F, places, start, stop, out_BFD
+                )
+            )
 
     def check(self, wanted: Sequence[RowIds], grads: Sequence[F32]) -> list[Push]:
         """Everything that can refuse a push, before any row changes."""

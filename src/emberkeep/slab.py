@@ -38,6 +38,7 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Planes = dict[str, npt.NDArray[Any]]
+Places = tuple[I64, I64, I64, F32, I64]
 
 # Tables start at a multiple of this many rows, so that no two share a word of a bitmap.
 _ALIGNMENT = 64
@@ -144,11 +145,7 @@ class Slab:
             wanted.ids, wanted.offsets, self.limits_T, self.bases_T, self.shards, found
         )
         if bad >= 0:
-            table = self.tables[wanted.table_of(bad)]
-            raise IdError(
-                f"table {table.name!r} has rows 0..{self.limits_T[wanted.table_of(bad)] - 1}, id "
-                f"{wanted.ids[bad]} is outside; hash ids to the table's size or use rows=None"
-            )
+            raise self._outside(wanted.table_of(bad), int(wanted.ids[bad]))
         unknown = [0] * len(self.tables)
         for t, slots in self.slots.items():
             part = slice(wanted.offsets[t], wanted.offsets[t + 1])
@@ -173,6 +170,35 @@ class Slab:
                 self.planes["weight"],
                 out_UD,
             ),
+        )
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows are found by their ids alone, so that bags need no unique ids first."""
+        return not self.slots and self.shards == 1
+
+    def pull_bags(
+        self, ids_N: I64, tables_F: I64, places: Places, start: int, stop: int,
+        out_BFD: F32,
+    ) -> None:  # fmt: skip
+        """Bags of samples start..stop straight from the rows, where the slab is `direct`.
+
+        `places` says where each bag's ids stand: firsts, lengths, ends, scales and columns, as
+        `rows.pool` takes them.
+        """
+        bad = initial.pull_bags(
+            self.keys_T, self.kinds_T, self.shapes_T2, self.limits_T, self.bases_T, self.touched,
+            self.planes["weight"], ids_N, tables_F, *places, start, stop, out_BFD,
+        )  # fmt: skip
+        if bad >= 0:
+            firsts_F = places[0]
+            feature = int(np.searchsorted(firsts_F, bad, side="right")) - 1
+            raise self._outside(int(tables_F[feature]), int(ids_N[bad]))
+
+    def _outside(self, table: int, identity: int) -> IdError:
+        return IdError(
+            f"table {self.tables[table].name!r} has rows 0..{self.limits_T[table] - 1}, id "
+            f"{identity} is outside; hash ids to the table's size or use rows=None"
         )
 
     def read(self, table: int, ids: I64) -> Planes:
@@ -357,7 +383,7 @@ class Slab:
     # -- details ---------------------------------------------------------------------------------
 
     def _no_rows(self) -> U64:
-        bits: U64 = lazy_zeros((self.rows // 64,), np.uint64)  # type: ignore[assignment]
+        bits: U64 = lazy_zeros((self.rows // 64,), np.uint64)
         return bits
 
     def _empty_slots(self) -> None:

@@ -87,8 +87,8 @@ class Snapshot:
         self._since = since
         self._buffer_nbytes = buffer_nbytes
         self._frozen: dict[str, Frozen] = holder.tracker.freeze(holder.dirty)
-        holder.dirty = lazy_zeros(holder.dirty.shape, np.uint64)  # type: ignore[assignment]
-        self._copied: U64 = lazy_zeros(holder.touched.shape, np.uint64)  # type: ignore[assignment]
+        holder.dirty = lazy_zeros(holder.dirty.shape, np.uint64)
+        self._copied: U64 = lazy_zeros(holder.touched.shape, np.uint64)
         selected = self._frozen[since] if since is not None else None
         self._first = _NONE if selected is None else selected.earlier
         self._second = _NONE if selected is None else selected.dirty

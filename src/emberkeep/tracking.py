@@ -37,7 +37,7 @@ class Frozen:
 
 
 def _bits(words: int) -> U64:
-    bits: U64 = lazy_zeros((words,), np.uint64)  # type: ignore[assignment]
+    bits: U64 = lazy_zeros((words,), np.uint64)
     return bits
 
 

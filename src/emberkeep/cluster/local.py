@@ -12,6 +12,7 @@ import numpy.typing as npt
 from emberkeep import pool as pools
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import hashing
+from emberkeep.lookup import Lookup
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Planes, RowIds
 from emberkeep.snapshot import Snapshot, freeze
@@ -92,6 +93,23 @@ class LocalCluster:
             for r, o, part in zip(routed, out, parts, strict=True):
                 o[r[s][1]] = part
         return out
+
+    def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:
+        """Pooled bags, slab by slab: straight from the rows where they are on one shard."""
+        rest = [g for g in range(len(lookups)) if not self._is_direct(g)]
+        if rest:
+            wanted = [
+                lookup.wanted if g in rest else lookup.nothing for g, lookup in enumerate(lookups)
+            ]
+            pulled = self.pull(wanted)
+        for g, (lookup, out_BFD) in enumerate(zip(lookups, out, strict=True)):
+            if g in rest:
+                lookup.pooled(pulled[g], out_BFD)
+            else:
+                self.shards[0].pull_bags(g, lookup, out_BFD)
+
+    def _is_direct(self, group: int) -> bool:
+        return len(self.shards) == 1 and self.shards[0].slabs[group].direct
 
     def push(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float) -> None:
         """Updates each wanted row once. On any error no row on any shard has changed."""

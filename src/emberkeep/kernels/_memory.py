@@ -1,4 +1,4 @@
-"""Two things that Python cannot say: fetch a cache line early, and set a bit atomically."""
+"""What Python cannot say: fetch a cache line early, set a bit or read a counter atomically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _item_pointer(context: Any, builder: Any, array_type: Any, array: Any, at: A
     return builder.bitcast(pointer, _BYTE.as_pointer())
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def _prefetch(typing_context: Any, array: Any, row: Any, byte: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _item_pointer(context, builder, signature.args[0], args[0], args[1])
@@ -57,7 +57,7 @@ def prefetch_row(array_RD: np.ndarray, row: int) -> None:
         _prefetch(array_RD, row, 192)
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def _atomic_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _item_pointer(context, builder, signature.args[0], args[0], args[1])
@@ -66,6 +66,19 @@ def _atomic_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(bits, types.int64, types.uint64), generate
+
+
+@intrinsic
+def atomic_load(typing_context: Any, counter: Any) -> Any:
+    """The value of `counter[0]` now, not one that the compiler has read before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = context.get_constant(types.intp, 0)
+        pointer = _item_pointer(context, builder, signature.args[0], args[0], zero)
+        pointer = builder.bitcast(pointer, _INT64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(counter), generate
 
 
 @inline

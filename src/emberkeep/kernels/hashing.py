@@ -39,21 +39,21 @@ def mix64(x: np.uint64) -> np.uint64:
 
 
 @inline
-def hash_id(identity: np.int64) -> np.uint64:
+def hash_id(identity: int) -> np.uint64:
     return mix64(np.uint64(identity) + GOLDEN)
 
 
 @inline
-def shard_of(identity: np.int64, shards: np.int64, dynamic: bool) -> np.int64:
+def shard_of(identity: int, shards: int, dynamic: bool) -> int:
     """The shard that owns an id: `id mod n`; dynamic ids are mixed first, they may be strided."""
     if dynamic:
         # A second mixing: the low bits of hash_id also choose the index entry within the shard.
-        return np.int64(mix64(hash_id(identity)) % np.uint64(shards))
+        return int(mix64(hash_id(identity)) % np.uint64(shards))
     return identity % shards
 
 
 @inline
-def _probe(entries: U64, ids: I64, identity: np.int64) -> tuple[np.uint64, np.int64]:
+def _probe(entries: U64, ids: I64, identity: int) -> tuple[np.uint64, np.int64]:
     """The position of the id's entry and its slot, or the empty position and -1."""
     mask = np.uint64(entries.size - 1)
     h = hash_id(identity)
@@ -85,7 +85,7 @@ def index_find(entries: U64, ids: I64, wanted: I64, base: int, slots: I64) -> in
 
 
 @inline
-def _put(entries: U64, ids: I64, identity: np.int64, slot: np.int64) -> None:
+def _put(entries: U64, ids: I64, identity: int, slot: np.int64) -> None:
     at, _ = _probe(entries, ids, identity)
     entries[at] = ((hash_id(identity) >> _S32) << _S32) | np.uint64(slot + 1)
     ids[slot] = identity

@@ -172,7 +172,7 @@ def adam(
                 prefetch_row(second_RD, rows[i + AHEAD])
             if step_R1.shape[0] > 0:
                 step_R1[row, 0] += 1
-                rate = np.float32(adam_rate(lr, beta1, beta2, np.int64(step_R1[row, 0])))
+                rate = np.float32(adam_rate(lr, beta1, beta2, int(step_R1[row, 0])))
             for d in range(dim):
                 g = grads_UD[i, d]
                 first = (g - first_RD[row, d]) * keep1 + first_RD[row, d]
@@ -200,5 +200,8 @@ def clip_rows(rows: I64, start: int, stop: int, max_norm: float, weight_RD: F32)
 def mark(rows: I64, start: int, stop: int, touched: U64, dirty: U64) -> None:
     """Sets the touched and the dirty bit of the rows at positions start..stop."""
     for i in range(start, stop):
-        set_bit(touched, rows[i])
-        set_bit(dirty, rows[i])
+        row = rows[i]
+        word = row >> 6
+        if not (touched[word] & dirty[word] & (np.uint64(1) << np.uint64(row & 63))):
+            set_bit(touched, row)
+            set_bit(dirty, row)

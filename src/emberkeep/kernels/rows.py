@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._memory import prefetch_row
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64
 
 I32 = npt.NDArray[np.int32]
@@ -34,12 +35,14 @@ def dedupe(
     """Finds the unique ids of tables first..last.
 
     The uniques of table t start at `offsets_T[t]` of `unique_N`; `inverse_N` counts from there.
+    New ids and known ones take the same path, without a branch that depends on which it is: in
+    skewed data that is a coin toss, and a wrong guess costs more than the rest of the loop.
     """
     longest = 0
     for t in range(first, last):
         longest = max(longest, offsets_T[t + 1] - offsets_T[t])
     size = 16
-    while size < 2 * longest:
+    while size < 4 * longest:
         size *= 2
     scratch = np.empty(size, np.int32)
     for t in range(first, last):
@@ -47,27 +50,25 @@ def dedupe(
         stop = offsets_T[t + 1]
         size = 16
         shift = np.uint64(60)
-        while size < 2 * (stop - start):
+        while size < 4 * (stop - start):
             size *= 2
             shift -= _ONE
         mask = np.uint64(size - 1)
         scratch[:size] = -1
-        found = 0
+        found = np.int32(0)
         for i in range(start, stop):
             identity = ids_N[i]
             at = (np.uint64(identity) * GOLDEN) >> shift
-            while True:
-                u = scratch[at]
-                if u < 0:
-                    scratch[at] = found
-                    unique_N[start + found] = identity
-                    inverse_N[i] = found
-                    found += 1
-                    break
-                if unique_N[start + u] == identity:
-                    inverse_N[i] = u
-                    break
+            u = scratch[at]
+            unique_N[start + found] = identity  # the next free place: kept if the id is new
+            mine = found if u < 0 else u
+            while unique_N[start + mine] != identity:
                 at = (at + _ONE) & mask
+                u = scratch[at]
+                mine = found if u < 0 else u
+            scratch[at] = mine
+            inverse_N[i] = mine
+            found = max(found, np.int32(mine + 1))
         counts_T[t] = found
 
 
@@ -175,40 +176,60 @@ def aggregate(
     first: int,
     last: int,
     out_UD: F32,
-    squares_U: F64,
+    squares_T: F64,
 ) -> None:
     """Sums, for each unique row of tables first..last, the gradients of the bags it was in.
 
-    Also the square norm of each sum. A bag's gradient is row b * width + column of `grads_GD`.
-    Lookups are visited in lookup order; unique rows are numbered by first occurrence, so a row
-    that has the next number is met for the first time and need not have been zeroed.
+    Also the sum of the squares of each table's sums. A bag's gradient is row b * width + column
+    of `grads_GD`. Lookups are visited in lookup order.
     """
     dim = grads_GD.shape[1]
     scaled = scales_N.size > 0
     for t in range(first, last):
         base = starts_T[t]
-        met = 0
+        out_UD[base : starts_T[t + 1]] = np.float32(0.0)
         for f in range(features_T[t], features_T[t + 1]):
             low = firsts_F[f]
+            length = lengths_F[f]
+            column = columns_F[f]
+            if length == 1 and not scaled:
+                for b in range(counts_F[f]):
+                    if b + 8 < counts_F[f]:
+                        prefetch_row(grads_GD, (b + 8) * width + column)
+                    u = base + inverse_N[low + b]
+                    bag = b * width + column
+                    for d in range(dim):
+                        out_UD[u, d] += grads_GD[bag, d]
+                continue
             for b in range(counts_F[f]):
-                high = low + lengths_F[f] if lengths_F[f] >= 0 else firsts_F[f] + ends_FB[f, b]
-                bag = b * width + columns_F[f]
+                high = low + length if length >= 0 else firsts_F[f] + ends_FB[f, b]
+                bag = b * width + column
                 for i in range(low, high):
                     u = base + inverse_N[i]
                     scale = scales_N[i] if scaled else np.float32(1.0)
-                    if inverse_N[i] == met:
-                        met += 1
-                        for d in range(dim):
-                            out_UD[u, d] = scale * grads_GD[bag, d]
-                    else:
-                        for d in range(dim):
-                            out_UD[u, d] += scale * grads_GD[bag, d]
+                    for d in range(dim):
+                        out_UD[u, d] += scale * grads_GD[bag, d]
                 low = high
-        for u in range(base, starts_T[t + 1]):
-            square = 0.0
-            for d in range(dim):
-                square += np.float64(out_UD[u, d]) * np.float64(out_UD[u, d])
-            squares_U[u] = square
+        squares_T[t] = sum_of_squares(out_UD[base : starts_T[t + 1]].reshape(-1))
+
+
+@inline
+def sum_of_squares(values: F32) -> float:
+    """In float64, by eight sums side by side: one sum alone would wait for each addition."""
+    a = b = c = d = e = f = g = h = 0.0
+    whole = values.size & ~7
+    for i in range(0, whole, 8):
+        a += np.float64(values[i]) * np.float64(values[i])
+        b += np.float64(values[i + 1]) * np.float64(values[i + 1])
+        c += np.float64(values[i + 2]) * np.float64(values[i + 2])
+        d += np.float64(values[i + 3]) * np.float64(values[i + 3])
+        e += np.float64(values[i + 4]) * np.float64(values[i + 4])
+        f += np.float64(values[i + 5]) * np.float64(values[i + 5])
+        g += np.float64(values[i + 6]) * np.float64(values[i + 6])
+        h += np.float64(values[i + 7]) * np.float64(values[i + 7])
+    for i in range(whole, values.size):
+        a += np.float64(values[i]) * np.float64(values[i])
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
 @kernel
@@ -246,13 +267,15 @@ def scale_gradients(
 @kernel
 def first_nonfinite(values_UD: F32, start: int, stop: int) -> int:
     """The first row of start..stop that holds a NaN or an infinity, or -1."""
-    words = values_UD.view(np.uint32)
-    for u in range(start, stop):
-        worst = np.uint32(0)
-        for d in range(words.shape[1]):
-            worst = max(worst, words[u, d] & _EXPONENT)
-        if worst == _EXPONENT:
-            return u
+    words = values_UD[start:stop].reshape(-1).view(np.uint32)
+    worst = np.uint32(0)
+    for i in range(words.size):
+        worst = max(worst, words[i] & _EXPONENT)
+    if worst < _EXPONENT:
+        return -1
+    for i in range(words.size):
+        if words[i] & _EXPONENT == _EXPONENT:
+            return start + i // values_UD.shape[1]
     return -1
 
 
@@ -295,13 +318,13 @@ def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
 
 
 @inline
-def count_ones(word: np.uint64) -> np.int64:
+def count_ones(word: np.uint64) -> int:
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + (
         (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
     )
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+    return int((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
 @kernel
