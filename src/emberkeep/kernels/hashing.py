@@ -44,12 +44,12 @@ def hash_id(identity: int) -> np.uint64:
 
 
 @inline
-def shard_of(identity: int, shards: int, dynamic: bool) -> int:
+def shard_of(identity: int, shards: int, dynamic: bool) -> np.int64:
     """The shard that owns an id: `id mod n`; dynamic ids are mixed first, they may be strided."""
     if dynamic:
         # A second mixing: the low bits of hash_id also choose the index entry within the shard.
-        return int(mix64(hash_id(identity)) % np.uint64(shards))
-    return identity % shards
+        return np.int64(mix64(hash_id(identity)) % np.uint64(shards))
+    return np.int64(identity % shards)
 
 
 @inline
@@ -134,9 +134,8 @@ def route(
     owner = np.empty(ids.size, np.int32)
     for t in range(tables):
         for i in range(offsets_T[t], offsets_T[t + 1]):
-            s = shard_of(ids[i], shards, dynamic_T[t])
-            owner[i] = s
-            counts_ST[s, t] += 1
+            owner[i] = shard_of(ids[i], shards, dynamic_T[t])
+            counts_ST[owner[i], t] += 1
     starts = np.empty((shards, tables), np.int64)
     at = 0
     for s in range(shards):

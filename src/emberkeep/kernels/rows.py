@@ -318,21 +318,21 @@ def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
 
 
 @inline
-def count_ones(word: np.uint64) -> int:
+def count_ones(word: np.uint64) -> np.int64:
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + (
         (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
     )
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return int((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
 @kernel
 def count_bits(bits: U64, first_word: int, last_word: int) -> int:
-    total = 0
+    total = np.int64(0)
     for w in range(first_word, last_word):
         total += count_ones(bits[w])
-    return total
+    return int(total)
 
 
 @kernel
