@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from emberkeep.cluster.local import local
     from emberkeep.errors import EmberkeepError
     from emberkeep.follower import Follower
+    from emberkeep.keeper import Keeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
+    from emberkeep.strategies import check_n_run, incremental
     from emberkeep.tables import (
         SGD,
         Adagrad,
@@ -32,8 +34,10 @@ _HOMES = {
     "cluster.local": ("local",),
     "errors": ("EmberkeepError",),
     "follower": ("Follower",),
+    "keeper": ("Keeper",),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
+    "strategies": ("check_n_run", "incremental"),
     "tables": (
         "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Uniform",
     ),
@@ -51,12 +55,15 @@ __all__ = [
     "Embeddings",
     "EmberkeepError",
     "Follower",
+    "Keeper",
     "Momentum",
     "Normal",
     "RowWiseAdagrad",
     "Table",
     "Uniform",
     "__version__",
+    "check_n_run",
+    "incremental",
     "local",
 ]
 

@@ -293,6 +293,14 @@ class Checkpointer:
         if self._saving is not None:
             self._saving.cancelled.set()
 
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the last save, once it is committed."""
+        saving = self._saving
+        if saving is None or not saving.committed.done() or saving.committed.exception():
+            return None
+        return saving.step
+
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no save is under way, however it ends; False if that takes longer."""
         if self._thread is not None:
@@ -479,6 +487,7 @@ class Checkpointer:
         restore another version, or stop.
         """
         self.join()
+        self._saving = None
         versions = list(self.repository.versions())
         if version is not None:
             chosen = self.repository.version(version)

@@ -1,0 +1,125 @@
+"""What keeping costs: counted as it happens, told as figures or as Prometheus' text."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What one process has spent on versions so far."""
+
+    versions: int
+    """Versions that it committed."""
+    failed: int
+    pause_ms_median: float
+    """How long training stood still when a version was cut."""
+    pause_ms_max: float
+    stall_seconds: float
+    """How long training stood still for the keeper in all: cuts, waits for an earlier version to
+    be written, and rows copied before they were overwritten."""
+    commit_seconds_median: float
+    """From the cut until the version was durable."""
+    written_nbytes: int
+    kept_nbytes: int
+    """What the repository holds now, older versions included."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Ledger:
+    """Counts. Safe to use from the thread that trains and the one that writes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pauses_ms: list[float] = []
+        self._commits_ms: list[float] = []
+        self.stall_seconds = 0.0
+        self.written_nbytes = 0
+        self.failed = 0
+        self.resumed = 0
+        self.step = 0
+        self.version = 0
+
+    def paused(self, pause_ms: float) -> None:
+        self._pauses_ms.append(pause_ms)
+
+    def saved(self, details: dict[str, Any]) -> None:
+        with self._lock:
+            self._commits_ms.append(details["commit_ms"])
+            self.written_nbytes += details["nbytes"]
+            self.version = details["version"]
+
+    def costs(self, kept_nbytes: int) -> Costs:
+        with self._lock:
+            return Costs(
+                versions=len(self._commits_ms),
+                failed=self.failed,
+                pause_ms_median=statistics.median(self._pauses_ms or [0.0]),
+                pause_ms_max=max(self._pauses_ms, default=0.0),
+                stall_seconds=self.stall_seconds,
+                commit_seconds_median=statistics.median(self._commits_ms or [0.0]) / 1e3,
+                written_nbytes=self.written_nbytes,
+                kept_nbytes=kept_nbytes,
+            )
+
+    def exposition(self) -> str:
+        """The counts in the text format of Prometheus."""
+        with self._lock:
+            told = [
+                ("versions_total", "counter", "versions committed", len(self._commits_ms)),
+                ("failed_saves_total", "counter", "saves that failed", self.failed),
+                ("resumes_total", "counter", "versions restored", self.resumed),
+                ("written_bytes_total", "counter", "bytes written", self.written_nbytes),
+                ("pause_seconds_sum", "counter", "training stood still while versions were cut",
+                 sum(self._pauses_ms) / 1e3),
+                ("pause_seconds_max", "gauge", "the longest of these", max(
+                    self._pauses_ms, default=0.0) / 1e3),
+                ("stall_seconds_total", "counter", "training stood still for the keeper in all",
+                 self.stall_seconds),
+                ("commit_seconds_last", "gauge", "from cut to durable, of the newest version",
+                 self._commits_ms[-1] / 1e3 if self._commits_ms else 0.0),
+                ("step", "gauge", "steps taken", self.step),
+                ("version", "gauge", "the newest version committed or restored", self.version),
+            ]  # fmt: skip
+        lines = []
+        for name, kind, text, value in told:
+            lines += [
+                f"# HELP emberkeep_{name} {text}",
+                f"# TYPE emberkeep_{name} {kind}",
+                f"emberkeep_{name} {value}",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+class MetricsServer:
+    """Answers GET on the loopback interface with the ledger's exposition."""
+
+    def __init__(self, ledger: Ledger, port: int) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                content = ledger.exposition().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Requests are nobody's news."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, name="emberkeep-metrics", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

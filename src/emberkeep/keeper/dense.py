@@ -1,0 +1,240 @@
+"""Everything of a model that is not rows: parameters, buffers, optimizers, the user's own state.
+
+It is captured at one instant, checked against a model before anything of it is changed, and loaded
+in place. What does not fit is named, all of it at once; nothing is ever loaded in part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from emberkeep.errors import StateError
+from emberkeep.keeper.plain import Packed, pack, unpack
+
+Json = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """A scheduler, a GradScaler, or anything of the user's own that can be saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Dense:
+    """The dense side of one model and its optimizers.
+
+    `row_state` maps the id of each parameter whose rows are followed to the names of the state
+    that goes with the rows: neither is captured here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        states: Mapping[str, Stateful],
+        row_state: Mapping[int, Sequence[str]],
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._states = states
+        self._row_state = row_state
+
+    def capture(self, generators: list[Json]) -> Packed:
+        """A copy of everything as it is now; `generators` are the random states of all ranks."""
+        return pack(
+            {
+                "model": self._tensors(),
+                "extra": {
+                    path: module.get_extra_state() for path, module in self._with_extra_state()
+                },
+                "optimizers": [self._optimizer_state(one) for one in self._optimizers],
+                "states": {name: state.state_dict() for name, state in self._states.items()},
+                "generators": generators,
+            },
+            what="dense",
+        )
+
+    def check(self, content: bytes | None) -> Json:
+        """The state that a version holds; raises `StateError` if it does not fit the model."""
+        if content is None:
+            raise StateError("the version has no dense state: it was not written by a keeper")
+        saved: Json = unpack(Packed.decode(content))
+        wrong = [
+            *_differences("tensor", _shapes(saved["model"]), _shapes(self._tensors())),
+            *_differences(
+                "extra state of module", _set(saved["extra"]), _set(dict(self._with_extra_state()))
+            ),
+            *_differences("state", _set(saved["states"]), _set(self._states)),
+            *_differences(
+                "optimizer",
+                {str(i): _outline(one) for i, one in enumerate(saved["optimizers"])},
+                {
+                    str(i): _outline(self._optimizer_state(one))
+                    for i, one in enumerate(self._optimizers)
+                },
+            ),
+        ]
+        if wrong:
+            raise StateError(
+                "the model does not fit the version, nothing was loaded: "
+                + "; ".join(wrong)
+                + "; build the model as it was saved, or use another repository"
+            )
+        return saved
+
+    @torch.no_grad()
+    def load(self, saved: Json) -> None:
+        """Loads what `check` returned."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(saved["model"][name])
+        for path, module in self._with_extra_state():
+            module.set_extra_state(saved["extra"][path])
+        for optimizer, its in zip(self._optimizers, saved["optimizers"], strict=True):
+            self._load_optimizer(optimizer, its)
+            optimizer.zero_grad()
+        for name, state in self._states.items():
+            state.load_state_dict(saved["states"][name])
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by name, shared ones once, followed tables not."""
+        found: dict[str, Tensor] = {}
+        seen = set(self._row_state)
+        for path, module in self._model.named_modules():
+            at = f"{path}." if path else ""
+            transient = module._non_persistent_buffers_set
+            own = {**module._parameters, **module._buffers}
+            for name, tensor in own.items():
+                if tensor is None or name in transient or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                found[at + name] = tensor
+        return found
+
+    def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in self._model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield path, module
+
+    # -- optimizers ------------------------------------------------------------------------------
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Parameters by name; those that are not the model's by their place."""
+        known = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {
+            id(parameter): known.get(id(parameter), f"parameter {i}")
+            for i, parameter in enumerate(every)
+        }
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> Json:
+        names = self._names(optimizer)
+        return {
+            "kind": type(optimizer).__name__,
+            "groups": [
+                {
+                    "parameters": [names[id(parameter)] for parameter in group["params"]],
+                    "settings": {key: value for key, value in group.items() if key != "params"},
+                }
+                for group in optimizer.param_groups
+            ],
+            "state": {
+                names[id(parameter)]: {
+                    key: value
+                    for key, value in state.items()
+                    if key not in self._row_state.get(id(parameter), ())
+                }
+                for parameter, state in optimizer.state.items()
+                if id(parameter) in names
+            },
+        }
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Json) -> None:
+        names = self._names(optimizer)
+        for group, its in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in its["settings"].items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+            for parameter in group["params"]:
+                with_rows = self._row_state.get(id(parameter), ())
+                state = saved["state"].get(names[id(parameter)], {})
+                live = optimizer.state[parameter]
+                for key in [key for key in live if key not in state and key not in with_rows]:
+                    del live[key]
+                for key, value in state.items():
+                    _set_state(live, key, value, parameter, group)
+                if not live:
+                    del optimizer.state[parameter]
+
+
+def _set_state(live: Json, key: str, value: Any, parameter: Tensor, group: Json) -> None:
+    """In place where that is possible: others may hold on to the tensor."""
+    now = live.get(key)
+    if not isinstance(value, Tensor):
+        live[key] = value
+    elif isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
+        now.copy_(value)
+    else:
+        # Torch keeps counters in host memory unless its kernels need them on the device.
+        on_device = value.dim() > 0 or group.get("capturable") or group.get("fused")
+        live[key] = value.to(parameter.device) if on_device else value.clone()
+
+
+def generators() -> Json:
+    """The state of every global random generator of this process."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    version, numbers, second = random.getstate()
+    state: Json = {
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, keys, position, has_gauss, gauss),
+        "python": (version, np.array(numbers, np.uint32), second),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_generators(state: Json) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    version, numbers, second = state["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), second))
+    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+    }
+
+
+def _set(names: Mapping[str, Any]) -> dict[str, str]:
+    return dict.fromkeys(names, "")
+
+
+def _outline(optimizer: Json) -> str:
+    groups = [", ".join(group["parameters"]) for group in optimizer["groups"]]
+    return f"{optimizer['kind']} over {' | '.join(groups)}"
+
+
+def _differences(what: str, saved: Mapping[str, str], present: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*saved, *present}):
+        if name not in saved:
+            yield f"{what} {name!r} is not in the version"
+        elif name not in present:
+            yield f"{what} {name!r} of the version is not in the model"
+        elif saved[name] != present[name]:
+            yield f"{what} {name!r} was {saved[name]}, is {present[name]}"

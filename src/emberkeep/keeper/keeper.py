@@ -1,0 +1,478 @@
+"""The keeper: three lines in a training loop, and the run survives its processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import xxhash
+from torch import nn
+
+from emberkeep.blobs import BlobStore, open_store
+from emberkeep.checkpoint import Checkpointer, Extras, Restored, Saving, Settings, load
+from emberkeep.errors import ConfigError, EmberkeepError, StateError
+from emberkeep.keeper.costs import Costs, Ledger, MetricsServer
+from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
+from emberkeep.keeper.parts import Optimizers, take_apart
+from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.ranks import Ranks
+from emberkeep.keeper.signals import Termination
+from emberkeep.keeper.tables import Hook
+from emberkeep.pool import Pool
+from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.strategies import Preset, incremental
+
+EXIT_CODE = 75
+"""Of a process that was asked to stop: "try again later", as `sysexits.h` has it."""
+
+
+class Keeper:
+    """Saves a model beside its training and brings it back, to the bit.
+
+        keeper = ek.Keeper("runs/42", model, optimizer, reader=loader)
+        keeper.resume()
+        for batch in loader:
+            ...
+            optimizer.step()
+            keeper.step()
+        keeper.close()
+
+    A version holds all of one instant: the rows of every table with their optimizer state, all
+    other parameters and buffers, optimizers, `state` (schedulers, a GradScaler, anything with
+    `state_dict` and `load_state_dict`), the random generators of torch, numpy and Python, and the
+    place of the reader. With float32 rows a run that was killed anywhere and resumed goes on with
+    the bits of the uninterrupted one. Making a keeper makes this process the only writer of the
+    repository: an older one is stopped by `FencedError`.
+
+    Call `step` after the optimizer and before the next batch is taken. Under DDP every rank makes
+    the same calls; rank 0 writes, every rank resumes.
+
+    - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
+      how they are written (its retention is the strategy's).
+    - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75.
+    - `on_event(name, details)` hears of "resumed", "saved", "save_failed" and "stopped"; the
+      middle two come from the thread that writes.
+    - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
+    - `batches_per_step` is how many batches the loop takes for each `step`.
+    - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | BlobStore,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        reader: Any = None,
+        strategy: Preset | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        settings: Settings | None = None,
+        on_event: Callable[[str, Json], object] | None = None,
+        grace: timedelta = timedelta(seconds=25),
+        strict: bool = False,
+        exclusive: bool = False,
+        batches_per_step: int = 1,
+        metrics_port: int | None = None,
+    ) -> None:
+        if batches_per_step < 1:
+            raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
+        self.steps = 0
+        self.reader = reader
+        self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
+        self._preset = strategy or incremental()
+        self._settings = replace(settings or Settings(), retention=self._preset.retention)
+        self._grace = grace
+        self._batches_per_step = batches_per_step
+        self._on_event = on_event
+        self._ledger = Ledger()
+        self._ranks = Ranks()
+        self._parts = take_apart(
+            model, optimizer, state or {}, strict=strict, ranks=self._ranks.world
+        )
+        self._checkpointer = self._open(exclusive) if self._ranks.leads else None
+        self._begun = False
+        self._closed = False
+        self._exact_step = 0
+        self._fitting: Json = {}
+        self._start_clock()
+        self._handles: list[Any] = []
+        if self._ranks.leads:
+            self._parts.tables.follow(self._parts.optimizers, self._timed)
+            for module in self._parts.modules:
+                handle = module.register_load_state_dict_pre_hook(self._rows_replaced)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        self._termination = Termination()
+        self._server = None if metrics_port is None else MetricsServer(self._ledger, metrics_port)
+
+    def _open(self, exclusive: bool) -> Checkpointer:
+        schema = self._parts.subject.schema()
+        if Repository.exists(self._store):
+            repository = Repository.open(self._store)
+        else:
+            repository = Repository.create(self._store, schema=schema, exclusive=exclusive)
+        return Checkpointer(
+            repository,
+            self._parts.subject,
+            strategy=self._preset.strategy,
+            settings=self._settings,
+            on_event=self._hear,
+        )
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Ends a step: saves if a version is due, stops if that was asked for.
+
+        Raises what went wrong in the background: `FencedError` at once, other failures after
+        `max_failures` in a row.
+        """
+        with self._stalling():
+            self._begin()
+            self.steps += 1
+            self._ledger.step = self.steps
+            if self._checkpointer is not None:
+                self._checkpointer.check()
+            look = self.steps >= self._next_look
+            due = look and self._preset.schedule.due(self.steps, self._since_saved())
+            asked, due_for_all = self._ranks.largest(
+                [self._termination.asked, due and self._ranks.leads]
+            )
+            if asked:
+                self._stop()
+            if due_for_all:
+                self._save()
+            if look:
+                self._look_ahead()
+
+    def save(self) -> Saving | None:
+        """Cuts a version now. Returns when training may go on; the rest happens beside it.
+
+        Rank 0 gets the save under way: its `copied` and `committed` are futures.
+        """
+        with self._stalling():
+            self._begin()
+            return self._save()
+
+    def wait(self) -> Manifest | None:
+        """Waits until the save under way is durable; raises if it failed."""
+        with self._stalling():
+            return None if self._checkpointer is None else self._checkpointer.wait()
+
+    def close(self, *, save: bool = True) -> Manifest | None:
+        """Ends keeping. Unless the newest version holds the present state exactly, writes one that
+        does, in float32, whatever the strategy; returns it when it is durable."""
+        if self._closed:
+            return None
+        try:
+            with self._stalling():
+                return self._last_version(save)
+        finally:
+            self._release()
+
+    def _last_version(self, save: bool) -> Manifest | None:
+        if save:
+            save = 1 in self._ranks.largest([self._ranks.leads and self._exact() != self.steps])
+        if not save:
+            return None if self._checkpointer is None else self._checkpointer.close()
+        extras = self._extras()
+        manifest = None
+        if self._checkpointer is not None:
+            manifest = self._checkpointer.close(self.steps, extras)
+        self._ranks.barrier()
+        return manifest
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The step that failed may have changed rows and not the rest: it is not saved.
+        try:
+            self.close(save=False)
+        except EmberkeepError as second:
+            warnings.warn(f"while {error!r} ended the run: {second}", stacklevel=2)
+
+    # -- resuming --------------------------------------------------------------------------------
+
+    def resume(self, version: int | None = None, *, fall_back: bool = False) -> Manifest | None:
+        """Brings back the newest version, or the one named; None if there is none yet.
+
+        A version that does not fit the model is refused, every difference named, before anything
+        has changed. A damaged one is `DamageError`, unless `fall_back` allows the newest intact
+        one before it, which is warned of.
+        """
+        with self._stalling():
+            manifest = self._resume(version, fall_back)
+            self._begun = True
+            self._start_clock()
+            self._look_ahead()
+            return manifest
+
+    def begin_anew(self) -> Manifest | None:
+        """Starts over in a repository that has versions: the present state becomes the newest."""
+        self._begun = True
+        (beside,) = self._ranks.largest([self._newest() is not None])
+        if not beside:
+            return self.resume()
+        self.save()
+        self._look_ahead()
+        return self.wait()
+
+    def _resume(self, version: int | None, fall_back: bool) -> Manifest | None:
+        with self._agreeing("rank 0 could not bring a version back"):
+            restored = None
+            if self._checkpointer is not None:
+                restored = self._checkpointer.restore(version, fall_back=fall_back, fits=self._fit)
+        chosen = restored.manifest.version if restored is not None else None
+        number, epoch = self._ranks.largest([chosen.number, chosen.epoch] if chosen else [0, 0])
+        if not number:
+            return None
+        with self._agreeing("another rank could not bring the version back"):
+            if restored is None:
+                repository = Repository.open(self._store)
+                pool = Pool(self._settings.threads)
+                restored = load(
+                    repository, VersionId(number, epoch), self._parts.subject, pool, self._fit
+                )
+            self._load_rest(restored)
+        manifest = restored.manifest
+        self.steps = self._exact_step = self._ledger.step = manifest.step
+        self._ledger.resumed += 1
+        self._ledger.version = number
+        lost = [passed.number for passed in restored.lost]
+        if lost:
+            warnings.warn(f"versions {lost} are damaged and were passed over", stacklevel=3)
+        self._tell("resumed", {"version": number, "step": manifest.step, "lost": lost})
+        return manifest
+
+    def _fit(self, restored: Restored) -> None:
+        """Refuses what does not fit, before a row has changed."""
+        saved, present = restored.manifest.reader, {}
+        if self.reader is not None:
+            present = self.reader.state_dict()
+        if bool(saved) != bool(present):
+            raise StateError(
+                "the version holds the place of a reader: give the keeper reader="
+                if saved
+                else "the version holds no place of a reader: leave reader= out"
+            )
+        self._fitting = self._parts.dense.check(restored.dense)
+        if self.reader is not None:
+            assert restored.dense is not None
+            tensors = Packed.decode(restored.dense).tensors
+            self._fitting["reader"] = unpack(Packed(saved, tensors))
+
+    def _load_rest(self, restored: Restored) -> None:
+        saved, self._fitting = self._fitting, {}
+        if self.reader is not None:
+            self.reader.load_state_dict(saved["reader"])
+        self._parts.dense.load(saved)
+        if len(saved["generators"]) != self._ranks.world:
+            warnings.warn(
+                f"version {restored.manifest.version} was saved by {len(saved['generators'])} "
+                f"ranks, there are {self._ranks.world}: the same bits need the same number",
+                stacklevel=5,
+            )
+        if self._ranks.rank < len(saved["generators"]):
+            set_generators(saved["generators"][self._ranks.rank])
+
+    @contextmanager
+    def _agreeing(self, otherwise: str) -> Iterator[None]:
+        """All ranks succeed or all raise: none is left waiting for one that is gone."""
+        try:
+            yield
+        except BaseException:
+            self._ranks.largest([1])
+            raise
+        (failed,) = self._ranks.largest([0])
+        if failed:
+            raise StateError(f"{otherwise}: see its error")
+
+    # -- what users may ask ----------------------------------------------------------------------
+
+    @property
+    def saved_whole(self) -> Mapping[str, str]:
+        """The tables that cannot be followed row by row, and why."""
+        return dict(self._parts.whole)
+
+    def mark_all_changed(self) -> None:
+        """Call this before you change rows of torch's embeddings yourself, past the optimizer."""
+        self._parts.tables.change_all()
+
+    def costs(self) -> Costs:
+        """What this process has spent on versions so far."""
+        kept = sum(info.size for info in self._store.list(names.DATA))
+        return self._ledger.costs(kept)
+
+    def metrics(self) -> str:
+        """The same for Prometheus."""
+        return self._ledger.exposition()
+
+    @property
+    def metrics_port(self) -> int | None:
+        return None if self._server is None else self._server.port
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise StateError("the keeper is closed: make another")
+        if self._begun:
+            return
+        if self._newest() is not None:
+            raise StateError(
+                f"{self._store.url} holds versions of this run: call resume() before the first "
+                "step, or begin_anew() to start over, or use another repository"
+            )
+        self._begun = True
+        self._look_ahead()
+
+    def _newest(self) -> VersionId | None:
+        return None if self._checkpointer is None else self._checkpointer.repository.latest()
+
+    def _save(self) -> Saving | None:
+        if self._checkpointer is not None:
+            self._checkpointer.make_room()
+            self._checkpointer.check()
+        start = time.perf_counter()
+        extras = self._extras()
+        self._saved_at = time.monotonic()
+        if self._checkpointer is None:
+            return None
+        saving = self._checkpointer.save(self.steps, extras)
+        self._ledger.paused((time.perf_counter() - start) * 1e3)
+        return saving
+
+    def _extras(self) -> Extras:
+        """Everything but rows, as it is now on every rank."""
+        reader = pack({} if self.reader is None else self.reader.state_dict(), what="reader")
+        every = self._generators(reader)
+        if not self._ranks.leads:
+            return Extras()
+        dense = self._parts.dense.capture(every)
+        dense.tensors.update(reader.tensors)
+        return Extras(dense=dense.encode, reader=reader.plain)
+
+    def _generators(self, reader: Packed) -> list[Json]:
+        if self._ranks.world == 1:
+            return [generators()]
+        mine = {"generators": generators(), "reader": xxhash.xxh3_128_digest(reader.encode())}
+        every = [unpack(Packed.decode(it)) for it in self._ranks.gathered(pack(mine).encode())]
+        if len({rank["reader"] for rank in every}) > 1:
+            raise StateError(
+                "the readers of the ranks are at different places, and one version holds one: use "
+                "a reader whose state is the same on all ranks, as emberkeep's is"
+            )
+        return [rank["generators"] for rank in every]
+
+    def _exact(self) -> int:
+        """The step whose state the newest version holds exactly; waits for the one under way."""
+        checkpointer = self._checkpointer
+        if checkpointer is not None:
+            checkpointer.join()
+            newest = checkpointer.committed_step
+            if newest is not None and not checkpointer.strategy.lossy:
+                self._exact_step = newest
+        return self._exact_step
+
+    def _stop(self) -> None:
+        """Saves within the grace period and exits; every rank, together."""
+        deadline = time.monotonic() + self._grace.total_seconds()
+
+        def left() -> timedelta:
+            return timedelta(seconds=max(0.0, deadline - time.monotonic()))
+
+        extras = self._extras()
+        saved: int | None = None
+        if self._checkpointer is not None:
+            if not self._checkpointer.join(self._grace / 2):
+                self._checkpointer.cancel()
+            if self._checkpointer.join(left()):
+                if self._checkpointer.committed_step != self.steps:
+                    self._checkpointer.save(self.steps, extras)
+                    self._checkpointer.join(left())
+                saved = self._checkpointer.committed_step
+            kept = f"version of step {saved}" if saved is not None else "no version of this run"
+            message = f"SIGTERM: stopped after step {self.steps}; {kept} was saved"
+            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
+        self._ranks.barrier()
+        self._release()
+        self._tell("stopped", {"step": self.steps, "saved_step": saved})
+        raise SystemExit(EXIT_CODE)
+
+    # -- when ------------------------------------------------------------------------------------
+
+    def _start_clock(self) -> None:
+        self._saved_at = self._looked_at = time.monotonic()
+        self._looked_step = self._next_look = self.steps
+
+    def _since_saved(self) -> timedelta:
+        return timedelta(seconds=time.monotonic() - self._saved_at)
+
+    def _look_ahead(self) -> None:
+        """Decides when to decide next, and tells the reader: nothing is read past that point."""
+        now, taken = time.monotonic(), self.steps - self._looked_step
+        per_step = timedelta(seconds=(now - self._looked_at) / taken) if taken else None
+        ahead = self._preset.schedule.steps_ahead(self.steps, self._since_saved(), per_step)
+        (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
+        self._looked_at, self._looked_step = now, self.steps
+        self._next_look = self.steps + ahead
+        if hasattr(self.reader, "hand_out"):
+            self.reader.hand_out(ahead * self._batches_per_step)
+
+    # -- details ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._ledger.stall_seconds += time.perf_counter() - start
+
+    def _timed(self, hook: Hook) -> Hook:
+        def timed(*given: Any) -> None:
+            with self._stalling():
+                hook(*given)
+
+        return timed
+
+    def _rows_replaced(self, *_: Any) -> None:
+        self.mark_all_changed()
+
+    def _hear(self, event: str, details: Json) -> None:
+        if event == "saved":
+            self._ledger.saved(details)
+        elif event == "save_failed":
+            self._ledger.failed += 1
+        self._tell(event, details)
+
+    def _tell(self, event: str, details: Json) -> None:
+        if self._on_event is not None:
+            self._on_event(event, details)
+
+    def _release(self) -> None:
+        self._closed = True
+        self._termination.close()
+        self._parts.tables.stop_following()
+        for handle in self._handles:
+            handle.remove()
+        if hasattr(self.reader, "hand_out"):
+            self.reader.hand_out(None)
+        if self._server is not None:
+            self._server.close()

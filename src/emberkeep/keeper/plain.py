@@ -1,0 +1,142 @@
+"""Nested state as plain data and tensors, and both as one safetensors file. No pickle.
+
+What torch's objects call their state is dicts and lists of numbers, strings and tensors. `pack`
+takes it apart: tensors go into a flat dict, everything else becomes JSON that says where they were.
+`unpack` gives equal values of the same types back. What cannot be stored exactly is refused, by
+the name under which it was found.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from emberkeep.errors import ConfigError, DamageError
+
+_KEY = "emberkeep"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """State taken apart; the tensors are copies in host memory."""
+
+    plain: Any
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """One safetensors file: the plain part stands in its header."""
+        content: bytes = safetensors.torch.save(
+            self.tensors, metadata={_KEY: json.dumps(self.plain, allow_nan=False)}
+        )
+        return content
+
+    @classmethod
+    def decode(cls, content: bytes, name: str = "dense state") -> Packed:
+        try:
+            length = int.from_bytes(content[:8], "little")
+            header = json.loads(content[8 : 8 + length])
+            plain = json.loads(header["__metadata__"][_KEY])
+            return cls(plain, safetensors.torch.load(content))
+        except (KeyError, ValueError, safetensors.SafetensorError) as error:
+            raise DamageError(f"the {name} is no state of a keeper: {error}") from error
+
+
+def pack(value: Any, *, what: str = "state") -> Packed:
+    """Takes state apart and copies its tensors; later changes do not reach the result."""
+    tensors: dict[str, Tensor] = {}
+    return Packed(_pack(value, tensors, what), tensors)
+
+
+def unpack(packed: Packed) -> Any:
+    """The state as it was, tensors in host memory."""
+    return _unpack(packed.plain, packed.tensors)
+
+
+def copied(tensor: Tensor, where: str) -> Tensor:
+    """A contiguous copy in host memory."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ConfigError(f"{where} is a {tensor.layout} tensor, which cannot be stored")
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _put(copied(value, where), tensors, where)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        copy = torch.from_numpy(np.array(value, order="C"))
+        return {"$array": _put(copy, tensors, where)}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list):
+        return [_pack(item, tensors, f"{where}/{i}") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [_pack(item, tensors, f"{where}/{i}") for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if isinstance(value, Counter):
+            return {"$counter": _pairs(value, tensors, where)}
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, tensors, f"{where}/{key}") for key, item in value.items()}
+        return {"$dict": _pairs(value, tensors, where)}
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}, which cannot be stored: state is made of numbers, "
+        "strings, bytes, tensors, arrays, lists, tuples and dicts"
+    )
+
+
+def _pairs(value: Mapping[Any, Any], tensors: dict[str, Tensor], where: str) -> list[Any]:
+    return [
+        [_pack(key, tensors, where), _pack(item, tensors, f"{where}/{key}")]
+        for key, item in value.items()
+    ]
+
+
+def _put(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
+    name, again = where, 1
+    while name in tensors:
+        again += 1
+        name = f"{where}#{again}"
+    tensors[name] = tensor
+    return name
+
+
+def _unpack(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_unpack(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        (kind, value), *_ = plain.items()
+        match kind:
+            case "$float":
+                return float(value)
+            case "$tensor":
+                return tensors[value]
+            case "$array":
+                return tensors[value].numpy()
+            case "$bytes":
+                return base64.b64decode(value)
+            case "$tuple":
+                return tuple(_unpack(item, tensors) for item in value)
+            case "$dict":
+                return {_unpack(k, tensors): _unpack(v, tensors) for k, v in value}
+            case "$counter":
+                return Counter({_unpack(k, tensors): _unpack(v, tensors) for k, v in value})
+    return {key: _unpack(item, tensors) for key, item in plain.items()}

@@ -1,0 +1,60 @@
+"""What the ranks of a data-parallel job must agree on, over a process group of the keeper's own.
+
+Its own, and gloo: tensors stay in host memory whatever the job computes on, and nothing here can
+come between the collectives of the training step. Every rank makes the same calls in the same
+order; alone, every call is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE = timedelta(minutes=30)
+
+
+class Ranks:
+    """All ranks of the default process group, or one process alone."""
+
+    def __init__(self) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.world = dist.get_world_size() if joined else 1
+        self.rank = dist.get_rank() if joined else 0
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.world > 1 else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Each number as the largest that any rank has brought."""
+        if self._group is None:
+            return list(numbers)
+        told = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in told]
+
+    def gathered(self, content: bytes) -> list[bytes]:
+        """What every rank has brought, by rank; only the leading one gets it."""
+        if self._group is None:
+            return [content]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
+        most = max(int(size) for size in sizes)
+        mine = torch.zeros(most, dtype=torch.uint8)
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.world)] if self.leads else None
+        dist.gather(mine, parts, dst=0, group=self._group)
+        if parts is None:
+            return []
+        return [
+            part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)

@@ -1,0 +1,92 @@
+"""Several subjects as one: torch's tables and the clusters behind emberkeep's own modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.checkpoint import Subject
+from emberkeep.snapshot import Snapshot
+
+I64 = npt.NDArray[np.int64]
+
+
+class Together:
+    """Subjects that are cut at one instant.
+
+    A table keeps its own name while that is unique; where several modules have a table of one
+    name, those of emberkeep's modules get the path of their module before it.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Subject]]) -> None:
+        self._parts = [subject for _, subject in parts]
+        own = [list(subject.schema()["tables"]) for subject in self._parts]
+        count = Counter(name for names in own for name in names)
+        self._names = [
+            {name: f"{path}.{name}" if path and count[name] > 1 else name for name in names}
+            for (path, _), names in zip(parts, own, strict=True)
+        ]
+        self._homes = {
+            told: (subject, name)
+            for subject, names in zip(self._parts, self._names, strict=True)
+            for name, told in names.items()
+        }
+
+    def schema(self) -> dict[str, Any]:
+        schemas = [subject.schema() for subject in self._parts]
+        return {
+            "shards": max((schema["shards"] for schema in schemas), default=1),
+            "tables": {
+                names[name]: table
+                for schema, names in zip(schemas, self._names, strict=True)
+                for name, table in schema["tables"].items()
+            },
+        }
+
+    def track(self) -> None:
+        for subject in self._parts:
+            subject.track()
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+        share = buffer_nbytes // max(1, len(self._parts))
+        frozen = [subject.freeze(since, share) for subject in self._parts]
+        for shards, names in zip(frozen, self._names, strict=True):
+            for snapshot in (snapshot for shard in shards for snapshot in shard):
+                snapshot.rename(names)
+        return [
+            [snapshot for shard in shards for snapshot in shard]
+            for shards in zip_longest(*frozen, fillvalue=[])
+        ]
+
+    def table_state(self) -> dict[str, Any]:
+        return {
+            names[name]: state
+            for subject, names in zip(self._parts, self._names, strict=True)
+            for name, state in subject.table_state().items()
+        }
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        for subject, names in zip(self._parts, self._names, strict=True):
+            mine = {name: state[told] for name, told in names.items() if told in state}
+            subject.load_table_state(mine)
+
+    def clear(self) -> None:
+        for subject in self._parts:
+            subject.clear()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        subject, name = self._homes[table]
+        subject.install(name, ids, planes)
+
+    def delete(self, table: str, ids: I64) -> int:
+        subject, name = self._homes[table]
+        return subject.delete(name, ids)
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        for subject in self._parts:
+            subject.forget_changes(keep_since_baseline=keep_since_baseline)

@@ -1,0 +1,295 @@
+"""Plain torch embeddings as tables whose rows can be frozen, written and replaced.
+
+The planes are views of the tensors' own memory: nothing is copied until a version is written.
+Which rows a step changes is read from the gradient just before the optimizer uses it; under DDP
+that is the gradient of all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from emberkeep.errors import StateError
+from emberkeep.keeper import following
+from emberkeep.kernels import rows as bits
+from emberkeep.memory import lazy_zeros
+from emberkeep.pool import ForkLock
+from emberkeep.snapshot import Planes, Snapshot, TableRange, freeze
+from emberkeep.tracking import Tracker
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+
+Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+Timed = Callable[[Hook], Hook]
+
+# Rows that are handed to a snapshot at once where all of them are about to change.
+_SLICE_ROWS = 65536
+
+
+class TorchTable:
+    """The weight of one embedding module and the row-shaped state of its optimizer.
+
+    Every row counts as trained: its first value is torch's and can be had from nowhere else. Row i
+    is id i.
+    """
+
+    def __init__(
+        self, name: str, weight: Tensor, optimizer: torch.optim.Optimizer | None, lock: ForkLock
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self.optimizer = optimizer
+        self.lock = lock
+        self.tracker: Tracker | None = None
+        self.snapshot: Snapshot | None = None
+        self.rows = int(weight.shape[0])
+        words = (self.rows + 63) >> 6
+        self.touched: U64 = np.full(words, 2**64 - 1, np.uint64)
+        if self.rows % 64:
+            self.touched[-1] = np.uint64((1 << (self.rows % 64)) - 1)
+        self.dirty: U64 = _no_rows(words)
+        self.state_names = following.state_names(optimizer)
+        self._make_state()
+        self.planes: Planes = self._views()
+        self._addresses = self._where()
+        self._told = False
+
+    def ranges(self) -> Sequence[TableRange]:
+        return (TableRange(self.name, 0, self.rows, tuple(self.planes)),)
+
+    # -- where the bytes are ---------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        return {} if self.optimizer is None else self.optimizer.state[self.weight]
+
+    def _make_state(self) -> None:
+        """What SparseAdam would make at its first step is made now, so that it can be followed."""
+        if type(self.optimizer) is torch.optim.SparseAdam and not self._state():
+            zeros = {name: torch.zeros_like(self.weight) for name in self.state_names}
+            self._state().update({"step": 0, **zeros})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        state = self._state()
+        unknown = [
+            name for name, value in state.items()
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows
+            and name not in self.state_names
+        ]  # fmt: skip
+        missing = [name for name in self.state_names if name not in state]
+        if unknown or missing:
+            raise StateError(
+                f"the optimizer of table {self.name!r} now has "
+                f"{', '.join([*unknown, *(f'no {name}' for name in missing)])}, which it had not "
+                "when the keeper was made: make the keeper after the optimizer has its settings"
+            )
+        planes = {following.PLANES[name]: state[name] for name in self.state_names}
+        return {"weight": self.weight, **planes}
+
+    def _views(self) -> Planes:
+        return {name: tensor.detach().numpy() for name, tensor in self._tensors().items()}
+
+    def _where(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors().values()]
+
+    def look_again(self) -> None:
+        """Follows tensors that others were put in the place of, as `load_state_dict` does."""
+        if self._where() == self._addresses:
+            return
+        # A snapshot under way holds on to the tensors that it froze, which nobody changes any more.
+        with self.lock:
+            np.bitwise_or(self.dirty, self.touched, out=self.dirty)
+            self.planes = self._views()
+            self._addresses = self._where()
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def before_step(self, group: dict[str, Any], *, blind: bool) -> None:
+        """Called with the gradient in place; `blind` if it will be computed within the step."""
+        self.look_again()
+        gradient = self.weight.grad
+        reason = following.moves_others(type(self.optimizer).__name__, group)
+        if blind:
+            reason = "the gradient is computed inside of step(closure)"
+        if reason is not None:
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"all rows of table {self.name!r} count as changed: {reason}", stacklevel=2
+                )
+            self.change_all()
+        elif gradient is not None:
+            self.change(following.changed_rows(gradient).numpy())
+
+    def change(self, rows: I64) -> None:
+        """These rows are about to change: whoever copies them has them as they are first."""
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.wait_for_room()
+        with self.lock:
+            if self.snapshot is not None:
+                self.snapshot.before_write(rows)
+            bits.set_bits(self.dirty, rows)
+
+    def change_all(self) -> None:
+        for start in range(0, self.rows, _SLICE_ROWS):
+            self.change(np.arange(start, min(self.rows, start + _SLICE_ROWS)))
+
+    def track(self) -> None:
+        if self.tracker is None:
+            self.tracker = Tracker(self.touched.size)
+            self.dirty = self.touched.copy()
+
+    def install(self, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        if set(planes) != set(self.planes):
+            raise StateError(
+                f"table {self.name!r} has planes {sorted(self.planes)}, the rows bring "
+                f"{sorted(planes)}; load rows that were saved with the same optimizer"
+            )
+        self.look_again()
+        self.change(ids)
+        for name, values in planes.items():
+            self.planes[name][ids] = values
+        bits.set_bits(self.touched, ids)
+
+    def forget_rows(self) -> None:
+        self.touched[:] = 0
+
+    def require_rows(self) -> None:
+        """After a load: every row was brought, since torch's first values cannot be had again."""
+        missing = self.rows - int(np.bitwise_count(self.touched).sum())
+        if missing:
+            raise StateError(
+                f"the version lacks {missing} of {self.rows} rows of table {self.name!r}: it was "
+                "not written by a keeper; restore another"
+            )
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        if self.tracker is not None:
+            self.tracker.reset(self.dirty if keep_since_baseline else None)
+        self.dirty = _no_rows(self.dirty.size)
+
+
+def _no_rows(words: int) -> U64:
+    return lazy_zeros((words,), np.uint64).view(np.uint64)
+
+
+class TorchTables:
+    """All followed tables of one model, as a subject of checkpoints.
+
+    Belongs to the thread that trains; versions are copied by another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkLock()
+        self.tables: dict[str, TorchTable] = {}
+        self._handles: list[Any] = []
+
+    def add(self, name: str, weight: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+        self.tables[name] = TorchTable(name, weight, optimizer, self._lock)
+
+    def follow(
+        self, optimizers: Sequence[torch.optim.Optimizer], timed: Callable[..., Any]
+    ) -> None:
+        """From now on every step of these optimizers says which rows it changes."""
+        for optimizer in optimizers:
+            mine = {
+                id(table.weight): table
+                for table in self.tables.values() if table.optimizer is optimizer
+            }  # fmt: skip
+            if mine:
+                hook = timed(_Before(mine))
+                self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def stop_following(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def change_all(self) -> None:
+        for table in self.tables.values():
+            table.change_all()
+
+    # -- what a checkpointer asks ----------------------------------------------------------------
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "shards": 1,
+            "tables": {
+                table.name: {
+                    "rows": table.rows,
+                    "planes": {
+                        name: [plane.shape[1], plane.dtype.name]
+                        for name, plane in table.planes.items()
+                    },
+                    "origin": "stored",
+                }
+                for table in self.tables.values()
+            },
+        }
+
+    def track(self) -> None:
+        for table in self.tables.values():
+            table.track()
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+        tables = list(self.tables.values())
+        for table in tables:
+            table.look_again()
+        return [freeze(tables, since=since, buffer_nbytes=buffer_nbytes // max(1, len(tables)))]
+
+    def table_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        for table in self.tables.values():
+            table.require_rows()
+
+    def clear(self) -> None:
+        for table in self.tables.values():
+            table.forget_rows()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.tables[table].install(ids, planes)
+
+    def delete(self, table: str, ids: I64) -> int:
+        raise StateError(f"the version deletes rows of table {table!r}, whose rows are all kept")
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        for table in self.tables.values():
+            table.forget_changes(keep_since_baseline=keep_since_baseline)
+
+
+class _Before:
+    """What an optimizer calls right before it steps."""
+
+    def __init__(self, tables: Mapping[int, TorchTable]) -> None:
+        self._tables = tables
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # `args` begins with the optimizer itself in some releases of torch.
+        given = [*(arg for arg in args if arg is not optimizer), kwargs.get("closure")]
+        blind = any(arg is not None for arg in given)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                table = self._tables.get(id(parameter))
+                if table is not None:
+                    table.before_step(group, blind=blind)
+
+
+def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Torch's embedding modules by their path; of several that share a weight, the first."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) not in seen:
+            seen.add(id(module.weight))
+            yield path or "embedding", module

@@ -1,0 +1,175 @@
+"""Presets: what versions hold, when they are taken and how long they are kept, under one name.
+
+A preset is named by what a user wants; the name of the paper that it comes from is an alias with
+that paper's defaults. It is plain data, composed of parts that work alone as well, and refuses
+what cannot be combined when it is written down.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, TypeAlias
+
+from emberkeep.checkpoint import Strategy
+from emberkeep.errors import ConfigError
+from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
+from emberkeep.repository.policies import Layout
+
+Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
+Interval: TypeAlias = "int | timedelta | str"
+
+# A reader is told how many batches it may hand out before time is looked at again: at most so many.
+_MOST_BATCHES = 1000
+
+_UNITS = {
+    "s": 1.0, "sec": 1.0, "second": 1.0,
+    "m": 60.0, "min": 60.0, "minute": 60.0,
+    "h": 3600.0, "hour": 3600.0,
+    "d": 86400.0, "day": 86400.0,
+}  # fmt: skip
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """When versions are taken: every so many steps, or whenever so much time has passed.
+
+    Pure: what it says depends on its arguments alone.
+    """
+
+    steps: int | None = None
+    time: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.time is None):
+            raise ConfigError("a schedule counts steps or time: give one of the two")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"every= must be 1 step or more, not {self.steps}")
+        if self.time is not None and self.time <= timedelta(0):
+            raise ConfigError(f"every= must be longer than no time, not {self.time}")
+
+    def due(self, step: int, since_last: timedelta) -> bool:
+        """Whether a version is due after `step`, so long after the last one.
+
+        Steps are counted from the start of the run, so a resumed run saves at the same ones.
+        """
+        if self.steps is not None:
+            return step % self.steps == 0
+        assert self.time is not None
+        return since_last >= self.time
+
+    def steps_ahead(self, step: int, since_last: timedelta, per_step: timedelta | None) -> int:
+        """So many steps may be taken before `due` is asked again.
+
+        By time this is half of what fits into the time that is left, so that the moment is met
+        closely although steps vary; without an idea of how long a step takes, one.
+        """
+        if self.steps is not None:
+            return self.steps - step % self.steps
+        assert self.time is not None
+        if not per_step:
+            return 1
+        fitting = (self.time - since_last) / per_step / 2
+        return max(1, min(_MOST_BATCHES, math.floor(fitting)))
+
+
+def schedule(every: Interval) -> Every:
+    """A schedule from what a user writes: `500`, `"500 steps"`, `"30min"`, `"1h 30min"`, or a
+    timedelta."""
+    if isinstance(every, bool) or not isinstance(every, int | timedelta | str):
+        raise ConfigError(_interval_message(every))
+    if isinstance(every, int):
+        return Every(steps=every)
+    if isinstance(every, timedelta):
+        return Every(time=every)
+    text = every.strip().lower()
+    steps = re.fullmatch(r"(\d+)\s*steps?", text)
+    if steps:
+        return Every(steps=int(steps[1]))
+    seconds, rest = 0.0, text
+    while match := _AMOUNT.match(rest):
+        unit = match[2] if match[2] in _UNITS else match[2].removesuffix("s")
+        if unit not in _UNITS:
+            break
+        seconds += float(match[1]) * _UNITS[unit]
+        rest = rest[match.end() :]
+    if rest or not text:
+        raise ConfigError(_interval_message(every))
+    return Every(time=timedelta(seconds=seconds))
+
+
+def _interval_message(given: object) -> str:
+    return (
+        f"every={given!r} is no interval: write steps as 500 or '500 steps', time as '30min', "
+        "'2h', '1h 30min' or a timedelta"
+    )
+
+
+def retention(keep: Keep) -> RetentionPolicy:
+    """`3`: the last three and every named one; `"all"`: everything; or a policy as it is."""
+    if keep == "all":
+        return KeepAll()
+    if isinstance(keep, bool | str):
+        raise ConfigError(f"keep= takes a number of versions, 'all' or a policy, not {keep!r}")
+    if isinstance(keep, int):
+        return KeepLast(n=keep) | KeepNamed()
+    return keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What versions hold and how, when they are taken, and which are kept."""
+
+    strategy: Strategy = field(default_factory=Strategy)
+    schedule: Every = field(default_factory=lambda: Every(time=timedelta(minutes=30)))
+    retention: RetentionPolicy = DEFAULT_RETENTION
+
+
+def incremental(
+    *,
+    every: Interval = "30min",
+    layout: Layout = "intermittent",
+    bits: int | None = None,
+    expected_restores: int | None = None,
+    quantize_optimizer: bool = False,
+    keep: Keep = 3,
+) -> Preset:
+    """Versions that hold the rows that changed. Nothing is lost unless `bits=` or
+    `expected_restores=` says so; `Strategy` explains the choices."""
+    return Preset(
+        strategy=Strategy(
+            layout=layout,
+            bits=bits,
+            expected_restores=expected_restores,
+            quantize_optimizer=quantize_optimizer,
+        ),
+        schedule=schedule(every),
+        retention=retention(keep),
+    )
+
+
+def check_n_run(
+    *,
+    every: Interval = "30min",
+    layout: Layout = "intermittent",
+    bits: int | None = None,
+    expected_restores: int | None = None,
+    quantize_optimizer: bool = False,
+    keep: Keep = 1,
+) -> Preset:
+    """`incremental` with the defaults of the Check-N-Run paper: quantized, and only the newest
+    version is kept. Unless said otherwise one restore is expected, which means 2 bits until a
+    second one happens and 8 bits from then on."""
+    if bits is None and expected_restores is None:
+        expected_restores = 1
+    return incremental(
+        every=every,
+        layout=layout,
+        bits=bits,
+        expected_restores=expected_restores,
+        quantize_optimizer=quantize_optimizer,
+        keep=keep,
+    )
