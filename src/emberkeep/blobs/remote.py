@@ -136,16 +136,25 @@ class ObjectStore:
 
     def get_range(self, name: str, start: int, length: int) -> bytes:
         import obstore
+        from obstore.exceptions import GenericError
 
         check_range(name, start, length)
+        check_name(name)
+
+        def read() -> bytes:
+            try:
+                return bytes(obstore.get_range(self._store, name, start=start, length=length))
+            except GenericError as error:
+                if "non-partial response" not in str(error):
+                    raise
+                # A server that does not know ranges: read past what is before.
+                return _skim(obstore.get(self._store, name).stream(), start, start + length)
+
         # Servers refuse empty ranges and ranges that begin at the end; asking for the size
         # first would cost a request on every read, so only refusals pay for it.
         try:
             if length:
-                return self._once(
-                    check_name(name),
-                    lambda: bytes(obstore.get_range(self._store, name, start=start, length=length)),
-                )
+                return self._once(name, read)
         except MissingObjectError:
             raise
         except StorageError:
@@ -242,6 +251,19 @@ def _take(buffers: Iterator[memoryview], nbytes: int) -> tuple[list[memoryview],
         if size > nbytes:
             break
     return taken, size
+
+
+def _skim(stream: Iterable[Buffer], start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a stream, which is read no further than that."""
+    found = bytearray()
+    position = 0
+    for chunk in stream:
+        view = memoryview(chunk)
+        found += view[max(start - position, 0) : max(stop - position, 0)]
+        position += view.nbytes
+        if position >= stop:
+            break
+    return bytes(found)
 
 
 def _may_pass(cause: BaseException | None) -> bool:
