@@ -45,6 +45,7 @@ class Scene:
         self.acknowledged: list[Manifest] = []
         self.held: VersionId | None = None
         self.draft: Draft | None = None
+        self.present: set[str] = set()
         self.first = Writer.open(self.repository)
         baseline = self.save(self.first)
         self.save(self.first, needs=[baseline.version])
@@ -264,6 +265,7 @@ def test_gc_runs_at_any_point_of_a_pinned_read() -> None:
 
 def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
     """The successor opens and saves at any point of the old writer's gc."""
+    windows = []
 
     def act(scene: Scene) -> None:
         try:
@@ -276,9 +278,11 @@ def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
         scene.save(new, needs=[scene.acknowledged[2].version])
         scene.draft = new.begin()
         scene.draft.add(b"in progress", kind="rows", suffix="bin")
+        scene.present = stored(scene)
 
     def check(scene: Scene) -> None:
         if scene.draft is not None:
+            windows.append(scene.present != stored(scene))
             manifest = scene.draft.commit(step=9)
             assert scene.clean.latest() == manifest.version
             assert scene.clean.read(manifest.files[0]) == b"in progress"
@@ -287,6 +291,12 @@ def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
             assert verify(scene.clean).ok
 
     assert at_every_operation(act, interrupt, check) >= 15
+    # Right before each of its two deletions it asks; only in between is there no way to know.
+    assert sum(windows) == 2
+
+
+def stored(scene: Scene) -> set[str]:
+    return {info.name for prefix in ("versions", "data") for info in scene.memory.list(prefix)}
 
 
 def test_gc_in_a_loop_beside_a_saver_and_a_reader() -> None:
