@@ -183,12 +183,17 @@ def _set_state(live: Json, key: str, value: Any, parameter: Tensor, group: Json)
     now = live.get(key)
     if not isinstance(value, Tensor):
         live[key] = value
-    elif isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
+    elif isinstance(now, Tensor) and _alike(now, value):
         now.copy_(value)
     else:
         # Torch keeps counters in host memory unless its kernels need them on the device.
         on_device = value.dim() > 0 or group.get("capturable") or group.get("fused")
         live[key] = value.to(parameter.device) if on_device else value.clone()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    strided = one.layout is other.layout is torch.strided
+    return strided and one.shape == other.shape and one.dtype == other.dtype
 
 
 def generators() -> Json:

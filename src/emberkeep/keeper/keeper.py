@@ -364,6 +364,7 @@ class Keeper:
         every = self._generators(reader)
         if not self._ranks.leads:
             return Extras()
+        self._parts.tables.look_again()
         dense = self._parts.dense.capture(every)
         dense.tensors.update(reader.tensors)
         return Extras(dense=dense.encode, reader=reader.plain)

@@ -78,6 +78,11 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+        # As it is, not coalesced: later sums would add up in another order.
+        parts = {"indices": value._indices(), "values": value._values()}
+        plain = _pack({**parts, "size": list(value.shape)}, tensors, where)
+        return {"$sparse": {**plain, "coalesced": value.is_coalesced()}}
     if isinstance(value, Tensor):
         return {"$tensor": _put(copied(value, where), tensors, where)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -129,6 +134,12 @@ def _unpack(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
                 return float(value)
             case "$tensor":
                 return tensors[value]
+            case "$sparse":
+                parts = _unpack(value, tensors)
+                return torch.sparse_coo_tensor(
+                    parts["indices"], parts["values"], parts["size"],
+                    is_coalesced=parts["coalesced"], check_invariants=False,
+                )  # fmt: skip
             case "$array":
                 return tensors[value].numpy()
             case "$bytes":

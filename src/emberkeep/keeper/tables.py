@@ -68,13 +68,13 @@ class TorchTable:
     # -- where the bytes are ---------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        return {} if self.optimizer is None else self.optimizer.state[self.weight]
+        return {} if self.optimizer is None else self.optimizer.state.get(self.weight, {})
 
     def _make_state(self) -> None:
         """What SparseAdam would make at its first step is made now, so that it can be followed."""
-        if type(self.optimizer) is torch.optim.SparseAdam and not self._state():
+        if isinstance(self.optimizer, torch.optim.SparseAdam) and not self._state():
             zeros = {name: torch.zeros_like(self.weight) for name in self.state_names}
-            self._state().update({"step": 0, **zeros})
+            self.optimizer.state[self.weight] = {"step": 0, **zeros}
 
     def _tensors(self) -> dict[str, Tensor]:
         state = self._state()
@@ -217,6 +217,10 @@ class TorchTables:
         for table in self.tables.values():
             table.change_all()
 
+    def look_again(self) -> None:
+        for table in self.tables.values():
+            table.look_again()
+
     # -- what a checkpointer asks ----------------------------------------------------------------
 
     def schema(self) -> dict[str, Any]:
@@ -240,9 +244,8 @@ class TorchTables:
             table.track()
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+        self.look_again()
         tables = list(self.tables.values())
-        for table in tables:
-            table.look_again()
         return [freeze(tables, since=since, buffer_nbytes=buffer_nbytes // max(1, len(tables)))]
 
     def table_state(self) -> dict[str, Any]:

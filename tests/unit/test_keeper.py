@@ -1,0 +1,770 @@
+"""Models of torch modules: saved beside training, resumed to the bit, refused when they differ."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import urllib.request
+import warnings
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import emberkeep as ek
+from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Settings
+from emberkeep.data import Reader, Synthetic
+from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
+from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.repository import KeepAll, Repository
+
+ROWS, DIM = 300, 4
+EACH = ek.incremental(every=1, keep="all")
+NOW = Settings(retention=KeepAll(), grace=timedelta(0))
+
+
+class Model(nn.Module):
+    """Two tables of torch's own, a dense layer, dropout and a running mean."""
+
+    def __init__(self, *, sparse: bool = True, **kwargs: Any) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(ROWS, DIM, sparse=sparse, mode="sum", **kwargs)
+        self.single = nn.Embedding(77, DIM, sparse=sparse)
+        self.norm = nn.BatchNorm1d(2 * DIM)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(2 * DIM, 1)
+
+    def forward(self, many: Tensor, one: Tensor) -> Tensor:
+        both = torch.cat((self.bags(many), self.single(one)), dim=1)
+        return self.out(self.drop(self.norm(both))).squeeze(1)
+
+
+KINDS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+}
+
+
+class Run:
+    """A model in training; its whole state as bytes."""
+
+    def __init__(
+        self, kind: str = "adagrad", *, sparse: bool = True, tables: Any = None, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        self.model = Model(sparse=sparse)
+        rows = [self.model.bags.weight, self.model.single.weight]
+        dense = [p for p in self.model.parameters() if all(p is not r for r in rows)]
+        self.rows = (tables or KINDS[kind])(rows)
+        self.optimizers = [self.rows, torch.optim.Adam(dense, lr=0.01)]
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[1], [3, 9], 0.5)
+        self.losses: list[float] = []
+
+    def keeper(self, where: Any, **given: Any) -> ek.Keeper:
+        given = {"strategy": EACH, "settings": NOW, "state": {"schedule": self.schedule}, **given}
+        return ek.Keeper(where, self.model, self.optimizers, **given)
+
+    def step(self, keeper: ek.Keeper | None = None) -> None:
+        many = torch.randint(0, ROWS, (8, 3))
+        # All three generators decide what a step does, so all three must come back.
+        many[0, 0] = random.randrange(ROWS)
+        many[0, 1] = int(np.random.randint(ROWS))  # noqa: NPY002
+        loss = self.model(many, torch.randint(0, 77, (8,))).square().mean()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.schedule.step()
+        self.losses.append(loss.item())
+        if keeper is not None:
+            keeper.step()
+
+    def bits(self) -> dict[str, bytes]:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedule": self.schedule.state_dict(),
+        }
+        packed = pack(state)
+        plain = {"plain": repr(packed.plain).encode()}
+        return {**plain, **{k: v.numpy().tobytes() for k, v in packed.tensors.items()}}
+
+
+def uninterrupted(steps: int, **given: Any) -> Run:
+    run = Run(**given)
+    for _ in range(steps):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, layout: Any) -> None:
+    expected = uninterrupted(14, kind=kind)
+    store = MemoryStore()
+    strategy = ek.incremental(every=1, layout=layout, keep="all")
+    run, keeper = None, None
+    for step in range(14):
+        if step % 4 == 0:  # the process is gone, with whatever it had not saved
+            run = Run(kind, seed=step)
+            keeper = run.keeper(store, strategy=strategy)
+            resumed = keeper.resume()
+            assert (resumed and resumed.step) == (step or None)
+            if not step:
+                run = Run(kind)
+                keeper = run.keeper(store, strategy=strategy)
+                keeper.resume()
+        assert run is not None
+        assert keeper is not None
+        run.step(keeper)
+        keeper.wait()
+    assert run is not None
+    assert run.bits() == expected.bits()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
+    """Copy on write: rows are saved as they were when the version was cut, whoever comes first."""
+    run, store = Run(kind), MemoryStore()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1000, keep="all"))
+    states = {}
+    for _ in range(6):
+        run.step(keeper)
+        before = {k: v.clone() for k, v in run.model.state_dict().items()}
+        keeper.save()
+        run.step(keeper)
+        manifest = keeper.wait()
+        assert manifest is not None
+        states[manifest.version.number] = (manifest.step, before)
+    for number, (step, expected) in states.items():
+        fresh = Run(kind, seed=9)
+        manifest = fresh.keeper(store).resume(number)
+        assert manifest is not None
+        assert manifest.step == step
+        for name, tensor in fresh.model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_dense_gradients_are_followed_by_their_rows(kind: str) -> None:
+    """As in an unsharded EmbeddingBagCollection, whose gradients are dense."""
+    expected = uninterrupted(9, kind=kind, sparse=False)
+    store = MemoryStore()
+    run = Run(kind, sparse=False)
+    keeper = run.keeper(store)
+    for _ in range(5):
+        run.step(keeper)
+    manifest = keeper.wait()
+    assert keeper.saved_whole == {}
+    assert manifest is not None
+    assert manifest.layout["kind"] == "baseline"
+    rows = manifest.of_kind("rows")[0].metadata["rows"]
+    assert 0 < rows["bags"] < ROWS / 2
+    run = Run(kind, sparse=False, seed=3)
+    run.keeper(store).resume()
+    for _ in range(4):
+        run.step()
+    assert run.bits() == expected.bits()
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        (lambda p: torch.optim.Adam(p, lr=0.1), "Adam also moves"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum=0.9"),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1), "weight_decay=0.1"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize"),
+    ],
+)
+def test_where_rows_move_without_a_gradient_tables_are_saved_whole(
+    tables: Any, reason: str
+) -> None:
+    expected = uninterrupted(8, tables=tables, sparse=False)
+    store, run = MemoryStore(), Run(tables=tables, sparse=False)
+    with pytest.raises(ConfigError, match=reason):
+        run.keeper(MemoryStore(), strict=True)
+    with pytest.warns(UserWarning, match=f"saved whole every time.*'bags'.*{reason}"):
+        keeper = run.keeper(store)
+    assert set(keeper.saved_whole) == {"bags", "single"}
+    for _ in range(5):
+        run.step(keeper)
+    manifest = keeper.wait()
+    assert manifest is not None
+    assert manifest.of_kind("rows") == ()
+    run = Run(tables=tables, sparse=False, seed=4)
+    with pytest.warns(UserWarning, match="saved whole"):
+        run.keeper(store).resume()
+    for _ in range(3):
+        run.step()
+    assert run.bits() == expected.bits()
+
+
+@pytest.mark.filterwarnings("ignore:these tables are saved whole")
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Embedding(9, 2, max_norm=1.0), "max_norm"),
+        (nn.Embedding(9, 2, dtype=torch.bfloat16), "bfloat16"),
+        (nn.Embedding(9, 2, dtype=torch.float64), "float64"),
+    ],
+)
+def test_modules_that_cannot_be_followed(module: nn.Module, reason: str) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with ek.Keeper(MemoryStore(), module, optimizer) as keeper:
+        assert reason in keeper.saved_whole["embedding"]
+
+
+@pytest.mark.filterwarnings("ignore:these tables are saved whole")
+def test_the_sparse_momentum_of_torch_comes_back() -> None:
+    def tables(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    expected = uninterrupted(7, tables=tables)
+    store, run = MemoryStore(), Run(tables=tables)
+    with run.keeper(store) as keeper:
+        for _ in range(4):
+            run.step(keeper)
+    run = Run(tables=tables, seed=2)
+    run.keeper(store).resume()
+    for _ in range(3):
+        run.step()
+    assert run.bits() == expected.bits()
+
+
+@pytest.mark.filterwarnings("ignore:all rows of table 'single'")
+def test_settings_that_change_later_are_noticed() -> None:
+    run, store = Run("sgd"), MemoryStore()
+    keeper = run.keeper(store)
+    run.step(keeper)
+    run.rows.param_groups[0]["momentum"] = 0.9
+    with pytest.warns(UserWarning, match="all rows of table 'bags' count as changed"):
+        run.step()
+    with pytest.raises(StateError, match="momentum_buffer"):
+        keeper.step()
+
+
+def test_a_closure_counts_as_a_change_of_all_rows() -> None:
+    run, store = Run("sgd"), MemoryStore()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1, layout="consecutive", keep="all"))
+
+    def closure() -> Tensor:
+        run.rows.zero_grad()
+        loss = run.model.single(torch.tensor([1, 2, 3])).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        run.step(keeper)
+    with pytest.warns(UserWarning, match="inside of step"):
+        run.rows.step(closure)
+    keeper.step()
+    keeper.wait()
+    fresh = Run("sgd", seed=5)
+    fresh.keeper(store).resume()
+    assert torch.equal(fresh.model.single.weight, run.model.single.weight)
+
+
+def test_loading_and_editing_behind_the_keeper() -> None:
+    run, store = Run(), MemoryStore()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1, layout="consecutive", keep="all"))
+    other = uninterrupted(3, seed=8)
+    edits = [
+        lambda: run.model.load_state_dict(other.model.state_dict()),
+        lambda: run.rows.load_state_dict(other.rows.state_dict()),
+        lambda: setattr(run.model.bags.weight, "data", other.model.bags.weight.data.clone()),
+        lambda: (keeper.mark_all_changed(), run.model.single.weight.data.mul_(2.0)),
+    ]
+    for edit in edits:
+        run.step(keeper)
+        keeper.save()
+        edit()
+        run.step(keeper)
+        keeper.wait()
+        fresh = Run(seed=5)
+        fresh.keeper(store).resume()
+        assert fresh.bits() == run.bits()
+        keeper = run.keeper(store, strategy=EACH)
+        keeper.resume()
+
+
+def test_tied_weights_and_narrow_types_are_stored_once_and_come_back() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Embedding(20, 4, sparse=True)
+            self.two = nn.Embedding(20, 4, sparse=True)
+            self.two.weight = self.one.weight
+            self.narrow = nn.Linear(4, 4, dtype=torch.bfloat16)
+            self.again = self.narrow
+            self.register_buffer("seen", torch.tensor(3, dtype=torch.int16))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def built() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = Tied()
+        return model, [
+            torch.optim.SGD([model.one.weight], lr=1.0),
+            torch.optim.SGD(model.narrow.parameters(), lr=1.0, momentum=0.5),
+        ]
+
+    store = MemoryStore()
+    model, optimizers = built()
+    with ek.Keeper(store, model, optimizers, strategy=EACH) as keeper:
+        for _ in range(2):
+            loss = model.one(torch.tensor([1])).sum() + model.two(torch.tensor([2])).sum()
+            loss += model.narrow(torch.ones(1, 4, dtype=torch.bfloat16)).sum().float()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            keeper.step()
+    schema = Repository.open(store).schema
+    assert list(schema["tables"]) == ["one"]
+    fresh, theirs = built()
+    ek.Keeper(store, fresh, theirs).resume()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+    assert theirs[1].state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
+
+
+def test_emberkeep_and_torch_tables_together() -> None:
+    """Names that clash are told apart by path, and every table comes back with its own rows."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = ek.Table("user", rows=50, dim=DIM)
+            adam = ek.Adam(lr=0.1)
+            self.left = ek.EmbeddingBags([table], optimizer=adam, cluster=ek.local(shards=2))
+            self.right = ek.EmbeddingBags([table], optimizer=ek.Adagrad(lr=0.1), seed=1)
+            self.user = nn.EmbeddingBag(50, DIM, sparse=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            vectors = self.left({"user": ids}) + self.right({"user": ids})
+            return (vectors.squeeze(1) + self.user(ids[:, None])).sum()
+
+    def built() -> tuple[Both, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Both()
+        return model, torch.optim.SparseAdam(model.user.parameters(), lr=0.1)
+
+    def trained(model: Both, optimizer: torch.optim.Optimizer, steps: int, keeper: Any) -> None:
+        for _ in range(steps):
+            model(torch.randint(0, 50, (5,))).backward()
+            for one in (model.left.optimizer, model.right.optimizer, optimizer):
+                one.step()
+                one.zero_grad()
+            if keeper is not None:
+                keeper.step()
+
+    model, optimizer = built()
+    trained(model, optimizer, 12, None)
+    store = MemoryStore()
+    for steps in (5, 4, 3):
+        again, its = built()
+        with ek.Keeper(store, again, its, strategy=EACH) as keeper:
+            keeper.resume()
+            trained(again, its, steps, keeper)
+    assert list(Repository.open(store).schema["tables"]) == ["user", "left.user", "right.user"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_loaded() -> None:
+    store = MemoryStore()
+    with Run().keeper(store) as keeper:
+        keeper.save()
+
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(2 * DIM, 2)
+            self.extra = nn.Linear(1, 1)
+            del self.norm
+
+    run = Run()
+    run.model = Other()
+    run.optimizers[0] = torch.optim.Adagrad(
+        [run.model.bags.weight, run.model.single.weight], lr=0.1
+    )
+    before = run.model.bags.weight.clone()
+    with run.keeper(store, state={"other": run.schedule}) as keeper:
+        with pytest.raises(StateError) as refused:
+            keeper.resume()
+        keeper.steps = 0
+    assert torch.equal(run.model.bags.weight, before)
+    for part in (
+        r"tensor 'extra.bias' is not in the version",
+        r"tensor 'norm.running_mean' of the version is not in the model",
+        r"tensor 'out.weight' was float32 [1, 8], is float32 [2, 8]",
+        r"state 'other' is not in the version",
+        r"state 'schedule' of the version is not in the model",
+    ):
+        assert part in str(refused.value)
+
+
+def test_another_optimizer_or_another_shape_of_tables_is_refused_by_name() -> None:
+    store = MemoryStore()
+    Run("adagrad").keeper(store)
+    with pytest.raises(StateError, match=r"'bags': planes was .*accumulator.*is"):
+        Run("sgd").keeper(store)
+    swapped = Run("adagrad")
+    swapped.optimizers.reverse()
+    with Run("adagrad").keeper(store) as keeper:
+        keeper.save()
+    with pytest.raises(StateError, match=r"optimizer '0' was Adagrad over bags\.weight"):
+        swapped.keeper(store).resume()
+
+
+def test_a_repository_with_versions_is_not_written_over_by_accident() -> None:
+    store = MemoryStore()
+    with Run().keeper(store) as keeper:
+        keeper.save()
+    run = Run(seed=1)
+    keeper = run.keeper(store)
+    with pytest.raises(StateError, match=r"call resume\(\)"):
+        run.step(keeper)
+    anew = keeper.begin_anew()
+    assert anew is not None
+    assert anew.step == 0
+    run.step(keeper)
+    keeper.close()
+    fresh = Run(seed=2)
+    manifest = fresh.keeper(store).resume()
+    assert manifest is not None
+    assert manifest.step == 1
+    assert fresh.bits() == run.bits()
+    with pytest.raises(StateError, match="closed"):
+        keeper.step()
+
+
+class Flaky(MemoryStore):
+    """Refuses to write data while told to."""
+
+    broken = False
+
+    def put(self, name: str, data: Any) -> int:
+        if self.broken and name.startswith("data/"):
+            raise SaveError("the store is broken")
+        return super().put(name, data)
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_failed_saves_surface_and_lose_nothing() -> None:
+    store, run, events = Flaky(), Run(), []
+    keeper = run.keeper(store, on_event=lambda name, details: events.append((name, details)))
+    run.step(keeper)
+    keeper.wait()
+    store.broken = True
+    run.step(keeper)
+    with pytest.raises(SaveError, match="broken"):
+        keeper.wait()
+    for _ in range(3):
+        run.step(keeper)
+    keeper._checkpointer.join()  # type: ignore[union-attr]
+    with pytest.raises(SaveError, match="3 saves in a row"):
+        run.step(keeper)
+    assert [name for name, _ in events] == ["saved", *["save_failed"] * 4]
+    assert keeper.costs().failed == 4
+    store.broken = False
+    last = keeper.close()
+    assert last is not None
+    fresh = Run(seed=1)
+    fresh.keeper(store).resume()
+    assert fresh.bits() == run.bits()
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_a_process_that_was_replaced_stops_at_its_next_step() -> None:
+    store = MemoryStore()
+    old, new = Run(), Run()
+    first = old.keeper(store)
+    old.step(first)
+    first.wait()
+    second = new.keeper(store)
+    second.resume()
+    old.step(first)
+    first._checkpointer.join()  # type: ignore[union-attr]
+    with pytest.raises(FencedError):
+        old.step(first)
+    new.step(second)
+    assert second.close() is not None or second.steps == 2
+
+
+def test_a_raising_listener_does_not_fail_a_save() -> None:
+    run = Run()
+
+    def listen(*_: Any) -> None:
+        raise RuntimeError("not interested")
+
+    keeper = run.keeper(MemoryStore(), on_event=listen)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.step(keeper)
+        assert keeper.wait() is not None
+    assert any("not interested" in str(warning.message) for warning in seen)
+
+
+def test_damage_is_refused_or_passed_over_as_asked() -> None:
+    store, run = MemoryStore(), Run()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1, layout="full", keep="all"))
+    for _ in range(3):
+        run.step(keeper)
+    keeper.close()
+    newest = Repository.open(store).manifest(3).of_kind("dense")[0].name
+    store.put(newest, b"no such thing")
+    with pytest.raises(DamageError, match=newest):
+        Run().keeper(store).resume()
+    with pytest.warns(UserWarning, match=r"\[3\] are damaged"):
+        manifest = Run().keeper(store).resume(fall_back=True)
+    assert manifest is not None
+    assert manifest.version.number == 2
+
+
+def test_close_writes_a_lossless_version_where_that_is_missing() -> None:
+    store, run = MemoryStore(), Run()
+    lossy = ek.incremental(every=2, bits=2, keep="all")
+    keeper = run.keeper(store, strategy=lossy)
+    for _ in range(4):
+        run.step(keeper)
+    last = keeper.close()
+    assert last is not None
+    assert last.layout["codecs"] == {}
+    fresh = Run(seed=6)
+    keeper = fresh.keeper(store, strategy=lossy)
+    keeper.resume()
+    assert fresh.bits() == run.bits()
+    assert keeper.close() is None  # the newest version holds the present state already
+    assert len(Repository.open(store).versions()) == 3
+
+
+def test_an_error_in_the_loop_saves_nothing() -> None:
+    store, run = MemoryStore(), Run()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1000))
+    run.step(keeper)
+
+    def fails() -> None:
+        with keeper:
+            run.step(keeper)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert Repository.open(store).versions() == ()
+
+
+# -- readers and schedules -----------------------------------------------------------------------
+
+
+def test_the_reader_is_never_ahead_of_a_version_and_resumes_with_it() -> None:
+    source = Synthetic(samples=320, rows_total=200)
+    whole = [batch.labels.tobytes() for batch in Reader(source, batch_size=16)]
+    seen: list[bytes] = []
+    store = MemoryStore()
+    stop_after = iter([7, 4, 100])
+    while len(seen) < 20:
+        run = Run()
+        reader = Reader(source, batch_size=16)
+        keeper = run.keeper(store, reader=reader, strategy=ek.incremental(every=3))
+        manifest = keeper.resume()
+        del seen[(manifest.step if manifest else 0) :]
+        left = next(stop_after)
+        for batch in reader:
+            seen.append(batch.labels.tobytes())
+            run.step(keeper)
+            if keeper.steps % 3 == 0:
+                version = keeper.wait()
+                assert version is not None
+                assert version.reader["samples"] == 16 * keeper.steps
+            left -= 1
+            if not left:
+                break
+    assert seen == whole
+    assert reader.finished
+
+
+def test_a_reader_that_was_not_there_is_missed() -> None:
+    store = MemoryStore()
+    reader = Reader(Synthetic(samples=64, rows_total=200), batch_size=16)
+    with Run().keeper(store, reader=reader) as keeper:
+        keeper.save()
+    with pytest.raises(StateError, match="give the keeper reader="):
+        Run().keeper(store).resume()
+
+
+def test_several_batches_for_each_step() -> None:
+    reader = Reader(Synthetic(samples=160, rows_total=200), batch_size=16)
+    run = Run()
+    keeper = run.keeper(MemoryStore(), reader=reader, batches_per_step=2)
+    keeper.resume()
+    for number, _ in enumerate(reader, start=1):
+        if number % 2 == 0:
+            run.step(keeper)
+    assert keeper.steps == 5
+
+
+def test_a_reader_of_ones_own_with_tensors_in_its_state() -> None:
+    class Own:
+        place = torch.tensor([1, 2])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": self.place, 3: "three"}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            assert state_dict[3] == "three"
+            self.place = state_dict["place"]
+
+    store, reader = MemoryStore(), Own()
+    with Run().keeper(store, reader=reader) as keeper:
+        keeper.save()
+    other = Own()
+    other.place = torch.tensor([0, 0])
+    Run().keeper(store, reader=other).resume()
+    assert torch.equal(other.place, torch.tensor([1, 2]))
+
+
+def test_versions_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("emberkeep.keeper.keeper.time.monotonic", lambda: now[0])
+    run, saved = Run(), []
+    keeper = run.keeper(
+        MemoryStore(),
+        strategy=ek.incremental(every="60s"),
+        on_event=lambda name, details: saved.append(details["step"]),
+    )
+    for _ in range(40):
+        now[0] += 5.0
+        run.step(keeper)
+        keeper.wait()
+    assert saved == [12, 24, 36]
+
+
+# -- SIGTERM, metrics ----------------------------------------------------------------------------
+
+
+def test_sigterm_finishes_the_step_saves_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    store, run, events = MemoryStore(), Run(), []
+    keeper = run.keeper(
+        store,
+        strategy=ek.incremental(every=1000),
+        on_event=lambda name, details: events.append((name, details)),
+    )
+    run.step(keeper)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        run.step(keeper)
+    assert stopped.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert events[-1] == ("stopped", {"step": 2, "saved_step": 2})
+    assert "stopped after step 2" in capsys.readouterr().err
+    fresh = Run(seed=3)
+    manifest = fresh.keeper(store).resume()
+    assert manifest is not None
+    assert manifest.step == 2
+    assert fresh.bits() == run.bits()
+
+
+def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:
+    release = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if name.startswith("data/"):
+                release.wait(30)
+            return super().put(name, data)
+
+    run = Run()
+    keeper = run.keeper(Slow(), grace=timedelta(milliseconds=50))
+    run.step(keeper)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        run.step(keeper)
+    release.set()
+
+
+def test_handlers_are_put_back_and_other_threads_have_none() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Run().keeper(MemoryStore()):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    found = []
+
+    def elsewhere() -> None:
+        with Run().keeper(MemoryStore()):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_metrics_over_http() -> None:
+    run = Run()
+    with run.keeper(MemoryStore(), metrics_port=0) as keeper:
+        run.step(keeper)
+        keeper.wait()
+        url = f"http://127.0.0.1:{keeper.metrics_port}/metrics"
+        with urllib.request.urlopen(url) as answer:
+            text = answer.read().decode()
+    assert text == keeper.metrics() or "emberkeep_versions_total 1\n" in text
+    assert "# TYPE emberkeep_stall_seconds_total counter" in text
+    assert "emberkeep_step 1\n" in text
+
+
+def test_costs(tmp_path: Path) -> None:
+    run = Run()
+    with run.keeper(tmp_path / "run") as keeper:
+        for _ in range(3):
+            run.step(keeper)
+        keeper.wait()
+        costs = keeper.costs()
+    assert costs.versions == 3
+    assert 0 < costs.pause_ms_median <= costs.pause_ms_max <= costs.stall_seconds * 1e3
+    assert costs.written_nbytes == costs.kept_nbytes > 0
+
+
+# -- plain state ---------------------------------------------------------------------------------
+
+
+def test_state_survives_without_pickle() -> None:
+    state = {
+        "numbers": [1, -2.5, float("inf"), True, None, 2**70],
+        "nested": {"tuple": (1, (2,)), 3: "three", (1, 2): b"\x00\xff", "$odd": 1},
+        "counter": Counter({3: 1, 9: 2}),
+        "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        "scalar": torch.tensor(1.5),
+        "sparse": torch.sparse_coo_tensor([[2, 0, 2]], [1.0, 2.0, 3.0], [4]),
+        "array": np.arange(3, dtype=np.uint32),
+        "numpy": np.float64(0.1),
+    }
+    back = unpack(Packed.decode(pack(state).encode()))
+    for key in ("numbers", "nested", "counter", "numpy"):
+        assert back[key] == state[key]
+        assert type(back[key]) in (type(state[key]), float)
+    assert torch.equal(back["tensor"], state["tensor"])
+    assert back["scalar"].shape == ()
+    assert torch.equal(back["sparse"]._values(), torch.tensor([1.0, 2.0, 3.0]))
+    assert not back["sparse"].is_coalesced()
+    assert back["array"].dtype == np.uint32
+    assert np.isnan(unpack(pack({"x": float("nan")}))["x"])
+
+
+def test_what_cannot_be_stored_is_named() -> None:
+    with pytest.raises(ConfigError, match="state/a/1 is a function"):
+        pack({"a": [1, lambda: 2]})
+    with pytest.raises(ConfigError, match="sparse_csr"):
+        pack(torch.eye(2).to_sparse_csr())
+    with pytest.raises(DamageError, match="no state of a keeper"):
+        Packed.decode(b"\x05\x00\x00\x00\x00\x00\x00\x00{...}")
