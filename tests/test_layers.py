@@ -28,7 +28,7 @@ LAYERS: list[list[str]] = [
     ["data"],
     ["strategies"],
     ["recovery"],
-    ["export", "follower", "inspection"],
+    ["difference", "export", "follower", "inspection"],
     ["contents"],
     ["checkpoint"],
     ["cluster"],

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.checkpoint import DENSE
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, NoVersionError, StorageError
 from emberkeep.pool import Pool
-from emberkeep.repository import FileRef, Manifest, Repository
+from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.snapshot import Chunk
 
 I64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+
+_PIN_LIFETIME = timedelta(hours=1)
 
 # The names of numpy's types in safetensors files.
 SAFETENSORS_TYPES: dict[str, np.dtype[Any]] = {
@@ -41,6 +45,35 @@ SAFETENSORS_TYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "C64": np.dtype(np.complex64),
 }
+
+
+class Hold:
+    """A pin where the store lets us write one; nothing where it does not.
+
+    Without one a file may be gone before it is read, which is noticed, not served. `renew` is to be
+    called now and then while the work goes on.
+    """
+
+    def __init__(self, repository: Repository, version: VersionId) -> None:
+        self._clock = repository.clock
+        self._pin: Pin | None = None
+        with suppress(StorageError):
+            self._pin = Pin(repository, version, lifetime=_PIN_LIFETIME)
+        self._since = self._clock()
+
+    def renew(self) -> None:
+        if self._pin is not None and self._clock() - self._since > _PIN_LIFETIME / 4:
+            with suppress(StorageError, NoVersionError):
+                self._pin.renew()
+            self._since = self._clock()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pin is not None:
+            with suppress(StorageError):
+                self._pin.release()
 
 
 class IdSet:

@@ -13,9 +13,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +22,7 @@ import numpy.typing as npt
 
 from emberkeep import pool as pools
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.contents import Array, dense_arrays, dense_bytes, merged_rows
+from emberkeep.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
 from emberkeep.errors import (
     ConfigError,
     DamageError,
@@ -32,11 +30,10 @@ from emberkeep.errors import (
     IdError,
     NoVersionError,
     StateError,
-    StorageError,
 )
 from emberkeep.kernels import hashing, initial
 from emberkeep.memory import lazy_zeros
-from emberkeep.repository import Manifest, Pin, Repository, VersionId
+from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import needed_by
 from emberkeep.snapshot import Chunk
@@ -48,7 +45,6 @@ U64 = npt.NDArray[np.uint64]
 
 _ATTEMPTS = 5
 _LEAST_SLOTS = 4096
-_PIN_LIFETIME = timedelta(hours=1)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -254,7 +250,7 @@ class Follower:
 
     def _move_to(self, newest: VersionId) -> None:
         self._reclaim()
-        with _Hold(self._repository, newest) as hold:
+        with Hold(self._repository, newest) as hold:
             chain = self._plan(newest)
             shared = _shared(self._chain, chain)
             undone = self._chain[shared:]
@@ -279,7 +275,7 @@ class Follower:
         return tuple(sorted(needed_by([newest], needs)))
 
     def _build(
-        self, chain: Sequence[VersionId], start: int, hold: _Hold, to_cover: Mapping[str, I64]
+        self, chain: Sequence[VersionId], start: int, hold: Hold, to_cover: Mapping[str, I64]
     ) -> bool:
         """Applies chain[start:] and publishes it, unless it leaves rows of `to_cover` as they are.
 
@@ -340,31 +336,6 @@ class _NotCovered(Exception):
     """An increment leaves rows as they are that the state before it does not have from it."""
 
 
-class _Hold:
-    """A pin where the store lets us write one; nothing where it does not."""
-
-    def __init__(self, repository: Repository, version: VersionId) -> None:
-        self._clock = repository.clock
-        self._pin: Pin | None = None
-        with suppress(StorageError):
-            self._pin = Pin(repository, version, lifetime=_PIN_LIFETIME)
-        self._since = self._clock()
-
-    def renew(self) -> None:
-        if self._pin is not None and self._clock() - self._since > _PIN_LIFETIME / 4:
-            with suppress(StorageError, NoVersionError):
-                self._pin.renew()
-            self._since = self._clock()
-
-    def __enter__(self) -> _Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pin is not None:
-            with suppress(StorageError):
-                self._pin.release()
-
-
 class _Arena:
     """The slots of one table, and which of them are free."""
 
@@ -413,8 +384,8 @@ class _Arena:
         if slots <= self.ids.size:
             return
         size = max(_LEAST_SLOTS, 2 * slots)
-        ids: I64 = lazy_zeros((size,), np.int64)  # type: ignore[assignment]
-        weight: F32 = lazy_zeros((size, self.weight_SD.shape[1]), np.float32)  # type: ignore[assignment]
+        ids: Any = lazy_zeros((size,), np.int64)
+        weight: Any = lazy_zeros((size, self.weight_SD.shape[1]), np.float32)
         ids[: self._fresh] = self.ids[: self._fresh]
         weight[: self._fresh] = self.weight_SD[: self._fresh]
         self.ids, self.weight_SD = ids, weight

@@ -7,8 +7,19 @@ from typing import Annotated
 import typer
 
 from emberkeep import __version__
+from emberkeep.cli.diff import diff
+from emberkeep.cli.export import export
+from emberkeep.cli.fork import fork
+from emberkeep.cli.gc import gc
+from emberkeep.cli.restore import restore
+from emberkeep.cli.show import show
+from emberkeep.cli.tag import tag, untag
 from emberkeep.cli.train import train
+from emberkeep.cli.verify import verify
+from emberkeep.cli.versions import versions
 from emberkeep.cli.warm import warm
+
+_REPOSITORIES = "Repositories"
 
 app = typer.Typer(
     name="emberkeep",
@@ -20,6 +31,16 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(warm)
+app.command(rich_help_panel=_REPOSITORIES)(versions)
+app.command(rich_help_panel=_REPOSITORIES)(show)
+app.command(rich_help_panel=_REPOSITORIES)(verify)
+app.command(rich_help_panel=_REPOSITORIES)(diff)
+app.command(rich_help_panel=_REPOSITORIES)(restore)
+app.command(rich_help_panel=_REPOSITORIES)(export)
+app.command(rich_help_panel=_REPOSITORIES)(fork)
+app.command(rich_help_panel=_REPOSITORIES)(tag)
+app.command(rich_help_panel=_REPOSITORIES)(untag)
+app.command(rich_help_panel=_REPOSITORIES)(gc)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,124 @@
+"""What the commands over a repository share: opening one, choosing a version, printing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from emberkeep.cli._work import ReadingStore
+from emberkeep.errors import NoVersionError
+
+if TYPE_CHECKING:
+    from emberkeep.repository import Repository, VersionId
+
+Url = Annotated[
+    str,
+    typer.Argument(metavar="URL", help="A path, s3://, gs:// or az:// with a repository below it."),
+]
+VersionOption = Annotated[
+    str | None,
+    typer.Option("--version", metavar="N|TAG", help="A version or a tag; the newest by default."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def open_repository(url: str) -> tuple[Repository, ReadingStore]:
+    """The repository under a URL, and its store, which can tell how much was read."""
+    from emberkeep.blobs import open_store
+    from emberkeep.repository import Repository
+
+    store = ReadingStore(open_store(url))
+    return Repository.open(store), store
+
+
+def choose(repository: Repository, wanted: str | None) -> VersionId:
+    """The version that the user named by number or tag, or the newest."""
+    if wanted is None:
+        newest = repository.latest()
+        if newest is None:
+            raise NoVersionError(f"{repository.store.url} has no version yet: save one first")
+        return newest
+    if wanted.isdigit():
+        return repository.version(int(wanted))
+    tags = repository.tags()
+    if wanted not in tags:
+        have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
+        raise NoVersionError(f"{repository.store.url} has no tag {wanted!r}: {have}")
+    return repository.version(tags[wanted].number)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document; what JSON has no word for (NaN) becomes null."""
+    typer.echo(json.dumps(_strict(value), ensure_ascii=False, allow_nan=False))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
+) -> None:
+    """A table for people; columns named in `right` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    print_rich(table)
+
+
+def print_rich(*things: Any) -> None:
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # ends the command as any closed pipe does
+
+    # Lines of a log or a pipe are not folded: the next program wants them whole.
+    width = None if sys.stdout.isatty() else 1000
+    console = Plain(highlight=False, markup=False, emoji=False, width=width)
+    with console.capture() as capture:
+        console.print(*things)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    typer.echo("\n".join(line for line in lines if line), color=None)
+
+
+def size_text(nbytes: int | None) -> str:
+    """Bytes in the unit that people would choose."""
+    if nbytes is None:
+        return ""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    exponent = min(4, int(math.log10(nbytes) // 3))
+    return f"{nbytes / 1000**exponent:.3g} {'kMGT'[exponent - 1]}B"
+
+
+def count_text(count: int, what: str) -> str:
+    """ "1 file", "3 files"."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def numbers_text(versions: Iterable[Any]) -> str:
+    """Version numbers, runs of them shortened: 1-4, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(v if isinstance(v, int) else v.number for v in versions):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(entry) for entry in value]
+    return value

@@ -1,0 +1,100 @@
+"""`emberkeep gc`: removes versions that need not be kept."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from emberkeep.cli._repository import (
+    JsonOption,
+    Url,
+    count_text,
+    numbers_text,
+    open_repository,
+    print_json,
+    size_text,
+)
+from emberkeep.cli._shell import command
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.repository import Repository
+
+_ACTIVE = timedelta(hours=24)
+
+
+@command
+def gc(
+    url: Url,
+    keep_last: Annotated[int, typer.Option(metavar="N", help="Keep the newest N versions.")] = 3,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(metavar="M", help="Also keep every version whose number M divides."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0, help="Spare what is younger than this.")
+    ] = 10.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Fence a trainer that may still be running.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove old versions, and files that no version needs.
+
+    Tagged and pinned versions stay, and whatever a kept version needs. Only the writer of a
+    repository may remove anything, so this takes over from a trainer that is still running: it
+    will stop at its next save. Trainers run gc themselves, after every save.
+    """
+    from emberkeep.inspection import plan_collection
+    from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
+
+    policy = KeepLast(n=keep_last) | KeepNamed()
+    if keep_every is not None:
+        policy = policy | KeepEvery(m=keep_every)
+    repository, _ = open_repository(url)
+    spared = timedelta(minutes=grace)
+    if dry_run:
+        plan = plan_collection(repository, policy, grace=spared)
+        kept, removed, nbytes = plan.kept, plan.removed, plan.nbytes
+    else:
+        if not yes:
+            _refuse_if_active(repository)
+        collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
+        kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "kept": [v.number for v in kept],
+                "removed": [v.number for v in removed],
+                "nbytes": nbytes,
+            }
+        )
+        return
+    verb = "would remove" if dry_run else "removed"
+    gone = f"{count_text(len(removed), 'version')} ({numbers_text(removed)})" if removed else (
+        "no version"
+    )  # fmt: skip
+    typer.echo(f"{verb} {gone}, {size_text(nbytes)}; kept: {numbers_text(kept) or 'none'}")
+
+
+def _refuse_if_active(repository: Repository) -> None:
+    from emberkeep.inspection import newest_writer
+
+    writer = newest_writer(repository)
+    if writer is None:
+        return
+    idle = datetime.now(timezone.utc) - writer.last_seen
+    if idle < _ACTIVE:
+        minutes = max(0, int(idle.total_seconds() // 60))
+        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
+        raise ConfigError(
+            f"process {writer.pid} on {writer.host} wrote here {ago} ago; gc would fence it, so "
+            "that it stops at its next save: say --yes if it has ended or may be stopped, or "
+            "--dry-run to look"
+        )

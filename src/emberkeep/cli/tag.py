@@ -1,0 +1,36 @@
+"""`emberkeep tag` and `untag`: names for versions, which are then kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from emberkeep.cli._repository import Url, VersionOption, choose, open_repository
+from emberkeep.cli._shell import command
+from emberkeep.errors import ConfigError
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, '_', '-' and dots.")]
+
+
+@command
+def tag(url: Url, name: Name, version: VersionOption = None) -> None:
+    """Name a version. Named versions are kept until they are untagged."""
+    if name.isdigit():
+        raise ConfigError(f"{name} would be taken for a version's number: begin with a letter")
+    repository, _ = open_repository(url)
+    chosen = choose(repository, version)
+    repository.tag(name, chosen)
+    typer.echo(f"{name} names version {chosen.number}")
+
+
+@command
+def untag(url: Url, name: Name) -> None:
+    """Take a name away; retention may then remove the version."""
+    repository, _ = open_repository(url)
+    tags = repository.tags()
+    if name not in tags:
+        have = f"there are {', '.join(sorted(tags))}" if tags else "there are none"
+        raise ConfigError(f"{repository.store.url} has no tag {name!r}: {have}")
+    repository.untag(name)
+    typer.echo(f"{name} no longer names version {tags[name].number}")

@@ -1,0 +1,84 @@
+"""`emberkeep verify`: proof that what is stored is what was saved."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from emberkeep.cli._repository import (
+    JsonOption,
+    Url,
+    VersionOption,
+    choose,
+    count_text,
+    numbers_text,
+    open_repository,
+    print_json,
+    print_table,
+    size_text,
+)
+from emberkeep.cli._shell import command
+from emberkeep.cli._work import progress
+from emberkeep.errors import DamageError
+
+
+@command
+def verify(
+    url: Url,
+    version: VersionOption = None,
+    shallow: Annotated[
+        bool, typer.Option("--shallow", help="Check that files are there and as long as they were.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every file of all versions, or of one: present, unchanged, and usable.
+
+    Names what is damaged or missing, and which versions it concerns.
+    """
+    from emberkeep import pool
+    from emberkeep.inspection import check, files_of
+
+    repository, store = open_repository(url)
+    chosen = repository.versions() if version is None else (choose(repository, version),)
+    total = 0 if shallow else sum(file.size for file in files_of(repository, chosen))
+    with progress("verifying", total) as store.advance:
+        report = check(repository, chosen, deep=not shallow, pool=pool.shared())
+    if as_json:
+        print_json(
+            {
+                "ok": report.ok,
+                "versions": [v.number for v in report.versions],
+                "undamaged": [v.number for v in report.undamaged],
+                "files": report.files,
+                "nbytes": report.nbytes,
+                "damages": [
+                    {
+                        "name": damage.name,
+                        "problem": damage.problem,
+                        "versions": [v.number for v in damage.versions],
+                    }
+                    for damage in report.damages
+                ],
+                "unreferenced": list(report.unreferenced),
+            }
+        )
+    else:
+        checked = (
+            f"{count_text(len(report.versions), 'version')}, {count_text(report.files, 'file')}, "
+            f"{size_text(report.nbytes)}"
+        )
+        if report.ok:
+            what = "all there" if shallow else "every byte is as it was saved"
+            typer.echo(f"{checked}: {what}")
+        else:
+            print_table(
+                ["damaged", "problem", "versions"],
+                [(d.name, d.problem, numbers_text(d.versions)) for d in report.damages],
+            )
+    if not report.ok:
+        whole = numbers_text(report.undamaged) or "none"
+        raise DamageError(
+            f"{count_text(len(report.damages), 'object')} damaged or missing; undamaged versions: "
+            f"{whole}; copy the files back from a backup, or restore an undamaged version"
+        )

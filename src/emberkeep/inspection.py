@@ -1,0 +1,386 @@
+"""What a repository holds and whether it is whole, as plain data for people and programs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from emberkeep.checkpoint import DENSE
+from emberkeep.codecs import Raw, codec_from_dict
+from emberkeep.contents import checked_rows, dense_arrays
+from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
+from emberkeep.pool import Pool
+from emberkeep.repository import (
+    Damage,
+    FileRef,
+    Manifest,
+    Report,
+    Repository,
+    RetentionPolicy,
+    VersionFacts,
+    VersionId,
+    verify,
+)
+from emberkeep.repository import names as places
+from emberkeep.repository.documents import Json
+from emberkeep.repository.manifest import needed_by
+from emberkeep.repository.pieces import KIND
+from emberkeep.repository.pins import read_pins
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSummary:
+    """One line of a history. Of a damaged manifest `problem` alone is known.
+
+    `rows` and `nbytes` are what the version wrote itself; `needs` what a restore reads beside it.
+    """
+
+    number: int
+    epoch: int
+    tags: tuple[str, ...]
+    created: datetime | None = None
+    step: int | None = None
+    kind: str | None = None
+    layout: str | None = None
+    codec: str | None = None
+    rows: int | None = None
+    tombstones: int | None = None
+    nbytes: int | None = None
+    needs: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+def list_versions(repository: Repository) -> list[VersionSummary]:
+    """The history, oldest first."""
+    tags = repository.tags()
+
+    def summary(version: VersionId) -> VersionSummary | None:
+        named = tuple(sorted(tag for tag, tagged in tags.items() if tagged == version))
+        try:
+            manifest = repository.manifest(version)
+        except NoVersionError:
+            return None  # removed by gc since it was listed
+        except DamageError as error:
+            return VersionSummary(
+                number=version.number, epoch=version.epoch, tags=named, problem=str(error)
+            )
+        return VersionSummary(
+            number=version.number,
+            epoch=version.epoch,
+            tags=named,
+            created=manifest.created,
+            step=manifest.step,
+            kind=manifest.layout.get("kind"),
+            layout=manifest.layout.get("layout"),
+            codec=codec_text(manifest),
+            rows=sum(_counts(manifest, "rows").values()),
+            tombstones=sum(_counts(manifest, "tombstones").values()),
+            nbytes=manifest.nbytes,
+            needs=tuple(needed.number for needed in manifest.needs),
+        )
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(summary, repository.versions()))
+    return [line for line in found if line is not None]
+
+
+def codec_text(manifest: Manifest) -> str:
+    """How planes are stored, in a few words: "exact", "weight 4 bits"."""
+    words = []
+    for plane, spec in manifest.layout.get("codecs", {}).items():
+        bits = spec.get("bits", 8 if spec.get("codec") == "nonnegative8" else None)
+        words.append(f"{plane} {bits} bits" if bits else f"{plane} {spec.get('codec')}")
+    return ", ".join(words) or "exact"
+
+
+def describe(repository: Repository, version: VersionId) -> Json:
+    """One version, and what the repository's storage is used for, seen from there."""
+    chain = repository.chain(version)
+    manifest = chain[-1]
+    description = repository.document(places.REPOSITORY, "repository") or {}
+    return {
+        "repository": {
+            "url": repository.store.url,
+            "id": repository.id,
+            "created": description.get("created"),
+            "forked_from": repository.forked_from,
+            "exclusive": repository.exclusive,
+            "versions": len(repository.versions()),
+            "restores": repository.restores(),
+        },
+        "version": {
+            "number": version.number,
+            "epoch": version.epoch,
+            "created": manifest.created.isoformat(),
+            "step": manifest.step,
+            "kind": manifest.layout.get("kind"),
+            "layout": manifest.layout.get("layout"),
+            "codec": codec_text(manifest),
+            "shards": manifest.layout.get("shards"),
+            "parent": manifest.parent and manifest.parent.number,
+            "baseline": manifest.baseline and manifest.baseline.number,
+            "chain": [earlier.version.number for earlier in chain],
+            "tags": sorted(tag for tag, v in repository.tags().items() if v == version),
+            "reader": manifest.reader,
+            "user": manifest.user,
+            "counters": manifest.counters,
+        },
+        "tables": [
+            _table(name, spec, manifest, chain)
+            for name, spec in repository.schema["tables"].items()
+        ],
+        "files": [
+            {
+                "name": file.name,
+                "kind": file.kind,
+                "nbytes": file.size,
+                "shard": file.metadata.get("shard"),
+                "rows": sum(file.metadata.get("rows", {}).values()),
+            }
+            for file in manifest.files
+        ],
+        "storage": _storage(repository, chain),
+    }
+
+
+def _table(name: str, spec: Json, manifest: Manifest, chain: Sequence[Manifest]) -> Json:
+    rows = _counts(manifest, "rows").get(name, 0)
+    codecs = {
+        plane: codec_from_dict(described)
+        for plane, described in manifest.layout.get("codecs", {}).items()
+    }
+    return {
+        "name": name,
+        "fixed_rows": spec.get("rows"),
+        "rows": rows,
+        "tombstones": _counts(manifest, "tombstones").get(name, 0),
+        "rows_in_chain": sum(_counts(earlier, "rows").get(name, 0) for earlier in chain),
+        "state": manifest.layout.get("tables", {}).get(name),
+        "planes": {
+            plane: {
+                "width": width,
+                "dtype": kind,
+                "codec": codecs.get(plane, Raw()).to_dict(),
+                # By the codec's own account; rows that it stores raw are larger.
+                "nbytes_about": rows * codecs.get(plane, Raw()).nbytes_per_row(width, kind),
+            }
+            for plane, (width, kind) in spec["planes"].items()
+        },
+    }
+
+
+def _storage(repository: Repository, chain: Sequence[Manifest]) -> Json:
+    """Objects and bytes of everything below the root, and what data files are there for."""
+    own = {file.name for file in chain[-1].files}
+    needed = {file.name for earlier in chain[:-1] for file in earlier.files}
+    objects: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    standing = set(repository.versions())
+    for info in repository.store.list():
+        place = info.name.split("/")[0]
+        if place == places.DATA:
+            parsed = places.parse_data(info.name)
+            if info.name in own:
+                place = "data of this version"
+            elif info.name in needed:
+                place = "data of versions that it needs"
+            elif parsed is not None and parsed[0] in standing:
+                place = "data of other versions"
+            else:
+                place = "data of no version"
+        objects[place] += 1
+        nbytes[place] += info.size
+    return {
+        "objects": sum(objects.values()),
+        "nbytes": sum(nbytes.values()),
+        "split": {
+            place: {"objects": objects[place], "nbytes": nbytes[place]} for place in sorted(objects)
+        },
+    }
+
+
+def _counts(manifest: Manifest, what: str) -> Mapping[str, int]:
+    counts: Counter[str] = Counter()
+    for file in manifest.of_kind(KIND):
+        counts.update(file.metadata.get(what, {}))
+    return counts
+
+
+# -- checking ------------------------------------------------------------------------------------
+
+
+def check(
+    repository: Repository,
+    versions: Iterable[VersionId] | None = None,
+    *,
+    deep: bool = True,
+    pool: Pool,
+) -> Report:
+    """`verify`, and when deep also whether every file can be used: rows decode and fit the schema.
+
+    Each file is read once, unless damage is found; then everything is read again to name all of it.
+    """
+    chosen = repository.versions() if versions is None else tuple(versions)
+    if not deep:
+        return verify(repository, chosen, deep=False)
+    report = verify(repository, chosen, deep=False)
+    files, users = _files(repository, chosen)
+    known = {damage.name for damage in report.damages}
+    unusable = _unusable(repository, [f for f in files.values() if f.name not in known], pool)
+    if not unusable:
+        return report
+    exact = {damage.name: damage for damage in verify(repository, chosen, deep=True).damages}
+    found = {damage.name: damage for damage in report.damages}
+    for name, problem in unusable.items():
+        users_of = tuple(sorted(users[name]))
+        found[name] = Damage(name=name, problem=problem, versions=users_of)
+    return Report(
+        versions=report.versions,
+        files=report.files,
+        nbytes=report.nbytes,
+        damages=tuple({**found, **exact}.values()),
+        unreferenced=report.unreferenced,
+    )
+
+
+def files_of(repository: Repository, versions: Iterable[VersionId]) -> list[FileRef]:
+    """Every file that the versions need, each once, as far as manifests can be read."""
+    return list(_files(repository, tuple(versions))[0].values())
+
+
+def _files(
+    repository: Repository, versions: Sequence[VersionId]
+) -> tuple[dict[str, FileRef], dict[str, set[VersionId]]]:
+    """The files of some versions by name, and for each the versions that need it."""
+    manifests: dict[VersionId, Manifest | None] = {}
+
+    def manifest_of(version: VersionId) -> Manifest | None:
+        if version not in manifests:
+            try:
+                manifests[version] = repository.manifest(version)
+            except (DamageError, NoVersionError):
+                manifests[version] = None
+        return manifests[version]
+
+    def needs(version: VersionId) -> tuple[VersionId, ...]:
+        manifest = manifest_of(version)
+        return () if manifest is None else manifest.needs
+
+    files: dict[str, FileRef] = {}
+    users: dict[str, set[VersionId]] = defaultdict(set)
+    for version in versions:
+        for needed in needed_by([version], needs):
+            manifest = manifest_of(needed)
+            for file in () if manifest is None else manifest.files:
+                files[file.name] = file
+                users[file.name].add(version)
+    return files, users
+
+
+def _unusable(repository: Repository, files: Sequence[FileRef], pool: Pool) -> dict[str, str]:
+    """What is wrong with each file that cannot be used."""
+    stop = threading.Event()
+
+    def problem(file: FileRef) -> str | None:
+        try:
+            for _ in _content(repository, file, pool):
+                if stop.is_set():
+                    return None
+        except StorageError:
+            raise  # the store did not answer, which says nothing about the file
+        except EmberkeepError as error:
+            return str(error)
+        return None
+
+    executor = ThreadPoolExecutor(_THREADS)
+    try:
+        problems = list(executor.map(problem, files))
+    finally:
+        # After an interrupt the files under way end at their next chunk, the others never begin.
+        stop.set()
+        executor.shutdown(cancel_futures=True)
+    return {
+        file.name: found for file, found in zip(files, problems, strict=True) if found is not None
+    }
+
+
+def _content(repository: Repository, file: FileRef, pool: Pool) -> Iterable[Any]:
+    """Goes through a file as a restore would; digests are checked on the way."""
+    if file.kind == KIND:
+        yield from checked_rows(repository, file, pool)
+    elif file.kind == DENSE:
+        yield dense_arrays(file.name, repository.read(file))
+    else:
+        yield from repository.stream(file)
+
+
+# -- what gc would do ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a gc would keep and remove; `nbytes` are the data files of what it would remove."""
+
+    kept: tuple[VersionId, ...]
+    removed: tuple[VersionId, ...]
+    nbytes: int
+
+
+def plan_collection(repository: Repository, policy: RetentionPolicy, *, grace: timedelta) -> Plan:
+    """What `Collector.collect` would do, decided the same way, without being the writer."""
+    oldest = repository.clock() - grace
+    history = repository.history()
+    tags = repository.tags()
+    facts = [
+        VersionFacts(version=v, tags=tuple(tag for tag in tags if tags[tag] == v))
+        for v in history.versions
+    ]
+    roots = {
+        *policy.keep(facts),
+        *history.versions[-1:],
+        *(version for version, expires in read_pins(repository).values() if expires > oldest),
+        *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
+    }
+    kept = needed_by(
+        roots.intersection(history.versions), lambda version: repository.manifest(version).needs
+    )
+    removed = tuple(version for version in history.versions if version not in kept)
+    nbytes = sum(repository.manifest(version).nbytes for version in removed)
+    return Plan(kept=tuple(sorted(kept)), removed=removed, nbytes=nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterActivity:
+    """The newest writer, and when it last showed life: opened, or committed."""
+
+    epoch: int
+    host: str
+    pid: int
+    last_seen: datetime
+
+
+def newest_writer(repository: Repository) -> WriterActivity | None:
+    """Who wrote last; None if nobody has opened the repository for writing."""
+    listing = repository.history().listing
+    if not listing.epoch:
+        return None
+    name = places.writer_name(listing.epoch)
+    seen = [i.modified for v, i in listing.manifests.items() if v.epoch == listing.epoch]
+    seen += [info.modified for info in repository.store.list(places.WRITERS) if info.name == name]
+    try:
+        body = repository.document(name, "writer") or {}
+    except DamageError:
+        body = {}
+    return WriterActivity(
+        epoch=listing.epoch,
+        host=str(body.get("host", "unknown")),
+        pid=int(body.get("pid", 0)),
+        last_seen=max(seen),
+    )
