@@ -60,6 +60,23 @@ class Chunk:
     planes: Planes | None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one table as they were copied; absent ones were deleted before the freeze."""
+
+    present: npt.NDArray[np.bool_]
+    ids: I64
+    planes: Planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.planes.values())
+
+    def cut(self, start: int, stop: int) -> Part:
+        planes = {name: values[start:stop] for name, values in self.planes.items()}
+        return Part(self.present[start:stop], self.ids[start:stop], planes)
+
+
 class RowHolder(Protocol):
     """Rows that can be frozen: their planes, their bitmaps, and the lock that writers hold."""
 
@@ -92,9 +109,9 @@ class Snapshot:
         selected = self._frozen[since] if since is not None else None
         self._first = _NONE if selected is None else selected.earlier
         self._second = _NONE if selected is None else selected.dirty
-        self._saved: list[tuple[TableRange, I64, npt.NDArray[np.bool_], I64, Planes]] = []
-        self._saved_nbytes = 0
         self._ranges = tuple(holder.ranges())
+        self._saved: list[list[Part]] = [[] for _ in self._ranges]
+        self._saved_nbytes = 0
         # A holder may put other arrays in the place of these; the instant is in the old ones.
         self._planes = dict(holder.planes)
         self._room = threading.Condition()
@@ -122,13 +139,17 @@ class Snapshot:
         rows, present = rows[order], present[order]
         bases = np.array([table.base for table in self._ranges])
         cuts = np.searchsorted(rows, bases[1:])
-        for table, mine, here in zip(
-            self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True
+        saved_nbytes = 0
+        for t, (table, mine, here) in enumerate(
+            zip(self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True)
         ):
             if mine.size:
                 planes = {name: self._planes[name][mine] for name in table.planes}
-                self._saved.append((table, mine, here, table.ids_of(mine), planes))
-                self._saved_nbytes += sum(values.nbytes for values in planes.values())
+                part = Part(here, table.ids_of(mine), planes)
+                self._saved[t].append(part)
+                saved_nbytes += part.nbytes
+        with self._room:
+            self._saved_nbytes += saved_nbytes
 
     def wait_for_room(self) -> None:
         """Called by writers before they take the lock: holds them while the buffer is full."""
@@ -154,12 +175,12 @@ class Snapshot:
                     raise CancelledError("the snapshot was cancelled for a newer one")
                 parts, word = self._copy(table, word, last, rows)
                 yield from _as_chunks(table, parts)
-                yield from self._take_saved()
-        yield from self._take_saved()
+                yield from self._take_saved(rows)
+        yield from self._take_saved(rows)
 
-    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[list[Any], int]:
+    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[list[Part], int]:
         """Copies slices until there are `limit` rows; each slice under the lock."""
-        parts: list[Any] = []
+        parts: list[Part] = []
         count = 0
         rows = np.empty(_SLICE_ROWS, np.int64)
         present = np.empty(_SLICE_ROWS, np.bool_)
@@ -172,29 +193,37 @@ class Snapshot:
                 mine = rows[:taken]
                 planes = {name: self._planes[name][mine] for name in table.planes}
                 ids = table.ids_of(mine)
-            parts.append((present[:taken].copy(), ids, planes))
+            parts.append(Part(present[:taken].copy(), ids, planes))
             count += taken
         return parts, word
 
-    def _take_saved(self) -> Iterator[Chunk]:
-        """What writers had to save so far."""
-        if not self._saved:
-            return
-        with self.holder.lock:
-            saved, self._saved = self._saved, []
-            self._saved_nbytes = 0
-        with self._room:
-            self._room.notify_all()
-        for table in self._ranges:
-            mine = [(here, ids, planes) for t, _, here, ids, planes in saved if t is table]
-            yield from _as_chunks(table, mine)
+    def _take_saved(self, rows: int) -> Iterator[Chunk]:
+        """What writers had to save so far; it counts against the buffer until it was used."""
+        for t, table in enumerate(self._ranges):
+            while self._saved[t]:
+                parts: list[Part] = []
+                count = 0
+                with self.holder.lock:
+                    while self._saved[t] and count < rows:
+                        parts.append(self._saved[t].pop())
+                        count += parts[-1].ids.size
+                nbytes = sum(part.nbytes for part in parts)
+                if len(parts) > 1 or count <= rows:
+                    yield from _as_chunks(table, parts)
+                else:
+                    for start in range(0, count, rows):
+                        yield from _as_chunks(table, [parts[0].cut(start, start + rows)])
+                del parts
+                with self._room:
+                    self._saved_nbytes -= nbytes
+                    self._room.notify_all()
 
     def close(self, advanced: Collection[str]) -> None:
         """Ends the snapshot: the cursors that advanced forget the rows, the others keep them."""
         with self.holder.lock:
             if self.holder.snapshot is self:
                 self.holder.snapshot = None
-            self._saved = []
+            self._saved = [[] for _ in self._ranges]
             self._saved_nbytes = 0
             self._done = True
         with self._room:
@@ -203,17 +232,18 @@ class Snapshot:
         self.holder.tracker.settle(self._frozen, advanced)
 
 
-def _as_chunks(table: TableRange, parts: Sequence[Any]) -> Iterator[Chunk]:
+def _as_chunks(table: TableRange, parts: Sequence[Part]) -> Iterator[Chunk]:
     """Joins copied parts, ids ascending; absent rows of fixed tables become tombstones."""
-    parts = [part for part in parts if part[1].size]
+    parts = [part for part in parts if part.ids.size]
     if not parts:
         return
-    present = np.concatenate([part[0] for part in parts])
-    ids = np.concatenate([part[1] for part in parts])
-    planes = {
-        name: np.concatenate([part[2][name] for part in parts]) if len(parts) > 1
-        else parts[0][2][name] for name in table.planes
-    }  # fmt: skip
+    present, ids, planes = parts[0].present, parts[0].ids, parts[0].planes
+    if len(parts) > 1:
+        present = np.concatenate([part.present for part in parts])
+        ids = np.concatenate([part.ids for part in parts])
+        planes = {
+            name: np.concatenate([part.planes[name] for part in parts]) for name in table.planes
+        }
     if not present.all():
         # The ids that left a dynamic table are listed apart: a slot may have a new owner by now.
         if table.ids is None:
