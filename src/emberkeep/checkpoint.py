@@ -555,6 +555,12 @@ def load(
     return restored
 
 
+def shortened(differences: Sequence[str], most: int = 6) -> str:
+    """Differences for one line: the first ones, and how many more there are."""
+    more = len(differences) - most
+    return "; ".join([*differences[:most], *([f"and {more} more"] if more > 0 else [])])
+
+
 def rows_of(repository: Repository, manifest: Manifest, pool: Pool) -> Iterator[Chunk]:
     """The rows that one version wrote itself, file by file."""
     for file in manifest.of_kind(KIND):
@@ -579,6 +585,6 @@ def check_schema(saved: Json, present: Json) -> None:
     if wrong:
         raise StateError(
             "the model does not fit the repository: "
-            + "; ".join(wrong)
+            + shortened(wrong)
             + "; build the model as it was saved, or use another repository"
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from emberkeep.cli._shell import say
 from emberkeep.train.hooks import Hook, Step
 
 if TYPE_CHECKING:
@@ -37,7 +38,17 @@ class _Rate:
         return (step.samples - self._before) / max(now - self._since, 1e-9)
 
 
-class Lines(Hook):
+class _Telling(Hook):
+    """Says in one line where the run goes on."""
+
+    def on_event(self, event: str, details: dict[str, Any]) -> None:
+        if event == "resumed":
+            say(f"resumed from version {details['version']}, after step {details['step']}")
+        elif event == "finished":
+            say("this training is finished: nothing is left to train; --fresh starts it over")
+
+
+class Lines(_Telling):
     """Ten lines for each phase, each complete in itself."""
 
     def __init__(self) -> None:
@@ -58,7 +69,7 @@ class Lines(Hook):
         )
 
 
-class Bar(Hook):
+class Bar(_Telling):
     """One bar for each phase."""
 
     def __init__(self) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli._shell import command
+from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from emberkeep.keeper import Costs
     from emberkeep.train.result import Result
     from emberkeep.train.settings import Settings
 
@@ -29,6 +31,13 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; repeatable."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--fresh",
+            help="Go on from the newest version in checkpoint.path, or start over there.",
+        ),
+    ] = True,
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write TensorBoard events.")
     ] = None,
@@ -56,8 +65,9 @@ def train(
     from emberkeep.train.hooks import TensorBoard
     from emberkeep.train.loop import run
 
+    warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     hooks = [] if tensorboard is None else [TensorBoard(tensorboard)]
-    result = run(settings, hooks=[*hooks, progress()])
+    result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
@@ -84,9 +94,13 @@ def _print(result: Result) -> None:
 
     settings, console = result.settings, Console(highlight=False)
     memory_mib = result.peak_memory_nbytes / 2**20
+    here = f" in {result.seconds:.1f} s ({result.samples_per_second:,.0f} samples/s)"
+    if result.resumed_step is not None:
+        rest = result.steps - result.resumed_step
+        here = f", the last {rest} of {result.steps} steps here{here}" if rest else " before"
     console.print(
-        f"{settings.model.kind} trained on {result.samples:,} samples in {result.seconds:.1f} s "
-        f"({result.samples_per_second:,.0f} samples/s), final loss {result.loss:.4f}",
+        f"{settings.model.kind} trained on {result.samples:,} samples{here}, "
+        f"final loss {result.loss:.4f}",
         f"{result.rows_trained:,} of {result.rows:,} rows were trained; "
         f"the process took at most {memory_mib:,.0f} MiB",
         sep="\n",
@@ -106,3 +120,29 @@ def _print(result: Result) -> None:
         gain = result.auc - result.baseline_auc
         verb = f"add {gain:.4f}" if gain > 0 else f"cost {-gain:.4f}"
         console.print(f"The embeddings {verb} AUC over the same network without them.")
+    if result.checkpoints is not None and result.checkpoints.versions:
+        _print_costs(result.checkpoints, result)
+
+
+def _print_costs(costs: Costs, result: Result) -> None:
+    """What checkpoints cost, for people."""
+    from rich.console import Console
+
+    Console(highlight=False).print(
+        f"{costs.versions} versions were saved beside training: it paused for "
+        f"{costs.pause_ms_median:.1f} ms each (median; {costs.pause_ms_max:.1f} ms at most) and "
+        f"stood still for {costs.stall_seconds:.2f} s in all "
+        f"({costs.stall_seconds / result.seconds:.1%} of the time)",
+        f"{_size(costs.written_nbytes)} were written; {result.settings.checkpoint.path} keeps "
+        f"{_size(costs.kept_nbytes)}",
+        sep="\n",
+        soft_wrap=True,
+    )
+
+
+def _size(nbytes: int) -> str:
+    value, units = float(nbytes), iter(("B", "kB", "MB", "GB"))
+    unit = next(units)
+    while value >= 1000 and unit != "GB":
+        value, unit = value / 1000, next(units)
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"

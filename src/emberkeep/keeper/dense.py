@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from emberkeep.checkpoint import shortened
 from emberkeep.errors import StateError
 from emberkeep.keeper.plain import Packed, pack, unpack
 
@@ -85,7 +86,7 @@ class Dense:
         if wrong:
             raise StateError(
                 "the model does not fit the version, nothing was loaded: "
-                + "; ".join(wrong)
+                + shortened(wrong)
                 + "; build the model as it was saved, or use another repository"
             )
         return saved

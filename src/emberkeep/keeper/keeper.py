@@ -55,6 +55,7 @@ class Keeper:
     Call `step` after the optimizer and before the next batch is taken. Under DDP every rank makes
     the same calls; rank 0 writes, every rank resumes.
 
+    - `about` is plain data that every manifest carries, for whoever looks at the repository.
     - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
       how they are written (its retention is the strategy's).
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75.
@@ -74,6 +75,7 @@ class Keeper:
         reader: Any = None,
         strategy: Preset | None = None,
         state: Mapping[str, Stateful] | None = None,
+        about: Json | None = None,
         settings: Settings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
         grace: timedelta = timedelta(seconds=25),
@@ -89,6 +91,7 @@ class Keeper:
         self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
         self._preset = strategy or incremental()
         self._settings = replace(settings or Settings(), retention=self._preset.retention)
+        self._about = about or {}
         self._grace = grace
         self._batches_per_step = batches_per_step
         self._on_event = on_event
@@ -367,7 +370,7 @@ class Keeper:
         self._parts.tables.look_again()
         dense = self._parts.dense.capture(every)
         dense.tensors.update(reader.tensors)
-        return Extras(dense=dense.encode, reader=reader.plain)
+        return Extras(dense=dense.encode, reader=reader.plain, user=self._about)
 
     def _generators(self, reader: Packed) -> list[Json]:
         if self._ranks.world == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from emberkeep.errors import ConfigError
 
@@ -31,6 +31,10 @@ class Hook:
 
     def on_step(self, step: Step) -> None:
         """After every step, in the order of the hooks, before the next batch is taken."""
+
+    def on_event(self, event: str, details: dict[str, Any]) -> None:
+        """What the keeper tells, and "finished" where there is nothing left to train; may come from
+        the thread that saves."""
 
     def on_end(self, result: Result) -> None:
         """After evaluation."""

@@ -2,7 +2,8 @@
 
 The same settings give the same bits: the digest of a result covers every trained row and every
 dense parameter. It does not depend on the number of threads that rows are updated with; torch
-makes that promise for a given number of its own threads.
+makes that promise for a given number of its own threads. Nor does it depend on how often the run
+was stopped and resumed, where versions are saved in float32.
 """
 
 from __future__ import annotations
@@ -20,33 +21,51 @@ import xxhash
 from torch import nn
 
 from emberkeep.data import Batch, Reader, Window
-from emberkeep.errors import GradientError
+from emberkeep.errors import ConfigError, GradientError
 from emberkeep.metrics import auc, log_loss
 from emberkeep.models import Ids
 from emberkeep.nn import EmbeddingBags
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
+from emberkeep.train.keeping import Keeping, Progress
 from emberkeep.train.result import Result
 from emberkeep.train.settings import Settings
 
 
-def run(settings: Settings, *, hooks: Sequence[Hook] = ()) -> Result:
-    """Trains, evaluates, and if asked to does the same with the network that has no embeddings."""
+def run(settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False) -> Result:
+    """Trains, evaluates, and if asked to does the same with the network that has no embeddings.
+
+    With `checkpoint.path` set the run goes on from the newest version that is there, unless
+    `fresh` starts it over.
+    """
+    if fresh and settings.checkpoint.path is None:
+        raise ConfigError(
+            "a fresh start is for runs that are saved: set checkpoint.path, or leave --fresh out"
+        )
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
-        return _run(settings, hooks)
+        return _run(settings, hooks, fresh)
 
 
-def _run(settings: Settings, hooks: Sequence[Hook]) -> Result:
+def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool) -> Result:
     inputs = build.inputs(settings)
     bags = build.embeddings(settings, inputs.rows)
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
     batch_size = settings.run.batch_size
 
+    keeping = Keeping(settings=settings, fresh=fresh, hooks=hooks)
     start = time.perf_counter()
-    losses = fit(network, optimizers, inputs.train, batch_size, hooks=hooks, phase="embeddings")
+    progress = fit(
+        network,
+        optimizers,
+        inputs.train,
+        batch_size,
+        hooks=hooks,
+        phase="embeddings",
+        keeping=None if settings.checkpoint.path is None else keeping,
+    )
     seconds = time.perf_counter() - start
     found_auc, found_log_loss = evaluate(network, inputs.test, batch_size)
 
@@ -57,14 +76,13 @@ def _run(settings: Settings, hooks: Sequence[Hook]) -> Result:
         fit(plain, [optimizer], inputs.train, batch_size, hooks=hooks, phase="baseline")
         baseline_auc, baseline_log_loss = evaluate(plain, inputs.test, batch_size)
 
-    samples = inputs.train.count() or 0
     result = Result(
         settings=settings,
-        samples=samples,
-        steps=len(losses),
+        samples=inputs.train.count() or 0,
+        steps=progress.steps,
         seconds=seconds,
-        samples_per_second=samples / seconds,
-        loss=float(np.mean(losses[-max(len(losses) // 10, 1) :])),
+        samples_per_second=progress.samples / seconds,
+        loss=float(np.mean(progress.losses)),
         test_samples=inputs.test.count() or 0,
         auc=found_auc,
         log_loss=found_log_loss,
@@ -75,6 +93,8 @@ def _run(settings: Settings, hooks: Sequence[Hook]) -> Result:
         rows_trained=sum(len(bags.cluster.touched_ids(table.name)) for table in bags.tables),
         peak_memory_nbytes=_peak_memory_nbytes(),
         digest=digest(bags, network),
+        resumed_step=progress.resumed_step,
+        checkpoints=progress.costs,
     )
     for hook in hooks:
         hook.on_end(result)
@@ -89,36 +109,41 @@ def fit(
     *,
     hooks: Sequence[Hook],
     phase: str,
-) -> list[float]:
-    """One pass in the order of the source; returns the loss of every step."""
+    keeping: Keeping | None = None,
+) -> Progress:
+    """One pass in the order of the source, or the rest of one that was saved."""
     network.train()
     criterion = nn.BCEWithLogitsLoss()
     steps = -(-(samples.count() or 0) // batch_size)
-    losses: list[float] = []
-    with Reader(samples, batch_size=batch_size) as reader:
+    progress = Progress(steps)
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader(samples, batch_size=batch_size))
+        keeper = None
+        if keeping is not None:
+            keeper = stack.enter_context(keeping.begin(network, optimizers, reader, progress))
         for batch in reader:
             dense, ids, labels = _tensors(batch)
             loss = criterion(network(dense, ids), labels)
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
+            number, lost = progress.steps + 1, loss.item()
+            if not math.isfinite(lost):
                 raise GradientError(
-                    f"the loss is {losses[-1]} at step {len(losses)}: training diverged; lower "
+                    f"the loss is {lost} at step {number}: training diverged; lower "
                     "optimizer.lr or dense_optimizer.lr"
                 )
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            step = Step(
-                phase=phase,
-                number=len(losses),
-                steps=steps,
-                samples=reader.samples,
-                loss=losses[-1],
-            )
+            progress.add(lost, len(batch))
+            if keeper is not None:
+                keeper.step()
+            step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=lost)
             for hook in hooks:
                 hook.on_step(step)
-    return losses
+        if keeper is not None:
+            keeper.close()
+            progress.costs = keeper.costs()
+    return progress
 
 
 def evaluate(network: nn.Module, samples: Window, batch_size: int) -> tuple[float, float]:

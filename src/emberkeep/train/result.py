@@ -6,18 +6,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from emberkeep.keeper import Costs
 from emberkeep.train.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to. Everything but times and memory follows from the settings, to the bit."""
+    """What a run came to. Everything but times, memory and what checkpoints cost follows from the
+    settings, to the bit, however often the run was stopped and resumed."""
 
     settings: Settings
     samples: int
     steps: int
     seconds: float
-    """Of training alone: reading, forward, backward and updates."""
+    """Of training alone, in this process: reading, forward, backward and updates."""
     samples_per_second: float
     loss: float
     """Mean training loss over the last tenth of the steps."""
@@ -37,6 +39,10 @@ class Result:
     """The most memory that the process has taken."""
     digest: str
     """Of all trained rows with their optimizer state and of all dense parameters."""
+    resumed_step: int | None = None
+    """The step after which a version was resumed; None if the run began here."""
+    checkpoints: Costs | None = None
+    """What this process spent on versions; None if nothing was saved."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a metric that does not exist (one class only) is None, not NaN."""

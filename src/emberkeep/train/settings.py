@@ -1,6 +1,6 @@
 """What a training run is made of, as settings that are read from TOML.
 
-Nothing here imports torch: settings are checked, printed and refused before anything heavy loads.
+Nothing here imports torch: settings are checked, printed and refused before it loads.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from emberkeep import config
 from emberkeep.config import setting
 from emberkeep.errors import ConfigError
 from emberkeep.tables import Optimizer, optimizer_from
+
+if TYPE_CHECKING:
+    from emberkeep.strategies import Preset
 
 # fmt: off
 
@@ -146,6 +149,40 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """What is saved beside training, so that a run can be stopped anywhere and resumed."""
+
+    path: str | None = setting(
+        "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
+        default=None)
+    every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
+    layout: Literal["full", "one_shot", "intermittent", "consecutive"] = setting(
+        "what a version holds", default="intermittent")
+    bits: int | None = setting(
+        "quantize weights to 8, 4, 3 or 2 bits; exact if not set", default=None)
+    expected_restores: int | None = setting(
+        "choose the bits for so many restores", default=None, least=0)
+    keep: int = setting("how many versions are kept", default=3, least=1)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        if self.path is not None:
+            self.preset()
+
+    def preset(self) -> Preset:
+        """What these settings mean; a combination that cannot work is refused."""
+        from emberkeep.strategies import incremental
+
+        return incremental(
+            every=self.every,
+            layout=self.layout,
+            bits=self.bits,
+            expected_restores=self.expected_restores,
+            keep=self.keep,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """A training run. The same settings give the same bits."""
 
@@ -155,6 +192,7 @@ class Settings:
     optimizer: RowOptimizerSettings = field(default_factory=RowOptimizerSettings)
     dense_optimizer: DenseOptimizerSettings = field(default_factory=DenseOptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
         if self.data.source == "synthetic":

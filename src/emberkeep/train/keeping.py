@@ -1,0 +1,126 @@
+"""How a training run is kept: where it stands, and whether it begins, goes on or is finished."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from emberkeep.blobs import open_store
+from emberkeep.data import Reader
+from emberkeep.errors import StateError
+from emberkeep.keeper import Costs, Keeper
+from emberkeep.repository import Repository
+from emberkeep.train.hooks import Hook
+from emberkeep.train.settings import Settings
+
+Json = dict[str, Any]
+
+
+class Progress:
+    """Where a run stands."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        """Steps that the whole run takes."""
+        self.steps = 0
+        self.samples = 0
+        """Samples that this process has trained on."""
+        self.losses: deque[float] = deque(maxlen=max(total // 10, 1))
+        """Of the last tenth of all steps."""
+        self.resumed_step: int | None = None
+        self.costs: Costs | None = None
+
+    def add(self, loss: float, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
+        self.losses.append(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "losses": np.array(self.losses, np.float64)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = self.resumed_step = state_dict["steps"]
+        self.losses.extend(state_dict["losses"].tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Begins to keep a run: from the newest version if there is one, unless it is to start over."""
+
+    settings: Settings
+    fresh: bool
+    hooks: Sequence[Hook]
+
+    def begin(
+        self,
+        network: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        reader: Reader,
+        progress: Progress,
+    ) -> Keeper:
+        given = self.settings.checkpoint
+        assert given.path is not None
+        about = {"settings": _telling(self.settings)}
+        if not self.fresh:
+            _check_settings(given.path, about["settings"])
+        keeper = Keeper(
+            given.path,
+            network,
+            optimizers,
+            reader=reader,
+            strategy=given.preset(),
+            state={"progress": progress},
+            about=about,
+            on_event=self._tell,
+        )
+        if self.fresh:
+            keeper.begin_anew()
+        else:
+            manifest = keeper.resume()
+            if manifest is not None and progress.steps >= progress.total:
+                self._tell("finished", {"version": manifest.version.number, "step": manifest.step})
+        return keeper
+
+    def _tell(self, event: str, details: dict[str, Any]) -> None:
+        for hook in self.hooks:
+            hook.on_event(event, details)
+
+
+def _telling(settings: Settings) -> Json:
+    """The settings that decide what a run computes; where and how often it is saved does not."""
+    told: Json = json.loads(json.dumps(settings.to_dict()))
+    del told["checkpoint"]
+    return told
+
+
+def _check_settings(path: str, present: Json) -> None:
+    """Refuses to go on with other settings, before anything is opened for writing."""
+    store = open_store(path)
+    if not Repository.exists(store):
+        return
+    repository = Repository.open(store)
+    newest = repository.latest()
+    if newest is None:
+        return
+    saved = repository.manifest(newest).user.get("settings", {})
+    wrong = list(_differences("", saved, present))
+    if wrong:
+        raise StateError(
+            f"{path} holds a run with other settings: {'; '.join(wrong)}; resume it with the "
+            "settings that it had, start over with --fresh, or set another checkpoint.path"
+        )
+
+
+def _differences(at: str, saved: Any, present: Any) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(present, dict):
+        for key in sorted({*saved, *present}):
+            yield from _differences(f"{at}.{key}".lstrip("."), saved.get(key), present.get(key))
+    elif saved != present:
+        yield f"{at} was {saved!r}, is {present!r}"
