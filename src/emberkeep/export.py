@@ -286,7 +286,7 @@ def _output(path: Path, *, force: bool, holds: Sequence[str] = ()) -> Iterator[P
     `holds` are the patterns of what a directory of this kind holds. `force` replaces such a
     directory, and none that holds anything else.
     """
-    if "://" in str(path):
+    if path.parts and path.parts[0].endswith(":"):  # a path has only one slash left of "s3://"
         raise ConfigError(f"{path} is not a local path: export to a directory, then copy it there")
     if path.is_dir():
         others = [entry.name for entry in path.iterdir() if not any(map(entry.match, holds))]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from emberkeep.cli._work import ReadingStore
-from emberkeep.errors import NoVersionError
+from emberkeep.errors import NoVersionError, StorageError
 
 if TYPE_CHECKING:
     from emberkeep.repository import Repository, VersionId
@@ -54,7 +57,7 @@ def choose(repository: Repository, wanted: str | None) -> VersionId:
 
 def print_json(value: Any) -> None:
     """One JSON document; what JSON has no word for (NaN) becomes null."""
-    typer.echo(json.dumps(_strict(value), ensure_ascii=False, allow_nan=False))
+    emit(json.dumps(_strict(value), ensure_ascii=False, allow_nan=False))
 
 
 def print_table(
@@ -62,30 +65,36 @@ def print_table(
 ) -> None:
     """A table for people; columns named in `right` hold numbers."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE, show_header=any(columns))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
-    print_rich(table)
-
-
-def print_rich(*things: Any) -> None:
-    from rich.console import Console
-
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # ends the command as any closed pipe does
-
+        # As text, not markup: a name may hold brackets.
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    terminal = sys.stdout.isatty()
     # Lines of a log or a pipe are not folded: the next program wants them whole.
-    width = None if sys.stdout.isatty() else 1000
-    console = Plain(highlight=False, markup=False, emoji=False, width=width)
-    with console.capture() as capture:
-        console.print(*things)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    typer.echo("\n".join(line for line in lines if line), color=None)
+    width = shutil.get_terminal_size().columns if terminal else 1000
+    text = io.StringIO()
+    Console(file=text, force_terminal=terminal, width=width, highlight=False).print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    emit("\n".join(line for line in lines if line))
+
+
+def emit(text: str) -> None:
+    """One or more lines on stdout, flushed: what cannot be written is an error, not lost."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is still buffered must not fail at exit once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StorageError(f"the result could not be printed: {error.strerror}") from error
 
 
 def size_text(nbytes: int | None) -> str:

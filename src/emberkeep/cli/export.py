@@ -14,6 +14,7 @@ from emberkeep.cli._repository import (
     VersionOption,
     choose,
     count_text,
+    emit,
     open_repository,
     print_json,
     size_text,
@@ -81,7 +82,7 @@ def print_exported(exported: Exported, output: Path, as_json: bool) -> None:
             }
         )
         return
-    typer.echo(
+    emit(
         f"version {number} (step {exported.manifest.step:,}) written to {output}: "
         f"{count_text(sum(rows.values()), 'row')} of {count_text(len(rows), 'table')}, "
         f"{count_text(len(exported.files), 'file')}, {size_text(exported.nbytes)}"

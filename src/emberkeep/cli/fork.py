@@ -11,6 +11,7 @@ from emberkeep.cli._repository import (
     Url,
     VersionOption,
     choose,
+    emit,
     open_repository,
     print_json,
     size_text,
@@ -46,4 +47,4 @@ def fork(
     if as_json:
         print_json({"version": chosen.number, "repository": copied.id, "nbytes": nbytes})
     else:
-        typer.echo(f"version {chosen.number} copied to {target.url}: {size_text(nbytes)}")
+        emit(f"version {chosen.number} copied to {target.url}: {size_text(nbytes)}")

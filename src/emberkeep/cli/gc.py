@@ -11,6 +11,7 @@ from emberkeep.cli._repository import (
     JsonOption,
     Url,
     count_text,
+    emit,
     numbers_text,
     open_repository,
     print_json,
@@ -80,7 +81,7 @@ def gc(
     gone = f"{count_text(len(removed), 'version')} ({numbers_text(removed)})" if removed else (
         "no version"
     )  # fmt: skip
-    typer.echo(f"{verb} {gone}, {size_text(nbytes)}; kept: {numbers_text(kept) or 'none'}")
+    emit(f"{verb} {gone}, {size_text(nbytes)}; kept: {numbers_text(kept) or 'none'}")
 
 
 def _refuse_if_active(repository: Repository) -> None:

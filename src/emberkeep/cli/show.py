@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
-
 from emberkeep.cli._repository import (
     JsonOption,
     Url,
     VersionOption,
     choose,
     count_text,
+    emit,
     numbers_text,
     open_repository,
     print_json,
@@ -33,11 +32,11 @@ def show(url: Url, version: VersionOption = None, as_json: JsonOption = False) -
         print_json(described)
         return
     _print_facts(described)
-    typer.echo()
+    emit("")
     _print_tables(described["tables"])
-    typer.echo()
+    emit("")
     _print_files(described["files"])
-    typer.echo()
+    emit("")
     storage = described["storage"]
     rows = [
         (place, f"{used['objects']:,}", size_text(used["nbytes"]))

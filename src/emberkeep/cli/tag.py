@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from emberkeep.cli._repository import Url, VersionOption, choose, open_repository
+from emberkeep.cli._repository import Url, VersionOption, choose, emit, open_repository
 from emberkeep.cli._shell import command
 from emberkeep.errors import ConfigError
 
@@ -21,7 +21,7 @@ def tag(url: Url, name: Name, version: VersionOption = None) -> None:
     repository, _ = open_repository(url)
     chosen = choose(repository, version)
     repository.tag(name, chosen)
-    typer.echo(f"{name} names version {chosen.number}")
+    emit(f"{name} names version {chosen.number}")
 
 
 @command
@@ -33,4 +33,4 @@ def untag(url: Url, name: Name) -> None:
         have = f"there are {', '.join(sorted(tags))}" if tags else "there are none"
         raise ConfigError(f"{repository.store.url} has no tag {name!r}: {have}")
     repository.untag(name)
-    typer.echo(f"{name} no longer names version {tags[name].number}")
+    emit(f"{name} no longer names version {tags[name].number}")

@@ -12,6 +12,7 @@ from emberkeep.cli._repository import (
     VersionOption,
     choose,
     count_text,
+    emit,
     numbers_text,
     open_repository,
     print_json,
@@ -70,7 +71,7 @@ def verify(
         )
         if report.ok:
             what = "all there" if shallow else "every byte is as it was saved"
-            typer.echo(f"{checked}: {what}")
+            emit(f"{checked}: {what}")
         else:
             print_table(
                 ["damaged", "problem", "versions"],
