@@ -173,29 +173,37 @@ class Snapshot:
             while word < last:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("the snapshot was cancelled for a newer one")
-                parts, word = self._copy(table, word, last, rows)
-                yield from _as_chunks(table, parts)
+                part, word = self._copy(table, word, last, rows)
+                yield from _as_chunks(table, [part])
                 yield from self._take_saved(rows)
         yield from self._take_saved(rows)
 
-    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[list[Part], int]:
-        """Copies slices until there are `limit` rows; each slice under the lock."""
-        parts: list[Part] = []
-        count = 0
+    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[Part, int]:
+        """Copies slices, each under the lock, until there is no room for another."""
+        limit = max(limit, _SLICE_ROWS)
         rows = np.empty(_SLICE_ROWS, np.int64)
-        present = np.empty(_SLICE_ROWS, np.bool_)
-        while word < last and count + _SLICE_ROWS <= max(limit, _SLICE_ROWS):
+        present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
+        planes = {
+            name: np.empty((limit, self._planes[name].shape[1]), self._planes[name].dtype)
+            for name in table.planes
+        }
+        count = 0
+        while word < last and count + _SLICE_ROWS <= limit:
             with self.holder.lock:
                 taken, word = snapshots.take_slice(
                     self._first, self._second, self.holder.touched, self._copied, word,
-                    min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present,
+                    min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
                 )  # fmt: skip
                 mine = rows[:taken]
-                planes = {name: self._planes[name][mine] for name in table.planes}
-                ids = table.ids_of(mine)
-            parts.append(Part(present[:taken].copy(), ids, planes))
+                for name, values in planes.items():
+                    # With "raise" numpy would copy to a buffer first.
+                    np.take(
+                        self._planes[name], mine, axis=0, out=values[count : count + taken],
+                        mode="clip",
+                    )  # fmt: skip
+                ids[count : count + taken] = table.ids_of(mine)
             count += taken
-        return parts, word
+        return Part(present, ids, planes).cut(0, count), word
 
     def _take_saved(self, rows: int) -> Iterator[Chunk]:
         """What writers had to save so far; it counts against the buffer until it was used."""

@@ -1,8 +1,8 @@
 """Rows as files: chunks of rows become Arrow IPC streams and come back.
 
 One record of a stream is one buffer: the packed ids of a group of rows, or a buffer of one of
-their planes as the codec made it. The records of a group stand in one batch, so a reader holds one
-batch at a time. The schema is the same for every table and codec.
+their planes as the codec made it. A large buffer is a batch of its own, so that it is written from
+where it is; small ones share a batch. The schema is the same for every table and codec.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
 from emberkeep.errors import DamageError, FormatError
 from emberkeep.pool import Pool
@@ -24,7 +26,8 @@ from emberkeep.snapshot import Chunk
 KIND = "rows"
 SUFFIX = "arrow"
 PIECE_NBYTES = 256 * 2**20
-_BATCH_NBYTES = 8 * 2**20
+_SMALL_NBYTES = 2**18
+_MANY_RECORDS = 64
 _FORMAT = 1
 _RAW = Raw()
 
@@ -65,7 +68,7 @@ class Piece:
         self.next: Chunk | None = first
         self.metadata: Json = {**metadata, "rows": {}, "tombstones": {}}
 
-    def stream(self) -> Iterator[bytes]:
+    def stream(self) -> Iterator[Buffer]:
         """The bytes of the file; ends when it is large enough or there are no more chunks."""
         import pyarrow as pa
 
@@ -73,20 +76,26 @@ class Piece:
         schema = _schema(self._codecs)
         written = group = 0
         with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as stream:
-            records: list[tuple[Any, ...]] = []
-            pending = 0
-            while self.next is not None and written + pending < self._nbytes:
+            small: list[tuple[Any, ...]] = []
+            while self.next is not None and written < self._nbytes:
                 for record in self._records(self.next, group):
-                    records.append(record)
-                    pending += record[-1].nbytes
+                    written += record[-1].nbytes
+                    if record[-1].nbytes < _SMALL_NBYTES:
+                        small.append(record)
+                        continue
+                    if small:
+                        stream.write_batch(_batch(schema, small))
+                        small = []
+                    stream.write_batch(_batch(schema, [record]))
+                    yield from sink.take()
                 group += 1
                 self.next = next(self._chunks, None)
-                if pending >= _BATCH_NBYTES:
-                    stream.write_batch(_batch(schema, records))
-                    records, written, pending = [], written + pending, 0
+                if len(small) > _MANY_RECORDS:
+                    stream.write_batch(_batch(schema, small))
+                    small = []
                     yield from sink.take()
-            if records:
-                stream.write_batch(_batch(schema, records))
+            if small:
+                stream.write_batch(_batch(schema, small))
         yield from sink.take()
 
     def _records(self, chunk: Chunk, group: int) -> Iterator[tuple[Any, ...]]:
@@ -131,40 +140,43 @@ def read_chunks(name: str, blocks: Iterator[bytes], pool: Pool) -> Iterator[Chun
         raise FormatError(f"{name} was written by a later release of emberkeep: upgrade to read it")
     codecs = {plane: codec_from_dict(spec) for plane, spec in about["codecs"].items()}
     try:
-        for batch in stream:
-            yield from _chunks(batch, codecs, pool)
+        group: list[dict[str, Any]] = []
+        for record in _records(stream):
+            if group and record["group"] != group[0]["group"]:
+                yield _chunk(group, codecs, pool)
+                group = []
+            group.append(record)
+        if group:
+            yield _chunk(group, codecs, pool)
     except (pa.ArrowInvalid, KeyError, TypeError, ValueError, OSError) as error:
         raise DamageError(f"{name} does not hold rows: {error}", name=name) from error
 
 
-def _chunks(batch: Any, codecs: Codecs, pool: Pool) -> Iterator[Chunk]:
-    columns = {
-        field: batch.column(field).to_pylist() for field in batch.schema.names if field != "data"
-    }
-    data = batch.column("data")
-    at = 0
-    while at < batch.num_rows:
-        group, table, count = columns["group"][at], columns["table"][at], columns["rows"][at]
-        ids = unpack_ids(_bytes_of(data, at), count=count)
-        if columns["part"][at] == "tombstones":
-            yield Chunk(table, ids, None)
-            at += 1
-            continue
-        planes: dict[str, Any] = {}
-        at += 1
-        while at < batch.num_rows and columns["group"][at] == group:
-            plane, width, kind = (columns[c][at] for c in ("plane", "width", "dtype"))
-            buffers = {}
-            while (
-                at < batch.num_rows
-                and columns["group"][at] == group
-                and columns["plane"][at] == plane
-            ):
-                buffers[columns["buffer"][at]] = _bytes_of(data, at)
-                at += 1
-            codec = codecs.get(plane, _RAW)
-            planes[plane] = codec.decode(buffers, rows=count, width=width, dtype=kind, pool=pool)
-        yield Chunk(table, ids, planes)
+def _records(stream: Any) -> Iterator[dict[str, Any]]:
+    for batch in stream:
+        fields = [field for field in batch.schema.names if field != "data"]
+        columns = [batch.column(field).to_pylist() for field in fields]
+        data = batch.column("data")
+        for at, values in enumerate(zip(*columns, strict=True)):
+            yield {**dict(zip(fields, values, strict=True)), "data": _bytes_of(data, at)}
+
+
+def _chunk(group: list[dict[str, Any]], codecs: Codecs, pool: Pool) -> Chunk:
+    """The rows of one group of records: ids first, then the buffers of each plane."""
+    first = group[0]
+    count = first["rows"]
+    ids = unpack_ids(first["data"], count=count)
+    if first["part"] == "tombstones":
+        return Chunk(first["table"], ids, None)
+    planes: dict[str, Any] = {}
+    for plane, records in groupby(group[1:], key=lambda record: record["plane"]):
+        parts = list(records)
+        codec = codecs.get(plane, _RAW)
+        planes[plane] = codec.decode(
+            {record["buffer"]: record["data"] for record in parts},
+            rows=count, width=parts[0]["width"], dtype=parts[0]["dtype"], pool=pool,
+        )  # fmt: skip
+    return Chunk(first["table"], ids, planes)
 
 
 def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
@@ -172,11 +184,12 @@ def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
 
     *columns, buffers = zip(*records, strict=True)
     flat = [np.ascontiguousarray(buffer).reshape(-1).view(np.uint8) for buffer in buffers]
+    joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
     offsets = np.cumsum([0, *(part.size for part in flat)]).astype(np.int64)
     data = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(),
         len(flat),
-        [None, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(flat))],
+        [None, pa.py_buffer(offsets), pa.py_buffer(joined)],
     )
     arrays = [
         pa.array(values, field.type)
@@ -195,17 +208,18 @@ class _Sink(io.RawIOBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: list[bytes] = []
+        self._parts: list[Buffer] = []
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        part = bytes(data)
+        # Arrow hands its buffers over as they are: a view keeps them, nothing is copied.
+        part = data if isinstance(data, bytes) else memoryview(data).cast("B")
         self._parts.append(part)
         return len(part)
 
-    def take(self) -> list[bytes]:
+    def take(self) -> list[Buffer]:
         parts, self._parts = self._parts, []
         return parts
 

@@ -1,0 +1,407 @@
+"""What a checkpoint costs: pause, stall, bytes, memory, restore; beside torch.save and DCP.
+
+2 GB of rows (8 tables, dim 64, row-wise Adagrad), every row trained before measuring, about a
+quarter of the rows changed per interval. One live model serves all contenders of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from _common import options, report
+from emberkeep.blobs import open_store
+from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.data import skewed_ids
+from emberkeep.repository import KeepLast, Repository
+from emberkeep.slab import RowIds
+from emberkeep.tables import Adagrad, Optimizer, RowWiseAdagrad, Table
+
+TABLES, ROWS, DIM = 8, 1_000_000, 64
+STEPS = 12  # training steps of one interval
+LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an interval
+SKEW = 0.6  # Zipf exponent
+BLOCK = 250_000
+LR = 0.01
+
+
+class Run:
+    """A live model of embedding tables, trained without a dense network."""
+
+    def __init__(self, rows: int = ROWS, optimizer: Optimizer | None = None) -> None:
+        self.rows = rows
+        self.cluster: LocalCluster = local().open(
+            [Table(f"t{t}", rows=rows, dim=DIM) for t in range(TABLES)],
+            optimizer or RowWiseAdagrad(lr=LR),
+            seed=0,
+        )
+        self.slab = self.cluster.shards[0].slabs[0]
+        self._number = 0
+        random = np.random.default_rng(0)
+        block = random.standard_normal((min(BLOCK, rows), DIM), np.float32) * 0.05
+        for table in self.cluster.tables:
+            for start in range(0, rows, block.shape[0]):
+                ids = np.arange(start, min(start + block.shape[0], rows))
+                planes = {"weight": block[: ids.size]}
+                for name, plane in self.slab.planes.items():
+                    if name != "weight":
+                        shape = (ids.size, plane.shape[1])
+                        planes[name] = random.random(shape, np.float32) + 0.1
+                self.cluster.install(table.name, ids, planes)
+        self.batches = [self._batch(number) for number in range(2 * STEPS)]
+
+    def _batch(self, number: int) -> tuple[RowIds, np.ndarray]:
+        lookups = LOOKUPS * self.rows // ROWS
+        ids = [
+            np.unique(skewed_ids(self.rows, lookups, skew=SKEW, seed=t, start=number * lookups))
+            for t in range(TABLES)
+        ]
+        offsets = np.cumsum([0, *(part.size for part in ids)])
+        grads = np.random.default_rng(number).standard_normal((int(offsets[-1]), DIM), np.float32)
+        return RowIds(np.concatenate(ids), offsets), grads * np.float32(1e-3)
+
+    def step(self) -> None:
+        wanted, grads = self.batches[self._number % len(self.batches)]
+        self._number += 1
+        self.cluster.pull([wanted])
+        self.cluster.push([wanted], [grads], lr=LR)
+
+    def interval(self) -> float:
+        """Seconds of the training of one interval."""
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        return time.perf_counter() - start
+
+    def changed(self) -> float:
+        """The share of the rows that an interval changes."""
+        seen = np.zeros(TABLES * self.rows, bool)
+        for wanted, _ in self.batches[:STEPS]:
+            table = np.repeat(np.arange(TABLES), np.diff(wanted.offsets))
+            seen[table * self.rows + wanted.ids] = True
+        return float(seen.mean())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.slab.planes.values())
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Peak:
+    """The most resident memory above the start, while it is entered."""
+
+    def __enter__(self) -> Peak:
+        self.extra_mb, self._ended, self._start = 0.0, threading.Event(), resident_mb()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.extra_mb = max(self.extra_mb, resident_mb() - self._start)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+# Where versions go. A quick run keeps off the disk, whose speed is most of what a full one shows.
+place: str | None = None
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=place))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def begun(run: Run, path: Path, strategy: Strategy, keep: int = 1) -> Checkpointer:
+    store = open_store(str(path))
+    repository = Repository.create(store, schema=run.cluster.schema())
+    settings = Settings(retention=KeepLast(n=keep), grace=timedelta(0))
+    return Checkpointer(repository, run.cluster, strategy=strategy, settings=settings)
+
+
+def stored(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def beside_training(run: Run, path: Path, strategy: Strategy, saves: int) -> dict[str, float]:
+    """Saves one after the other while training goes on without a break.
+
+    The first version, a baseline, is not counted. The stall of a checkpoint is the time that the
+    steps took longer than they take without any save.
+    """
+    keeper = begun(run, path, strategy)
+    keeper.save(0)
+    keeper.wait()
+    alone = statistics.median(run.interval() for _ in range(3)) / STEPS
+    steps, commits, pauses = 0, [], []
+    with Peak() as peak:
+        start = time.perf_counter()
+        for step in range(1, saves + 1):
+            run.interval()
+            steps += STEPS
+            began = time.perf_counter()
+            saving = keeper.save(step)
+            pauses.append((time.perf_counter() - began) * 1e3)
+            while not saving.committed.done():
+                run.step()
+                steps += 1
+            saving.committed.result()
+            commits.append(time.perf_counter() - began)
+        total = time.perf_counter() - start
+    return {
+        "pause_ms": statistics.median(pauses),
+        "stall_s": (total - alone * steps) / saves,
+        "commit_s": statistics.median(commits),
+        "peak_mb": peak.extra_mb,
+        "step_ms": alone * 1e3,
+    }
+
+
+def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, list[str]]:
+    """Mean bytes written per version, the most that was stored, and what the versions were."""
+    with directory() as path:
+        keeper = begun(run, path, strategy)
+        written, capacity, kinds = [], 0, []
+        for step in range(intervals):
+            run.interval()
+            keeper.save(step)
+            manifest = keeper.wait()
+            assert manifest is not None
+            written.append(manifest.nbytes)
+            kinds.append(manifest.layout["kind"])
+            capacity = max(capacity, stored(path))
+        return float(np.mean(written)), capacity, kinds
+
+
+def pauses(run: Run, saves: int) -> tuple[list[float], list[float]]:
+    """The pause of a save after each step, and of a call that does nothing beside it."""
+    with directory() as path:
+        keeper = begun(run, path, Strategy(layout="consecutive"))
+        run.step()
+        keeper.save(0)
+        keeper.wait()
+        taken, nothing = [], []
+        for step in range(saves):
+            run.step()
+            start = time.perf_counter()
+            threading.Thread(target=lambda: None).start()
+            nothing.append((time.perf_counter() - start) * 1e3)
+            start = time.perf_counter()
+            keeper.save(step)
+            taken.append((time.perf_counter() - start) * 1e3)
+            keeper.wait()
+        return taken, nothing
+
+
+def tracking_pct(run: Run, rounds: int) -> float:
+    """What setting dirty bits adds to an embedding-only step, in percent."""
+    slab, times = run.slab, {"tracked": [], "not": []}  # type: ignore[var-annotated]
+    for number in range(rounds):
+        for mode in ("tracked", "not") if number % 2 else ("not", "tracked"):
+            # Without tracking every bit that push looks at is set already.
+            slab.dirty = np.zeros_like(slab.touched) if mode == "tracked" else slab.touched
+            slab.dirty[:] = slab.dirty  # its pages exist, as they do in the middle of a run
+            for _ in range(6):
+                start = time.perf_counter()
+                run.step()
+                times[mode].append(time.perf_counter() - start)
+    slab.dirty = slab.touched.copy()
+    return (statistics.median(times["tracked"]) / statistics.median(times["not"]) - 1) * 100
+
+
+def restore_times(run: Run, path: Path, repeats: int) -> tuple[float, float, float]:
+    """Seconds to restore a full version, seconds of torch.load and copy, and our peak memory."""
+    ours, theirs, peaks = [], [], []
+    tensors = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
+    keeper = begun(run, path / "repository", Strategy(layout="full"))
+    keeper.save(0)
+    keeper.wait()
+    torch.save(tensors, path / "model.pt")
+    for _ in range(repeats):
+        with Peak() as peak:
+            start = time.perf_counter()
+            keeper.restore()
+            ours.append(time.perf_counter() - start)
+        peaks.append(peak.extra_mb)
+        start = time.perf_counter()
+        loaded = torch.load(path / "model.pt", weights_only=True)
+        for name, tensor in tensors.items():
+            tensor.copy_(loaded[name])
+        theirs.append(time.perf_counter() - start)
+        del loaded
+    return statistics.median(ours), statistics.median(theirs), max(peaks)
+
+
+def torch_save(run: Run, path: Path) -> float:
+    start = time.perf_counter()
+    torch.save({n: torch.from_numpy(p) for n, p in run.slab.planes.items()}, path / "model.pt")
+    return time.perf_counter() - start
+
+
+def dcp_save(run: Run, path: Path) -> tuple[float, float]:
+    """Pause and seconds to commit of DCP's async_save."""
+    state = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
+    start = time.perf_counter()
+    future = dcp.async_save(state, checkpoint_id=str(path / "dcp"))
+    pause = time.perf_counter() - start
+    getattr(future, "upload_completion", future).result()
+    return pause, time.perf_counter() - start
+
+
+def peers(run: Run, repeats: int) -> dict[str, tuple[float, float, float, float]]:
+    """Pause, seconds to commit, bytes and peak memory of torch.save and DCP."""
+    found = {}
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,  # type: ignore[attr-defined]
+    )
+    contenders: dict[str, Callable[[Path], tuple[float, float]]] = {
+        "torch.save": lambda path: (torch_save(run, path),) * 2,
+        "DCP async_save": lambda path: dcp_save(run, path),
+    }
+    for name, save in contenders.items():
+        taken, nbytes, peaks = [], 0, []
+        for _ in range(repeats):
+            with directory() as path:
+                with Peak() as peak:
+                    taken.append(save(path))
+                nbytes, _ = stored(path), peaks.append(peak.extra_mb)
+        found[name] = (
+            statistics.median(pause for pause, _ in taken),
+            statistics.median(commit for _, commit in taken),
+            nbytes,
+            max(peaks),
+        )
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    global place
+    given = options(__file__, __doc__ or "")
+    if given.quick and os.path.isdir("/dev/shm"):
+        place = "/dev/shm"
+    run = Run()
+    changed = run.changed()
+    run.interval()
+    full = run.nbytes
+    figures: dict[str, float] = {}
+    rows: list[list[str]] = []
+    # Pause and tracking first: they need no large save.
+    taken, nothing = pauses(run, 20 if given.quick else 120)
+    small = Run(ROWS // 10)
+    small_taken, _ = pauses(small, 20 if given.quick else 120)
+    figures["pause_ms_median"] = statistics.median(taken)
+    figures["pause_ms_p99"] = float(np.percentile(taken, 99))
+    figures["pause_ms_of_nothing"] = statistics.median(nothing)
+    figures["pause_growth_10x_table"] = statistics.median(taken) / statistics.median(small_taken)
+    del small
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 6 if given.quick else 20)
+    intervals = 3 if given.quick else 8
+    layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
+    widths: list[int | None] = [None, 8, 4, 3, 2]
+    for bits in [8, 2] if given.quick else widths:
+        for layout in ["intermittent"] if given.quick else layouts:
+            strategy = Strategy(layout=layout, bits=bits)
+            mean, capacity, kinds = sizes(run, strategy, intervals)
+            name = f"{layout}, {'float32' if bits is None else f'{bits} bits'}"
+            rows.append(
+                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
+                 f"{full / mean:.1f}×", f"{full / capacity:.1f}×"]
+            )  # fmt: skip
+            if layout == "intermittent" and bits in (2, 8):
+                figures[f"write_ratio_{bits}bit"] = full / mean
+                figures[f"capacity_ratio_{bits}bit"] = full / capacity
+                print(f"{name}: {' '.join(kinds)}", flush=True)
+    for bits in [None] if given.quick else widths:
+        with directory() as path:
+            beside = beside_training(
+                run, path, Strategy(layout="intermittent", bits=bits), 2 if given.quick else 4
+            )
+        name = f"intermittent, {'float32' if bits is None else f'{bits} bits'}, beside training"
+        rows.append(
+            [name, f"{beside['pause_ms']:.2f}", f"{beside['stall_s']:.2f}",
+             f"{beside['commit_s']:.2f}", "", "", f"{beside['peak_mb']:.0f}", "", ""]
+        )  # fmt: skip
+        if bits is None:
+            figures["stall_seconds_per_checkpoint"] = beside["stall_s"]
+            figures["commit_seconds"] = beside["commit_s"]
+            figures["save_peak_extra_mb"] = beside["peak_mb"]
+            for minutes in (5, 30):
+                share = beside["stall_s"] / (minutes * 60) * 100
+                figures[f"slowdown_pct_every_{minutes}min"] = share
+    with directory() as path:
+        ours, theirs, peak = restore_times(run, path, 1 if given.quick else 3)
+    figures["restore_speed_vs_torch_load"] = theirs / ours
+    figures["restore_seconds"] = ours
+    figures["restore_peak_extra_mb"] = peak
+    if not given.quick:
+        for name, (pause, commit, nbytes, extra) in peers(run, 3).items():
+            rows.append(
+                [name, f"{pause * 1e3:.0f}", f"{pause:.2f}", f"{commit:.2f}",
+                 f"{nbytes / 1e6:.0f}", f"{nbytes / 1e6:.0f}", f"{extra:.0f}", "1.0×", "1.0×"]
+            )  # fmt: skip
+        del run
+        elementwise = Run(ROWS // 4, Adagrad(lr=LR))
+        elementwise.interval()
+        for quantize in (False, True):
+            strategy = Strategy(layout="full", bits=8, quantize_optimizer=quantize)
+            mean, capacity, _ = sizes(elementwise, strategy, 2)
+            name = (
+                f"element-wise Adagrad, 8 bits, accumulator {'8 bits' if quantize else 'float32'}"
+            )
+            ratio = elementwise.nbytes / mean
+            rows.append(
+                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "", f"{ratio:.1f}×",
+                 f"{elementwise.nbytes / capacity:.1f}×"]
+            )  # fmt: skip
+    report(
+        given,
+        config={
+            "tables": TABLES, "rows": ROWS, "dim": DIM, "optimizer": "row-wise Adagrad",
+            "row_bytes": full // (TABLES * ROWS), "gigabytes": round(full / 1e9, 2),
+            "changed_per_interval": round(changed, 3), "intervals": intervals,
+            "ids": f"Zipf {SKEW}", "storage": "memory" if place else "disk",
+        },
+        figures=figures,
+        columns=["what", "pause ms", "stall s", "commit s", "MB written", "MB stored", "extra MB",
+                 "bytes less", "storage less"],
+        rows=rows,
+        notes=[
+            f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32."
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    main()
