@@ -86,7 +86,7 @@ class Dense:
         if wrong:
             raise StateError(
                 "the model does not fit the version, nothing was loaded: "
-                + shortened(wrong)
+                + shortened(wrong, most=20)
                 + "; build the model as it was saved, or use another repository"
             )
         return saved

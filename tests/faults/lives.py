@@ -1,0 +1,267 @@
+"""Many short lives of training processes, forked from one that has loaded everything already.
+
+Loading torch and the kernels takes seconds, a life of a tiny run a fraction of one. `Nursery`
+starts `python -m tests.faults.lives`, which loads once and forks a real process for each life; a
+life ends by itself or by SIGKILL, which it sends itself at the moment that it was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Nursery:
+    """Starts lives and tells how they end."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "EMBERKEEP_THREADS": "2", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.lives"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _ask(self, **question: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(
+        self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None
+    ) -> int:
+        """Forks a life that calls `what` of this module with the arguments; returns its pid."""
+        return self._ask(what=what, arguments=arguments, log=str(log), end=end or {})
+
+    def wait(self, pid: int) -> int:
+        """The exit code, or minus the signal that ended it."""
+        return self._ask(wait=pid)
+
+    def live(self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None) -> int:
+        return self.wait(self.start(what, *arguments, log=log, end=end))
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+# -- ends ----------------------------------------------------------------------------------------
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_at_disk_call(number: int) -> None:
+    """SIGKILL in place of the n-th system call of the store; a write gets half of its bytes out."""
+    from emberkeep.blobs.local import Disk
+
+    lock, left = threading.Lock(), [number]
+
+    def counted(name: str, real: Any) -> Any:
+        def call(disk: Disk, *given: Any) -> Any:
+            with lock:
+                left[0] -= 1
+                if left[0] == 0:
+                    if name == "write":
+                        real(disk, given[0], given[1][: len(given[1]) // 2])
+                    _die()
+            return real(disk, *given)
+
+        return call
+
+    for name in ("create", "write", "sync", "close", "rename", "link", "unlink", "make_directory"):
+        setattr(Disk, name, counted(name, getattr(Disk, name)))
+
+
+def end_at_step(number: int, *, before: bool, by: int = signal.SIGKILL) -> None:
+    """A signal right before or after the n-th step of any optimizer."""
+    from torch.optim import optimizer
+
+    left = [number]
+
+    def count(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), by)
+
+    register = (
+        optimizer.register_optimizer_step_pre_hook
+        if before
+        else optimizer.register_optimizer_step_post_hook
+    )
+    register(count)
+
+
+def end_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, _die)
+    timer.daemon = True
+    timer.start()
+
+
+ENDS: dict[str, Callable[[Any], None]] = {
+    "disk_call": end_at_disk_call,
+    "before_step": lambda number: end_at_step(number, before=True),
+    "after_step": lambda number: end_at_step(number, before=False),
+    "sigterm_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGTERM),
+    "seconds": end_after,
+}
+
+# -- what lives do -------------------------------------------------------------------------------
+
+
+def train(*arguments: str) -> None:
+    """`emberkeep train`."""
+    from emberkeep.cli import main
+
+    sys.argv = ["emberkeep", "train", *arguments]
+    main()
+
+
+def plain(
+    path: str, rank: str = "0", world: str = "1", meeting: str = "", every: str = "3 steps"
+) -> None:
+    """A loop over plain torch modules with a keeper; prints a digest of all state at its end."""
+    import torch
+    import xxhash
+    from torch import nn
+
+    import emberkeep as ek
+    from emberkeep.checkpoint import Settings
+    from emberkeep.data import Reader, Synthetic
+    from emberkeep.keeper.plain import pack
+
+    if int(world) > 1:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(world)
+        )
+    torch.manual_seed(int(rank))
+    source = Synthetic(samples=640, rows_total=300)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(7)
+            self.tables = nn.ModuleDict(
+                {
+                    feature: nn.EmbeddingBag(rows, 4, sparse=True)
+                    for feature, rows in list(source.rows.items())[:8]
+                }
+            )
+            self.drop = nn.Dropout(0.1)
+            self.out = nn.Linear(32, 1)
+            for parameter in self.parameters():
+                nn.init.normal_(parameter, std=0.1, generator=generator)
+
+        def forward(self, ids: dict[str, Any]) -> torch.Tensor:
+            vectors = [bag(torch.from_numpy(ids[f])[:, None]) for f, bag in self.tables.items()]
+            return self.out(self.drop(torch.cat(vectors, 1))).squeeze(1)
+
+    model = Model()
+    optimizers = [
+        torch.optim.SparseAdam(model.tables.parameters(), lr=0.05),
+        torch.optim.Adam(model.out.parameters(), lr=0.01),
+    ]
+    network: nn.Module = model
+    if int(world) > 1:
+        network = nn.parallel.DistributedDataParallel(model)
+    reader = Reader(source, batch_size=16 // int(world), rank=int(rank), world=int(world))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[1], 40)
+    criterion = nn.BCEWithLogitsLoss()
+    with ek.Keeper(
+        path,
+        network,
+        optimizers,
+        reader=reader,
+        strategy=ek.incremental(every=every, layout="consecutive", keep=2),
+        settings=Settings(grace=timedelta(0)),  # gc at every save
+        state={"rate": scheduler},
+    ) as keeper:
+        keeper.resume()
+        for batch in reader:
+            loss = criterion(network(batch.ids), torch.from_numpy(batch.labels))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            keeper.step()
+    told = xxhash.xxh3_128()
+    state = pack([model.state_dict(), *[optimizer.state_dict() for optimizer in optimizers]])
+    told.update(repr(state.plain).encode())
+    for name, tensor in state.tensors.items():
+        told.update(name.encode())
+        told.update(tensor.numpy().tobytes())
+    print(json.dumps({"digest": told.hexdigest(), "steps": keeper.steps}))
+
+
+# -- the parent ----------------------------------------------------------------------------------
+
+
+def _be_born(question: dict[str, Any]) -> None:
+    """The rest of a life, in the child."""
+    code = 1
+    try:
+        log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for kind, moment in question["end"].items():
+            ENDS[kind](moment)
+        globals()[question["what"]](*question["arguments"])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve() -> None:
+    for name in ("torch.distributed", "emberkeep.cli.train", "emberkeep.train.loop"):
+        importlib.import_module(name)
+    importlib.import_module("emberkeep.train.warm").warm_up()
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            _, status = os.waitpid(question["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _be_born(question)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
