@@ -39,11 +39,12 @@ class Pair:
         meeting = str(self._where / f"meeting-{self._lives}")
         pids = [
             self._nursery.start(
-                "plain", str(path), str(rank), "2", meeting, every, log=self._where / f"rank-{rank}.log",
+                *("plain", str(path), str(rank), "2", meeting, every),
+                log=self._where / f"rank-{rank}.log",
                 end=(ends or {}).get(rank),
             )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         first = next(iter(ends)) if ends else 0
         codes = {first: self._nursery.wait(pids[first])}
         if codes[first] == -signal.SIGKILL:
