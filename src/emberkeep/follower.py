@@ -59,8 +59,9 @@ class _Origin:
 
     @classmethod
     def of(cls, table: Json) -> _Origin | None:
+        """None for tables of which every row is stored."""
         described = table.get("origin")
-        if described is None:
+        if not isinstance(described, dict):
             return None
         key, init = origin_from(described)
         if isinstance(init, Normal):
@@ -410,11 +411,11 @@ class _Build:
             if not self._anew:
                 self._remove(chunk.ids[seen >= 0], seen[seen >= 0])
             return
-        weight: Any = chunk.planes["weight"]
+        weight = np.ascontiguousarray(chunk.planes["weight"], np.float32)
         same = seen >= 0
         # Bits, not values: NaN equals itself here, and -0.0 is not 0.0.
         old = self._before.weight_SD[seen[same]].view(np.uint32)
-        same[same] = (old == np.ascontiguousarray(weight[same]).view(np.uint32)).all(axis=1)
+        same[same] = (old == weight[same].view(np.uint32)).all(axis=1)
         changed = ~same
         new = self._arena.take(int(changed.sum()))
         self._taken.append(new)

@@ -79,7 +79,7 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
             step=manifest.step,
             kind=manifest.layout.get("kind"),
             layout=manifest.layout.get("layout"),
-            codec=codec_text(manifest),
+            codec=codec_text(repository, manifest),
             rows=sum(_counts(manifest, "rows").values()),
             tombstones=sum(_counts(manifest, "tombstones").values()),
             nbytes=manifest.nbytes,
@@ -91,10 +91,13 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
     return [line for line in found if line is not None]
 
 
-def codec_text(manifest: Manifest) -> str:
+def codec_text(repository: Repository, manifest: Manifest) -> str:
     """How planes are stored, in a few words: "exact", "weight 4 bits"."""
+    planes = {plane for table in repository.schema["tables"].values() for plane in table["planes"]}
     words = []
     for plane, spec in manifest.layout.get("codecs", {}).items():
+        if plane not in planes:
+            continue
         bits = spec.get("bits", 8 if spec.get("codec") == "nonnegative8" else None)
         words.append(f"{plane} {bits} bits" if bits else f"{plane} {spec.get('codec')}")
     return ", ".join(words) or "exact"
@@ -122,7 +125,7 @@ def describe(repository: Repository, version: VersionId) -> Json:
             "step": manifest.step,
             "kind": manifest.layout.get("kind"),
             "layout": manifest.layout.get("layout"),
-            "codec": codec_text(manifest),
+            "codec": codec_text(repository, manifest),
             "shards": manifest.layout.get("shards"),
             "parent": manifest.parent and manifest.parent.number,
             "baseline": manifest.baseline and manifest.baseline.number,

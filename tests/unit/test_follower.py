@@ -372,7 +372,7 @@ def test_rows_that_were_never_stored_are_refused_where_nothing_says_how_they_beg
     cluster, store = opened(), MemoryStore()
     schema = cluster.schema()
     for table in schema["tables"].values():
-        table["origin"] = None
+        table["origin"] = "stored"
     repository = Repository.create(store, schema=schema)
     cluster.schema = lambda: schema  # type: ignore[method-assign]
     keeper = Checkpointer(repository, cluster, settings=KEEP)

@@ -112,6 +112,12 @@ def count_text(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
+def kind_text(kind: str | None) -> str:
+    """What a version holds: everything, or what changed since which other."""
+    words = {"baseline": "since baseline", "version": "since version before"}
+    return words.get(kind or "", kind or "unknown")
+
+
 def numbers_text(versions: Iterable[Any]) -> str:
     """Version numbers, runs of them shortened: 1-4, 7."""
     runs: list[list[int]] = []

@@ -42,7 +42,7 @@ def diff(
     total = sum(file.size for version in (one, two) for file in files_of(repository, [version]))
     with progress("comparing", total) as store.advance:
         found = compare(repository, one, two, pool.shared(), tables=tables, top=top)
-    stored = [codec_text(repository.manifest(version)) for version in (one, two)]
+    stored = [codec_text(repository, repository.manifest(version)) for version in (one, two)]
     if as_json:
         lines = [asdict(line) for line in found]
         print_json({"a": one.number, "b": two.number, "stored": stored, "tables": lines})

@@ -12,6 +12,7 @@ from emberkeep.cli._repository import (
     choose,
     count_text,
     emit,
+    kind_text,
     numbers_text,
     open_repository,
     print_json,
@@ -48,10 +49,10 @@ def show(url: Url, version: VersionOption = None, as_json: JsonOption = False) -
 
 def _print_facts(described: dict[str, Any]) -> None:
     version, repository = described["version"], described["repository"]
-    chain = numbers_text(version["chain"])
+    kind, chain = kind_text(version["kind"]), numbers_text(version["chain"])
     facts = {
         "version": f"{version['number']}, step {version['step']:,}, saved {version['created']}",
-        "kind": f"{version['kind']}, layout {version['layout']}; a restore reads {chain}",
+        "kind": f"{kind}, layout {version['layout']}; a restore reads {chain}",
         "stored": f"{version['codec']}; saved by {count_text(version['shards'] or 1, 'shard')}",
         "tags": ", ".join(version["tags"]),
         "reader": _plain(version["reader"]),

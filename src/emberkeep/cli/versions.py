@@ -7,6 +7,7 @@ from dataclasses import asdict
 from emberkeep.cli._repository import (
     JsonOption,
     Url,
+    kind_text,
     numbers_text,
     open_repository,
     print_json,
@@ -39,7 +40,7 @@ def versions(url: Url, as_json: JsonOption = False) -> None:
                     line.number,
                     line.created and f"{line.created:%Y-%m-%d %H:%M:%S}",
                     line.step,
-                    "damaged" if line.problem else _kind(line.kind, line.layout),
+                    "damaged" if line.problem else kind_text(line.kind),
                     line.codec,
                     None if line.rows is None else f"{line.rows:,}",
                     size_text(line.nbytes),
@@ -53,10 +54,3 @@ def versions(url: Url, as_json: JsonOption = False) -> None:
     damaged = [line for line in found if line.problem]
     if damaged:
         raise DamageError(damaged[-1].problem or "")
-
-
-def _kind(kind: str | None, layout: str | None) -> str:
-    """What a version holds: everything, or what changed since which other."""
-    return {"full": "full", "baseline": "since baseline", "version": "since version before"}.get(
-        kind or "", f"{kind} ({layout})"
-    )
