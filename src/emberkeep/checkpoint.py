@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -30,7 +31,7 @@ from emberkeep.errors import (
     StateError,
     StorageError,
 )
-from emberkeep.pool import Pool, be_nice
+from emberkeep.pool import Pool
 from emberkeep.repository import (
     DEFAULT_RETENTION,
     Collector,
@@ -42,7 +43,7 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.ahead import Ahead, ahead_of
+from emberkeep.repository.ahead import Ahead, Worker, ahead_of
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces, read_chunks
 from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
@@ -203,6 +204,7 @@ class Saving:
         self.copied: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
         self.cancelled = threading.Event()
+        self.ended = threading.Event()
 
 
 @dataclass(slots=True)
@@ -244,7 +246,7 @@ class Checkpointer:
         self._restores = repository.restores()
         self._chain = _Chain()
         self._saving: Saving | None = None
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("emberkeep-save", self.settings.nice)
         self._failures: list[BaseException] = []
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
@@ -273,13 +275,11 @@ class Checkpointer:
         tables = self.subject.table_state()
         saving = Saving(step, timedelta(seconds=time.perf_counter() - start))
         self._saving = saving
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(saving, snapshots, extras or Extras(), since, codecs, tables, strategy),
-            name="emberkeep-save",
-            daemon=True,
+        self._worker.do(
+            partial(
+                self._write, saving, snapshots, extras or Extras(), since, codecs, tables, strategy
+            )
         )
-        self._thread.start()
         return saving
 
     def make_room(self) -> None:
@@ -303,10 +303,9 @@ class Checkpointer:
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no save is under way, however it ends; False if that takes longer."""
-        if self._thread is not None:
-            self._thread.join(None if timeout is None else max(0.0, timeout.total_seconds()))
-            return not self._thread.is_alive()
-        return True
+        if self._saving is None:
+            return True
+        return self._saving.ended.wait(None if timeout is None else timeout.total_seconds())
 
     def wait(self) -> Manifest | None:
         """Waits for the save under way; returns its manifest. Raises if it failed."""
@@ -335,7 +334,20 @@ class Checkpointer:
         self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> None:  # fmt: skip
-        be_nice(self.settings.nice)
+        try:
+            self._write_and_settle(saving, snapshots, extras, since, codecs, tables, strategy)
+        except BaseException as error:
+            # Not a save that failed but one that could not even be cleaned up after.
+            self._failures.append(error)
+            if not saving.committed.done():
+                saving.committed.set_exception(error)
+        finally:
+            saving.ended.set()
+
+    def _write_and_settle(
+        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
+    ) -> None:  # fmt: skip
         advanced: list[str] = []
         try:
             manifest = self._write_version(

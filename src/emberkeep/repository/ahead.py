@@ -1,15 +1,42 @@
-"""Work done a little ahead by a thread of its own, so that storage and processors are both busy."""
+"""Threads of their own for work that must not hold up others."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from queue import Queue
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from queue import Queue, SimpleQueue
 from typing import TypeVar
 
 from emberkeep.pool import be_nice
 
 _T = TypeVar("_T")
+
+
+class Worker:
+    """Does one thing after another in a thread that is there already.
+
+    Starting a thread takes the caller until it runs, which on a busy machine is milliseconds;
+    handing work over takes microseconds. The thread ends with the worker, and never keeps a
+    process from ending.
+    """
+
+    def __init__(self, name: str, nice: int) -> None:
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        threading.Thread(target=_work, args=(self._tasks, nice), name=name, daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def do(self, task: Callable[[], object]) -> None:
+        """Returns at once; the task sees to its own errors."""
+        self._tasks.put(task)
+
+
+def _work(tasks: SimpleQueue[Callable[[], object] | None], nice: int) -> None:
+    be_nice(nice)
+    while (task := tasks.get()) is not None:
+        task()
+        # A task knows the owner of its worker, which could otherwise never be collected.
+        del task
 
 
 class _Stop:
