@@ -231,9 +231,9 @@ def check(
     Each file is read once, unless damage is found; then everything is read again to name all of it.
     """
     chosen = repository.versions() if versions is None else tuple(versions)
-    if not deep:
-        return verify(repository, chosen, deep=False)
     report = verify(repository, chosen, deep=False)
+    if not deep:
+        return report
     files, users = _files(repository, chosen)
     known = {damage.name for damage in report.damages}
     unusable = _unusable(repository, [f for f in files.values() if f.name not in known], pool)

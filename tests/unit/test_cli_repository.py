@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from emberkeep.blobs import LocalStore
+from emberkeep.blobs import LocalStore, open_store
 from emberkeep.checkpoint import Checkpointer, Strategy
 from emberkeep.cli import main
 from emberkeep.cli._repository import numbers_text, size_text
@@ -349,6 +350,34 @@ def test_a_result_that_cannot_be_printed_is_an_error(root: Path, options: list[s
         )  # fmt: skip
     assert done.returncode == 20
     assert done.stderr == ("emberkeep: the result could not be printed: No space left on device\n")
+
+
+def test_commands_over_s3(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto_server = pytest.importorskip("moto.server")
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        endpoint = f"http://{host}:{port}"
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "A" * 20)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b" * 40)
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/models", method="PUT"))
+        where = f"?endpoint={endpoint}&allow_http=true&region=us-east-1"
+        url = f"s3://models/run{where}"
+        run = Run(store=open_store(url))
+        run.save()
+        run.save()
+        assert [line["number"] for line in shell.json("versions", url)] == [1, 2]
+        assert shell("verify", url) == 0
+        assert shell("export", url, "-o", tmp_path / "out") == 0
+        assert shell("tag", url, "best", "--version", "1") == 0
+        assert shell("fork", url, f"s3://models/new{where}", "--version", "best") == 0
+        assert shell.json("show", f"s3://models/new{where}")["version"]["number"] == 1
+        assert shell("gc", url, "--yes") == 0
+        assert shell("versions", f"s3://models/none{where}") == 23
+        assert "A" * 20 not in shell.err
+    finally:
+        server.stop()
 
 
 def test_help_of_commands_imports_nothing_heavy() -> None:
