@@ -65,9 +65,10 @@ def train(
     from emberkeep.train.hooks import TensorBoard
     from emberkeep.train.loop import run
 
-    warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     hooks = [] if tensorboard is None else [TensorBoard(tensorboard)]
-    result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+        result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:

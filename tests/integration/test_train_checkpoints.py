@@ -1,0 +1,165 @@
+"""`emberkeep train` with versions: it resumes by itself, refuses what differs, tells the cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from emberkeep.blobs import LocalStore
+from emberkeep.cli import app
+from emberkeep.errors import ConfigError, StateError
+from emberkeep.repository import Repository
+from emberkeep.train.hooks import Hook, Step
+from emberkeep.train.loop import run
+from emberkeep.train.result import Result
+from emberkeep.train.settings import Settings, demo
+
+SMALL = [
+    "data.samples=2000",
+    "data.rows_total=1000",
+    "run.batch_size=100",
+    "run.compare=false",
+    "model.bottom=[8]",
+    "model.top=[8]",
+    "tables.dim=4",
+    "checkpoint.every=4 steps",
+]
+
+
+def settings(path: Path, *overrides: str) -> Settings:
+    return demo([*SMALL, f"checkpoint.path={path}", *overrides])
+
+
+class Ends(RuntimeError):
+    """What ends a run before its time."""
+
+
+class Recorder(Hook):
+    def __init__(self, end_at: int = 0) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.steps: list[int] = []
+        self.end_at = end_at
+
+    def on_event(self, event: str, details: dict[str, Any]) -> None:
+        self.events.append((event, details))
+
+    def on_step(self, step: Step) -> None:
+        self.steps.append(step.number)
+        if step.number == self.end_at:
+            raise Ends
+
+
+def interrupted(given: Settings, end_at: int) -> Recorder:
+    recorder = Recorder(end_at)
+    with pytest.raises(Ends):
+        run(given, hooks=[recorder])
+    return recorder
+
+
+def same(one: Result, other: Result) -> bool:
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in ("digest", "auc", "log_loss", "loss", "steps", "samples", "rows_trained")
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "row_wise_adagrad", "adam"])
+def test_a_run_that_was_stopped_twice_comes_to_the_same_result(
+    tmp_path: Path, optimizer: str
+) -> None:
+    kind = f"optimizer.kind={optimizer}"
+    whole = run(demo([*SMALL, kind]))
+    assert whole.checkpoints is None
+    given = settings(tmp_path / "run", kind)
+    first = interrupted(given, 7)
+    assert first.events[0][0] == "saved"
+    second = interrupted(given, 13)
+    assert second.events[0] == ("resumed", {"version": 1, "step": 4, "lost": []})
+    assert second.steps == [*range(5, 14)]
+    last = Recorder()
+    result = run(given, hooks=[last])
+    assert last.steps == [*range(13, 19)]
+    assert same(result, whole)
+    assert result.resumed_step == 12
+    assert result.checkpoints is not None
+    assert result.checkpoints.versions == 2  # of step 16, and of the end
+    again = Recorder()
+    finished = run(given, hooks=[again])
+    assert again.steps == []
+    assert [name for name, _ in again.events] == ["resumed", "finished"]
+    assert same(finished, whole)
+
+
+def test_other_settings_are_refused_by_name_before_anything_is_opened(tmp_path: Path) -> None:
+    interrupted(settings(tmp_path / "run"), 9)
+    epochs = list((tmp_path / "run" / "writers").iterdir())
+    with pytest.raises(StateError, match=r"optimizer\.lr was 0\.02, is 0\.5"):
+        run(settings(tmp_path / "run", "optimizer.lr=0.5"))
+    assert list((tmp_path / "run" / "writers").iterdir()) == epochs
+    # How a run is saved is no part of what it computes.
+    assert run(settings(tmp_path / "run", "checkpoint.every=5 steps")).resumed_step == 8
+
+
+def test_a_fresh_start_begins_a_version_of_its_own(tmp_path: Path) -> None:
+    whole = run(settings(tmp_path / "whole"))
+    interrupted(settings(tmp_path / "run", "optimizer.lr=0.5"), 9)
+    given = settings(tmp_path / "run")
+    recorder = Recorder(2)
+    with pytest.raises(Ends):
+        run(given, hooks=[recorder], fresh=True)
+    # Killed before its first regular version it still is the new run that goes on.
+    result = run(given)
+    assert result.resumed_step == 0
+    assert same(result, whole)
+    with pytest.raises(ConfigError, match=r"checkpoint\.path"):
+        run(demo(SMALL), fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("checkpoint.every=often", "every='often'"),
+        ("checkpoint.bits=5", "bits"),
+        ("checkpoint.keep=0", "keep"),
+        ("checkpoint.layout=grid", "layout"),
+        ("checkpoint.expected_restores=-1", "expected_restores"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, override: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        settings(tmp_path, override)
+
+
+def test_quantized_versions_end_in_an_exact_one(tmp_path: Path) -> None:
+    given = settings(tmp_path / "run", "checkpoint.bits=4", "checkpoint.layout=consecutive")
+    result = run(given)
+    repository = Repository.open(LocalStore(tmp_path / "run"))
+    newest = repository.manifest(repository.versions()[-1])
+    assert newest.layout["codecs"] == {}
+    assert run(given).digest == result.digest
+
+
+def test_the_command_says_what_happened_and_what_it_cost(tmp_path: Path) -> None:
+    arguments = [
+        *("train", "--demo"),
+        *(part for it in [*SMALL, f"checkpoint.path={tmp_path / 'run'}"] for part in ("--set", it)),
+    ]
+    first = CliRunner().invoke(app, arguments)
+    assert first.exit_code == 0, first.output
+    assert "5 versions were saved beside training" in first.stdout
+    assert "kB were written" in first.stdout
+    second = CliRunner().invoke(app, [*arguments, "--json"])
+    assert "resumed from version 5, after step 18" in second.stderr
+    assert "this training is finished" in second.stderr
+    told = json.loads(second.stdout)
+    assert told["checkpoints"]["versions"] == 0
+    assert told["checkpoints"]["kept_nbytes"] > 0
+    assert told["resumed_step"] == told["steps"] == 18
+    fresh = CliRunner().invoke(app, [*arguments, "--fresh"])
+    assert "6 versions were saved" in fresh.stdout
