@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +36,7 @@ from emberkeep.memory import lazy_zeros
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import needed_by
+from emberkeep.repository.pieces import KIND
 from emberkeep.snapshot import Chunk
 from emberkeep.tables import Normal, origin_from
 
@@ -288,6 +289,9 @@ class Follower:
         covered: dict[str, list[I64]] = defaultdict(list)
         tables = self._repository.schema["tables"]
         before = {} if self._view is None else self._view._rows
+        counts = _row_counts(manifests)
+        for name, arena in self._arenas.items():
+            arena.expect(counts[name])
         try:
             if start == 0:
                 for name, table in tables.items():
@@ -356,6 +360,11 @@ class _Arena:
             ids=self.ids,
             weight_SD=self.weight_SD,
         )
+
+    def expect(self, count: int) -> None:
+        """Makes room for so many slots at once, instead of growing while they are filled."""
+        free = sum(slots.size for slots in self._free)
+        self._reserve(self._fresh + max(0, count - free))
 
     def take(self, count: int) -> I64:
         """Slots that no view can see."""
@@ -439,7 +448,7 @@ class _Build:
         if 3 * count > 2 * entries.size:
             used = rows.slots()
             size = entries.size
-            while 3 * count > size:  # at most a third full, so that doubling is rare
+            while 3 * count > 2 * size:
                 size *= 2
             entries = np.zeros(size, np.uint64)
             hashing.index_insert(entries, arena.ids, arena.ids[used], used)
@@ -457,6 +466,14 @@ class _Build:
     def abandon(self) -> None:
         for slots in self._taken:
             self._arena.give_back(slots)
+
+
+def _row_counts(manifests: Sequence[Manifest]) -> Counter[str]:
+    """How many rows of each table the versions wrote; some maybe several times."""
+    counts: Counter[str] = Counter()
+    for file in (file for manifest in manifests for file in manifest.of_kind(KIND)):
+        counts.update(file.metadata.get("rows", {}))
+    return counts
 
 
 def _joined(parts: Sequence[I64]) -> I64:
