@@ -9,6 +9,7 @@ import threading
 import urllib.request
 import warnings
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import emberkeep as ek
@@ -71,9 +74,14 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[1], [3, 9], 0.5)
         self.losses: list[float] = []
 
-    def keeper(self, where: Any, **given: Any) -> ek.Keeper:
-        given = {"strategy": EACH, "settings": NOW, "state": {"schedule": self.schedule}, **given}
-        return ek.Keeper(where, self.model, self.optimizers, **given)
+    def keeper(self, where: Any, **options: Any) -> ek.Keeper:
+        options = {
+            "strategy": EACH,
+            "settings": NOW,
+            "state": {"schedule": self.schedule},
+            **options,
+        }
+        return ek.Keeper(where, self.model, self.optimizers, **options)
 
     def step(self, keeper: ek.Keeper | None = None) -> None:
         many = torch.randint(0, ROWS, (8, 3))
@@ -101,8 +109,8 @@ class Run:
         return {**plain, **{k: v.numpy().tobytes() for k, v in packed.tensors.items()}}
 
 
-def uninterrupted(steps: int, **given: Any) -> Run:
-    run = Run(**given)
+def uninterrupted(steps: int, **options: Any) -> Run:
+    run = Run(**options)
     for _ in range(steps):
         run.step()
     return run
@@ -154,6 +162,55 @@ def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
         assert manifest.step == step
         for name, tensor in fresh.model.state_dict().items():
             assert torch.equal(tensor, expected[name]), name
+
+
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    layout=st.sampled_from(["full", "one_shot", "intermittent", "consecutive"]),
+    overlap=st.sampled_from(["wait", "cancel"]),
+    acts=st.lists(
+        st.sampled_from(["step", "step", "step", "save", "wait", "resume", "go back", "load"]),
+        min_size=5,
+        max_size=25,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_whatever_happens_versions_hold_the_steps_they_name(
+    kind: str, layout: Any, overlap: Any, acts: list[str], seed: int
+) -> None:
+    """Every act of a training process in any order; what comes back is what was there."""
+    store, strategy = MemoryStore(), ek.incremental(every=1000, layout=layout, keep="all")
+    how = replace(NOW, overlap=overlap, buffer_nbytes=4096)
+    run = Run(kind, seed=seed)
+    keeper = run.keeper(store, strategy=strategy, settings=how)
+    keeper.resume()
+    saved: list[tuple[Any, dict[str, bytes]]] = []
+    other = uninterrupted(2, kind=kind, seed=seed + 1).model.state_dict()
+    for act in acts:
+        if act == "step":
+            run.step(keeper)
+        elif act == "load":
+            run.model.load_state_dict(other)
+        elif act == "save":
+            saved.append((keeper.save(), run.bits()))
+        elif act == "wait":
+            keeper._checkpointer.join()  # type: ignore[union-attr]
+        else:
+            keeper._checkpointer.join()  # type: ignore[union-attr]
+            committed = {
+                saving.committed.result().version.number: bits
+                for saving, bits in saved
+                if saving.committed.exception() is None
+            }
+            if act == "resume":
+                run = Run(kind, seed=seed + 2)
+                keeper = run.keeper(store, strategy=strategy, settings=how)
+            manifest = keeper.resume(min(committed, default=None) if act == "go back" else None)
+            assert (manifest is None) == (not committed)
+            if manifest is not None:
+                assert run.bits() == committed[manifest.version.number]
+    keeper.close(save=False)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])

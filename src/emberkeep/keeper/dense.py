@@ -63,11 +63,9 @@ class Dense:
             what="dense",
         )
 
-    def check(self, content: bytes | None) -> Json:
+    def check(self, packed: Packed) -> Json:
         """The state that a version holds; raises `StateError` if it does not fit the model."""
-        if content is None:
-            raise StateError("the version has no dense state: it was not written by a keeper")
-        saved: Json = unpack(Packed.decode(content))
+        saved: Json = unpack(packed)
         wrong = [
             *_differences("tensor", _shapes(saved["model"]), _shapes(self._tensors())),
             *_differences(

@@ -274,11 +274,11 @@ class Keeper:
                 if saved
                 else "the version holds no place of a reader: leave reader= out"
             )
-        self._fitting = self._parts.dense.check(restored.dense)
-        if self.reader is not None:
-            assert restored.dense is not None
-            tensors = Packed.decode(restored.dense).tensors
-            self._fitting["reader"] = unpack(Packed(saved, tensors))
+        if restored.dense is None:
+            raise StateError("the version has no dense state: it was not written by a keeper")
+        packed = Packed.decode(restored.dense)
+        self._fitting = self._parts.dense.check(packed)
+        self._fitting["reader"] = unpack(Packed(saved, packed.tensors))
 
     def _load_rest(self, restored: Restored) -> None:
         saved, self._fitting = self._fitting, {}
