@@ -234,6 +234,11 @@ def test_tags(shell: Shell, root: Path, run: Run) -> None:
     assert shell("untag", root, "good") == 2
     assert "there are best" in shell.err
     assert set(run.repository.tags()) == {"best"}
+    flipped(run.store, "tags/best.json")
+    assert shell("versions", root) == 8
+    assert "tags/best.json is damaged" in shell.err
+    assert shell("untag", root, "best") == 0
+    assert shell("versions", root) == 0
 
 
 def test_fork(shell: Shell, root: Path, run: Run, tmp_path: Path) -> None:

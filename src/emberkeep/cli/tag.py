@@ -8,7 +8,7 @@ import typer
 
 from emberkeep.cli._repository import Url, VersionOption, choose, emit, open_repository
 from emberkeep.cli._shell import command
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, MissingObjectError
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, '_', '-' and dots.")]
 
@@ -27,10 +27,14 @@ def tag(url: Url, name: Name, version: VersionOption = None) -> None:
 @command
 def untag(url: Url, name: Name) -> None:
     """Take a name away; retention may then remove the version."""
+    from emberkeep.repository.names import tag_name
+
     repository, _ = open_repository(url)
-    tags = repository.tags()
-    if name not in tags:
+    try:
+        repository.store.size(tag_name(name))
+    except MissingObjectError:
+        tags = repository.tags()
         have = f"there are {', '.join(sorted(tags))}" if tags else "there are none"
-        raise ConfigError(f"{repository.store.url} has no tag {name!r}: {have}")
+        raise ConfigError(f"{repository.store.url} has no tag {name!r}: {have}") from None
     repository.untag(name)
-    emit(f"{name} no longer names version {tags[name].number}")
+    emit(f"{name} names no version any more")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from emberkeep.cli._repository import (
 from emberkeep.cli._shell import command
 from emberkeep.cli._work import progress
 from emberkeep.errors import DamageError
+
+if TYPE_CHECKING:
+    from emberkeep.repository import Damage
 
 
 @command
@@ -75,7 +78,7 @@ def verify(
         else:
             print_table(
                 ["damaged", "problem", "versions"],
-                [(d.name, d.problem, numbers_text(d.versions)) for d in report.damages],
+                [(d.name, _in_short(d), numbers_text(d.versions)) for d in report.damages],
             )
     if not report.ok:
         whole = numbers_text(report.undamaged) or "none"
@@ -83,3 +86,8 @@ def verify(
             f"{count_text(len(report.damages), 'object')} damaged or missing; undamaged versions: "
             f"{whole}; copy the files back from a backup, or restore an undamaged version"
         )
+
+
+def _in_short(damage: Damage) -> str:
+    """The problem without the name, which stands beside it, and without a remedy."""
+    return damage.problem.removeprefix(f"{damage.name} is ").partition(";")[0]
