@@ -211,20 +211,24 @@ def dense_bytes(repository: Repository, manifest: Manifest) -> bytes | None:
     return repository.read(files[0]) if files else None
 
 
+def dense_tensors(name: str, content: bytes) -> Mapping[str, Mapping[str, Any]]:
+    """The tensors of a safetensors file as its format names them: `dtype`, `shape`, `data`."""
+    import safetensors
+
+    try:
+        return dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise DamageError(f"{name} is not a safetensors file: {error}", name=name) from error
+
+
 def dense_arrays(name: str, content: bytes) -> dict[str, Array]:
     """The tensors of a safetensors file, read-only. bfloat16, which numpy lacks, becomes float32.
 
     That conversion is exact. Other types that numpy lacks are refused by name.
     """
-    import safetensors
-
-    try:
-        entries = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise DamageError(f"{name} is not a safetensors file: {error}", name=name) from error
     arrays: dict[str, Array] = {}
-    for key, entry in entries:
-        kind, data = entry["dtype"], entry["data"]
+    for key, tensor in dense_tensors(name, content).items():
+        kind, data = tensor["dtype"], tensor["data"]
         if kind == "BF16":
             halves = np.frombuffer(data, np.uint16).astype(np.uint32)
             flat: Array = (halves << np.uint32(16)).view(np.float32)
@@ -232,7 +236,7 @@ def dense_arrays(name: str, content: bytes) -> dict[str, Array]:
             flat = np.frombuffer(data, SAFETENSORS_TYPES[kind])
         else:
             raise ConfigError(f"{name}: numpy has no type for the {kind} of tensor {key!r}")
-        array = flat.reshape(entry["shape"])
+        array = flat.reshape(tensor["shape"])
         array.flags.writeable = False
         arrays[key] = array
     return arrays

@@ -25,8 +25,8 @@ from emberkeep.contents import (
     SAFETENSORS_TYPES,
     Hold,
     check_tables,
-    dense_arrays,
     dense_bytes,
+    dense_tensors,
     merged_rows,
 )
 from emberkeep.errors import ConfigError, StorageError
@@ -151,7 +151,7 @@ def to_directory(
             writer.finish(_about(newest))
         dense = dense_bytes(repository, newest)
         if dense is not None:
-            dense_arrays(newest.name, dense)
+            dense_tensors(newest.name, dense)
             (folder / "dense.safetensors").write_bytes(dense)
         state = json.dumps(state_of(repository, newest), indent=2, ensure_ascii=False)
         (folder / "version.json").write_text(state + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 
 from emberkeep.checkpoint import DENSE
 from emberkeep.codecs import Raw, codec_from_dict
-from emberkeep.contents import checked_rows, dense_arrays
+from emberkeep.contents import checked_rows, dense_tensors
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.pool import Pool
 from emberkeep.repository import (
@@ -319,7 +319,7 @@ def _content(repository: Repository, file: FileRef, pool: Pool) -> Iterable[Any]
     if file.kind == KIND:
         yield from checked_rows(repository, file, pool)
     elif file.kind == DENSE:
-        yield dense_arrays(file.name, repository.read(file))
+        yield dense_tensors(file.name, repository.read(file))
     else:
         yield from repository.stream(file)
 

@@ -13,9 +13,11 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from emberkeep import pool
-from emberkeep.contents import IdSet, merged_rows
+from emberkeep.checkpoint import Extras
+from emberkeep.contents import IdSet, dense_arrays, merged_rows
 from emberkeep.errors import ConfigError, DamageError, StorageError
 from emberkeep.export import file_name, to_directory, to_parquet, to_safetensors
+from emberkeep.inspection import check
 from emberkeep.repository import Repository
 from tests.unit.repositories import TABLES, Run, State, flipped
 
@@ -166,6 +168,32 @@ def test_rows_that_do_not_belong_are_refused() -> None:
         wrong.schema["tables"][table] = schema["tables"][table]
         with pytest.raises(DamageError, match=problem):
             list(merged_rows(wrong, wrong.chain(1), POOL))
+
+
+def tensor(kind: str, data: bytes, count: int) -> bytes:
+    """A safetensors file with one tensor `x`, of any type."""
+    header = {"x": {"dtype": kind, "shape": [count], "data_offsets": [0, len(data)]}}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_dense_types_that_numpy_lacks(tmp_path: Path) -> None:
+    halves = np.array([1.5, -3.0], np.float32).view(np.uint32) >> 16
+    content = tensor("BF16", halves.astype(np.uint16).tobytes(), 2)
+    assert dense_arrays("dense", content)["x"].tolist() == [1.5, -3.0]
+    run = Run()
+    content = tensor("F8_E4M3", b"ab", 2)
+    run.keeper.save(1, Extras(dense=content))
+    run.keeper.wait()
+    with pytest.raises(ConfigError, match="no type for the F8_E4M3 of tensor 'x'"):
+        dense_arrays("dense", content)
+    # It is as whole as any other for those who know the type.
+    assert check(run.repository, pool=POOL).ok
+    to_directory(run.repository, run.repository.version(1), tmp_path / "out", POOL)
+    assert (tmp_path / "out" / "dense.safetensors").read_bytes() == content
+    with pytest.raises(DamageError, match="not a safetensors file"):
+        dense_arrays("dense", content[:-1])
 
 
 def test_ids_in_sets() -> None:
