@@ -86,9 +86,10 @@ class Tracker:
 
     def reset(self, changed_since_baseline: U64 | None = None) -> None:
         """After a restore: nothing changed since the version, and since the baseline just this."""
-        self._removed = {}
+        removed, self._removed = self._removed, {}
         for cursor in CURSORS:
             self._earlier[cursor] = _bits(self._words)
             self._earlier_removed[cursor] = {}
         if changed_since_baseline is not None:
             self._earlier[SINCE_BASELINE] = changed_since_baseline
+            self._earlier_removed[SINCE_BASELINE] = removed

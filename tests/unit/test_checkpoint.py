@@ -97,6 +97,27 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
         assert state(cluster) == state(twin)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> None:
+    store = MemoryStore()
+    cluster = opened()
+    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    random = np.random.default_rng(8)
+    train(cluster, random, steps=6)
+    keeper.save(1)
+    keeper.wait()
+    for step in range(2, 7):
+        for table in cluster.tables:
+            cluster.delete(table.name, random.choice(cluster.touched_ids(table.name), 7))
+        expected = state(cluster)
+        keeper.save(step)
+        keeper.wait()
+        cluster = opened()
+        keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+        keeper.restore()
+        assert state(cluster) == expected
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 5), (4, 4)])
 def test_versions_move_to_another_number_of_shards(before: int, after: int) -> None:
     random = np.random.default_rng(1)
