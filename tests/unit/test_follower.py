@@ -43,14 +43,11 @@ def opened(shards: int = 1) -> LocalCluster:
     return local(shards=shards, threads=1).open(TABLES, RowWiseAdagrad(lr=0.05), seed=3)
 
 
-def train(
-    cluster: LocalCluster, random: np.random.Generator, steps: int = 2, *, deleting: bool = True
-) -> None:
+def train(cluster: LocalCluster, random: np.random.Generator, steps: int = 2) -> None:
     for _ in range(steps):
-        tables = cluster.tables if deleting else [t for t in TABLES if t.on_full == "error"]
-        if deleting:
-            table = tables[random.integers(0, len(tables))]
-            cluster.delete(table.name, random.integers(0, table.rows or 300, 15))
+        tables = cluster.tables
+        table = tables[random.integers(0, len(tables))]
+        cluster.delete(table.name, random.integers(0, table.rows or 300, 15))
         batch = {t.name: np.unique(random.integers(0, t.rows or 300, 25)).tolist() for t in tables}
         dims = {t.name: t.dim for t in tables}
         grads = {name: random.standard_normal((len(i), dims[name])) for name, i in batch.items()}
@@ -147,7 +144,7 @@ def test_a_run_that_is_taken_back_is_followed_back(layout: Any) -> None:
     keeper = begun(cluster, store, strategy=Strategy(layout=layout))
     follower = Follower(store)
     for step in range(1, 20):
-        train(cluster, random, steps=1, deleting=False)
+        train(cluster, random, steps=1)
         if step % 4 == 0:
             back = int(random.integers(max(1, step // 2), keeper.repository.latest().number + 1))  # type: ignore[union-attr]
             keeper.restore(back)
@@ -165,7 +162,7 @@ def test_gc_and_a_fenced_writer_do_not_disturb() -> None:
     keeper = begun(cluster, store, strategy=strategy, settings=settings)
     follower = Follower(store)
     for step in range(1, 25):
-        train(cluster, random, deleting=False)
+        train(cluster, random)
         save(keeper, step)
         if step % 5 == 0:
             Writer.open(Repository.open(store))  # another process takes over and dies
@@ -321,7 +318,7 @@ def test_forks_and_replaced_repositories() -> None:
     store, other, cluster = MemoryStore(), MemoryStore(), opened()
     keeper = begun(cluster, store, strategy=Strategy(layout="one_shot"))
     for step in (1, 2):
-        train(cluster, random, deleting=False)
+        train(cluster, random)
         save(keeper, step)
     fork(keeper.repository, 2, other)
     follower, first = Follower(other), Follower(store)
@@ -330,7 +327,7 @@ def test_forks_and_replaced_repositories() -> None:
     branch = opened()
     second = begun(branch, other, strategy=Strategy(layout="one_shot"))
     second.restore()
-    train(branch, random, deleting=False)
+    train(branch, random)
     save(second, 3)
     assert follower.refresh() == 3
     assert weights(follower) == weights(branch)
