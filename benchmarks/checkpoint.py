@@ -380,8 +380,8 @@ def main() -> None:
             )
             ratio = elementwise.nbytes / mean
             rows.append(
-                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "", f"{ratio:.1f}×",
-                 f"{elementwise.nbytes / capacity:.1f}×"]
+                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
+                 f"{ratio:.1f}×", f"{elementwise.nbytes / capacity:.1f}×"]
             )  # fmt: skip
     report(
         given,

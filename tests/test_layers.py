@@ -31,6 +31,7 @@ LAYERS: list[list[str]] = [
     ["difference", "export", "follower", "inspection"],
     ["contents"],
     ["checkpoint"],
+    ["loading"],
     ["cluster"],
     ["shard"],
     ["parity"],

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.checkpoint import DENSE
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StorageError
+from emberkeep.loading import DENSE
 from emberkeep.pool import Pool
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.documents import Json

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from emberkeep.checkpoint import DENSE
 from emberkeep.codecs import Raw, codec_from_dict
 from emberkeep.contents import checked_rows, dense_tensors
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
+from emberkeep.loading import DENSE
 from emberkeep.pool import Pool
 from emberkeep.repository import (
     Damage,

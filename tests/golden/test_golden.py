@@ -12,9 +12,10 @@ import safetensors.numpy
 
 from emberkeep import pool
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import LOSSLESS, Checkpointer, load
+from emberkeep.checkpoint import LOSSLESS, Checkpointer
 from emberkeep.follower import Follower
 from emberkeep.inspection import check
+from emberkeep.loading import load
 from emberkeep.repository import Repository
 from tests.golden.make import (
     HERE,

@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.checkpoint import Checkpointer, Extras, Restored, Saving, Settings, load
+from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
 from emberkeep.errors import ConfigError, EmberkeepError, StateError
 from emberkeep.keeper.costs import Costs, Ledger, MetricsServer
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
@@ -26,6 +26,7 @@ from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.signals import Termination
 from emberkeep.keeper.tables import Hook
+from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental

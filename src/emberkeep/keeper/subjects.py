@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.checkpoint import Subject
+from emberkeep.loading import Subject
 from emberkeep.snapshot import Snapshot
 
 I64 = npt.NDArray[np.int64]
