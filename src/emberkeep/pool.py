@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -20,6 +21,7 @@ from emberkeep.errors import ConfigError
 
 Task = Callable[[], object]
 Spin = Callable[[npt.NDArray[np.int64], int, int], bool]
+Queue = SimpleQueue["tuple[Task, _Join] | None"]
 
 # How often an idle thread looks for work before it sleeps: some 200 microseconds.
 _LOOKS = 200_000
@@ -92,7 +94,7 @@ class Pool:
         self._reset()
 
     def _reset(self) -> None:
-        self._queue: SimpleQueue[tuple[Task, _Join]] = SimpleQueue()
+        self._queue: Queue = SimpleQueue()
         self._given = np.zeros(1, np.int64)
         self._pid = os.getpid()
         self._spin: Spin | None = None
@@ -112,6 +114,7 @@ class Pool:
                         name=f"emberkeep-{i}",
                         daemon=True,
                     ).start()
+                    weakref.finalize(self, self._queue.put, None)  # the thread ends with the pool
                 self._spin = spin
             return self._spin
 
@@ -131,9 +134,11 @@ class Pool:
         join.run(tasks[0])
         while True:  # the caller helps as long as tasks wait
             try:
-                task, other = self._queue.get_nowait()
+                item = self._queue.get_nowait()
             except Empty:
                 break
+            assert item is not None
+            task, other = item
             other.run(task)
         join.wait(spin)
 
@@ -144,20 +149,21 @@ def be_nice(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def _work(
-    queue: SimpleQueue[tuple[Task, _Join]], given: npt.NDArray[np.int64], spin: Spin, nice: int
-) -> None:
+def _work(queue: Queue, given: npt.NDArray[np.int64], spin: Spin, nice: int) -> None:
     be_nice(nice)
     while True:
         seen = given[0]
         try:
-            task, join = queue.get_nowait()
+            item = queue.get_nowait()
         except Empty:
             if spin(given, seen + 1, _LOOKS):
                 continue
-            task, join = queue.get()
+            item = queue.get()
+        if item is None:
+            return
+        task, join = item
         join.run(task)
-        del task, join
+        del item, task, join  # an idle thread holds on to nothing
 
 
 class ForkLock:
