@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._lanes import add_scaled_row, copy_row
 from emberkeep.kernels._memory import prefetch_row, test_bit
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64, hash_id, mix64
 
@@ -142,15 +143,13 @@ def pull(
     out_UD: F32,
 ) -> None:
     """Copies the weights at positions start..stop; an untouched row reads as its initial value."""
-    columns = out_UD.shape[1]
     for t in range(keys_T.size):
         for i in range(max(start, offsets_T[t]), min(stop, offsets_T[t + 1])):
             row = rows[i]
             if i + AHEAD < stop and rows[i + AHEAD] >= 0:
                 prefetch_row(weight_RD, rows[i + AHEAD])
             if row >= 0 and test_bit(touched, row):
-                for d in range(columns):
-                    out_UD[i, d] = weight_RD[row, d]
+                copy_row(out_UD, i, weight_RD, row)
             else:
                 initial_row(
                     keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i], out_UD[i]
@@ -184,7 +183,7 @@ def pull_bags(
     """
     dim = weight_RD.shape[1]
     scaled = scales_N.size > 0
-    fresh_D = np.empty(dim, np.float32)
+    fresh_1D = np.empty((1, dim), np.float32)
     width = out_BFD.shape[1]
     out_GD = out_BFD.reshape(-1, dim)
     # Feature by feature, because then all that a table needs stays in registers; in blocks of
@@ -207,8 +206,7 @@ def pull_bags(
                     row = base + identity
                     bag = b * width + columns_F[f]
                     if test_bit(touched, row):
-                        for d in range(dim):
-                            out_GD[bag, d] = weight_RD[row, d]
+                        copy_row(out_GD, bag, weight_RD, row)
                     else:
                         initial_row(
                             keys_T[t],
@@ -240,8 +238,7 @@ def pull_bags(
                     row = base + identity
                     scale = scales_N[i] if scaled else np.float32(1.0)
                     if test_bit(touched, row):
-                        for d in range(dim):
-                            out_GD[bag, d] += scale * weight_RD[row, d]
+                        add_scaled_row(out_GD, bag, weight_RD, row, scale)
                     else:
                         initial_row(
                             keys_T[t],
@@ -249,8 +246,7 @@ def pull_bags(
                             shapes_T2[t, 0],
                             shapes_T2[t, 1],
                             identity,
-                            fresh_D,
+                            fresh_1D[0],
                         )
-                        for d in range(dim):
-                            out_GD[bag, d] += scale * fresh_D[d]
+                        add_scaled_row(out_GD, bag, fresh_1D, 0, scale)
     return -1

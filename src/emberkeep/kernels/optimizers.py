@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
 from emberkeep.kernels._memory import prefetch_row, set_bit, test_bit
 from emberkeep.kernels.hashing import F32, I64, U64
 from emberkeep.kernels.initial import AHEAD
@@ -35,8 +36,7 @@ def sgd(rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, weight_
         row = rows[i]
         if i + AHEAD < stop:
             prefetch_row(weight_RD, rows[i + AHEAD])
-        for d in range(weight_RD.shape[1]):
-            weight_RD[row, d] -= lr * grads_UD[i, d]
+        subtract_scaled_row(weight_RD, row, grads_UD, i, lr)
 
 
 @kernel
@@ -79,11 +79,7 @@ def adagrad(
         if i + AHEAD < stop:
             prefetch_row(weight_RD, rows[i + AHEAD])
             prefetch_row(accumulator_RD, rows[i + AHEAD])
-        for d in range(weight_RD.shape[1]):
-            g = grads_UD[i, d]
-            total = accumulator_RD[row, d] + g * g
-            accumulator_RD[row, d] = total
-            weight_RD[row, d] -= lr * (g / (np.sqrt(total) + eps))
+        adagrad_row(weight_RD, row, accumulator_RD, row, grads_UD, i, lr, eps)
 
 
 @kernel
@@ -120,8 +116,7 @@ def row_wise_adagrad(
         total = accumulator_R1[row, 0] + ((a + b) + (c + e)) / np.float32(dim)
         accumulator_R1[row, 0] = total
         rate = lr / (np.sqrt(total) + eps)
-        for d in range(dim):
-            weight_RD[row, d] -= rate * grads_UD[i, d]
+        subtract_scaled_row(weight_RD, row, grads_UD, i, rate)
 
 
 @inline
@@ -159,7 +154,6 @@ def adam(
     step_R1: I32,
 ) -> None:
     """Adam with the step of the table (`rates_T`), or of the row where `step_R1` has rows."""
-    dim = weight_RD.shape[1]
     keep1 = np.float32(1.0 - beta1)
     keep2 = np.float32(1.0 - beta2)
     for t in range(rates_T.size):
@@ -173,13 +167,9 @@ def adam(
             if step_R1.shape[0] > 0:
                 step_R1[row, 0] += 1
                 rate = np.float32(adam_rate(lr, beta1, beta2, int(step_R1[row, 0])))
-            for d in range(dim):
-                g = grads_UD[i, d]
-                first = (g - first_RD[row, d]) * keep1 + first_RD[row, d]
-                second = (g * g - second_RD[row, d]) * keep2 + second_RD[row, d]
-                first_RD[row, d] = first
-                second_RD[row, d] = second
-                weight_RD[row, d] -= rate * (first / (np.sqrt(second) + eps))
+            adam_row(
+                weight_RD, row, first_RD, row, second_RD, row, grads_UD, i, rate, keep1, keep2, eps
+            )
 
 
 @kernel

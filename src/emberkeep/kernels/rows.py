@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._lanes import add_row, add_scaled_row, copy_row
 from emberkeep.kernels._memory import prefetch_row
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64
 
@@ -86,11 +87,8 @@ def gather(
     rows_UD: F32, inverse_N: I32, base: int, first: int, start: int, stop: int, out_ND: F32
 ) -> None:
     """Without pooling: the row of each lookup start..stop of a feature that begins at `first`."""
-    columns = rows_UD.shape[1]
     for i in range(start, stop):
-        u = base + inverse_N[first + i]
-        for d in range(columns):
-            out_ND[i, d] = rows_UD[u, d]
+        copy_row(out_ND, i, rows_UD, base + inverse_N[first + i])
 
 
 @kernel
@@ -114,22 +112,16 @@ def pool(
     """
     dim = rows_UD.shape[1]
     scaled = scales_N.size > 0
-    one_hot = not scaled
-    for f in range(bases_F.size):
-        one_hot = one_hot and lengths_F[f] == 1
-    if one_hot:
-        for b in range(start, stop):
-            for f in range(bases_F.size):
-                u = bases_F[f] + inverse_N[firsts_F[f] + b]
-                column = columns_F[f]
-                for d in range(dim):
-                    out_BFD[b, column, d] = rows_UD[u, d]
-        return
+    width = out_BFD.shape[1]
+    out_GD = out_BFD.reshape(-1, dim)
     for b in range(start, stop):
         for f in range(bases_F.size):
             base = bases_F[f]
-            column = columns_F[f]
+            bag = b * width + columns_F[f]
             length = lengths_F[f]
+            if length == 1 and not scaled:
+                copy_row(out_GD, bag, rows_UD, base + inverse_N[firsts_F[f] + b])
+                continue
             if length >= 0:
                 low = firsts_F[f] + b * length
                 high = low + length
@@ -137,16 +129,10 @@ def pool(
                 low = firsts_F[f] + (ends_FB[f, b - 1] if b > 0 else 0)
                 high = firsts_F[f] + ends_FB[f, b]
             for d in range(dim):
-                out_BFD[b, column, d] = np.float32(0.0)
+                out_GD[bag, d] = np.float32(0.0)
             for i in range(low, high):
-                u = base + inverse_N[i]
-                if scaled:
-                    scale = scales_N[i]
-                    for d in range(dim):
-                        out_BFD[b, column, d] += scale * rows_UD[u, d]
-                else:
-                    for d in range(dim):
-                        out_BFD[b, column, d] += rows_UD[u, d]
+                scale = scales_N[i] if scaled else np.float32(1.0)
+                add_scaled_row(out_GD, bag, rows_UD, base + inverse_N[i], scale)
 
 
 @kernel
@@ -183,7 +169,6 @@ def aggregate(
     Also the sum of the squares of each table's sums. A bag's gradient is row b * width + column
     of `grads_GD`. Lookups are visited in lookup order.
     """
-    dim = grads_GD.shape[1]
     scaled = scales_N.size > 0
     for t in range(first, last):
         base = starts_T[t]
@@ -197,9 +182,7 @@ def aggregate(
                     if b + 8 < counts_F[f]:
                         prefetch_row(grads_GD, (b + 8) * width + column)
                     u = base + inverse_N[low + b]
-                    bag = b * width + column
-                    for d in range(dim):
-                        out_UD[u, d] += grads_GD[bag, d]
+                    add_row(out_UD, u, grads_GD, b * width + column)
                 continue
             for b in range(counts_F[f]):
                 high = low + length if length >= 0 else firsts_F[f] + ends_FB[f, b]
@@ -207,8 +190,7 @@ def aggregate(
                 for i in range(low, high):
                     u = base + inverse_N[i]
                     scale = scales_N[i] if scaled else np.float32(1.0)
-                    for d in range(dim):
-                        out_UD[u, d] += scale * grads_GD[bag, d]
+                    add_scaled_row(out_UD, u, grads_GD, bag, scale)
                 low = high
         squares_T[t] = sum_of_squares(out_UD[base : starts_T[t + 1]].reshape(-1))
 
@@ -354,5 +336,4 @@ def list_bits(bits: U64, first_word: int, last_word: int, out: I64) -> int:
 def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None:
     """Adds value sources[i] to row targets[i], in the order of i."""
     for i in range(sources.size):
-        for d in range(out_UD.shape[1]):
-            out_UD[targets[i], d] += values_ND[sources[i], d]
+        add_row(out_UD, targets[i], values_ND, sources[i])
