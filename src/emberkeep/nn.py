@@ -242,15 +242,17 @@ class _Module(nn.Module):
         now = float(grad)
         return 1.0 if now == self._norm else now / self._norm
 
-    def _scale_pending(self) -> None:
+    def _scale_pending(self) -> bool:
+        """Brings accumulated gradients to the scale of the handle; whether that changed them."""
         factor = self._factor()
         if factor == 1.0 or not math.isfinite(factor):
-            return
+            return False
         self._square = self._square * factor * factor
         for pending in self._pending:
             if pending is not None:
                 np.multiply(pending[1], np.float32(factor), out=pending[1])
         self._norm = 0.0
+        return True
 
     def _accumulate(
         self, pulled: _Pulled, grads: Sequence[Tensor], wants_scale: Sequence[bool]
@@ -297,9 +299,12 @@ class _Module(nn.Module):
     def _step(self, lr: float) -> None:
         if self._passes == 0:
             return
-        self._scale_pending()
+        # The norm of what was accumulated is finite only if every gradient is.
+        finite = not self._scale_pending() and math.isfinite(self._square)
         pending = [entry for entry in self._pending if entry is not None]
-        self.cluster.push([ids for ids, _ in pending], [grads for _, grads in pending], lr=lr)
+        self.cluster.push(
+            [ids for ids, _ in pending], [grads for _, grads in pending], lr=lr, finite=finite
+        )
         self._drop_gradients()
 
     # -- state -----------------------------------------------------------------------------------

@@ -79,11 +79,13 @@ class Shard:
                 )
             )
 
-    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32]) -> list[Push]:
+    def check(
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False
+    ) -> list[Push]:
         """Everything that can refuse a push, before any row changes."""
         with self._lock:
             return [
-                slab.check_push(ids, grads_UD)
+                slab.check_push(ids, grads_UD, finite=finite)
                 for slab, ids, grads_UD in zip(self.slabs, wanted, grads, strict=True)
             ]
 

@@ -262,9 +262,19 @@ class Slab:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def check_push(self, wanted: RowIds, grads_UD: F32) -> Push:
-        """Everything that can refuse a push, before any row changes."""
+    def check_push(self, wanted: RowIds, grads_UD: F32, *, finite: bool = False) -> Push:
+        """Everything that can refuse a push, before any row changes.
+
+        `finite` says that the gradients are known to be finite and need not be looked at.
+        """
         found, unknown = self.resolve(wanted)
+        if not finite:
+            self._check_finite(wanted, grads_UD)
+        for t, slots in self.slots.items():
+            self._check_room(t, slots, wanted, found, unknown[t])
+        return Push(wanted, found, grads_UD, unknown)
+
+    def _check_finite(self, wanted: RowIds, grads_UD: F32) -> None:
         worst: list[int] = []
 
         def check(start: int, stop: int) -> None:
@@ -280,9 +290,6 @@ class Slab:
                 f"{wanted.ids[bad]}, is not finite; no row was changed. Lower the learning rate, "
                 "clip gradients, or use a GradScaler under mixed precision"
             )
-        for t, slots in self.slots.items():
-            self._check_room(t, slots, wanted, found, unknown[t])
-        return Push(wanted, found, grads_UD, unknown)
 
     def _check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         table = self.tables[t]

@@ -111,21 +111,28 @@ class LocalCluster:
     def _is_direct(self, group: int) -> bool:
         return len(self.shards) == 1 and self.shards[0].slabs[group].direct
 
-    def push(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float) -> None:
-        """Updates each wanted row once. On any error no row on any shard has changed."""
+    def push(
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+    ) -> None:
+        """Updates each wanted row once. On any error no row on any shard has changed.
+
+        `finite` says that the gradients are known to be finite and need not be looked at.
+        """
         with self._push_lock:
             if len(self.shards) == 1:
-                self.shards[0].apply(self.shards[0].check(wanted, grads), lr)
+                checked = self.shards[0].check(wanted, grads, finite=finite)
+                self.shards[0].apply(checked, lr)
                 return
             routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-            checked = [
+            pushes_S = [
                 shard.check(
                     [r[s][0] for r in routed],
                     [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
+                    finite=finite,
                 )
                 for s, shard in enumerate(self.shards)
             ]
-            for shard, pushes in zip(self.shards, checked, strict=True):
+            for shard, pushes in zip(self.shards, pushes_S, strict=True):
                 shard.apply(pushes, lr)
 
     def read(self, table: str, ids: I64) -> Planes:
