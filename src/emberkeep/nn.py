@@ -225,13 +225,13 @@ class _Module(nn.Module):
     def _drop_gradients(self) -> None:
         self._handle[0].grad = None
         self._pending: list[tuple[RowIds, F32] | None] = [None] * len(self._layouts)
-        self._square = 0.0
+        self._squares = [0.0] * len(self._layouts)
         self._norm = 0.0
         self._passes = 0
 
     def _set_norm(self, handle: Tensor) -> None:
         """After a backward pass: the handle's gradient is the norm of all rows' gradients."""
-        self._norm = float(np.float32(math.sqrt(self._square)))
+        self._norm = float(np.float32(math.sqrt(sum(self._squares))))
         handle.grad = torch.tensor(self._norm)
 
     def _factor(self) -> float:
@@ -247,7 +247,7 @@ class _Module(nn.Module):
         factor = self._factor()
         if factor == 1.0 or not math.isfinite(factor):
             return False
-        self._square = self._square * factor * factor
+        self._squares = [square * factor * factor for square in self._squares]
         for pending in self._pending:
             if pending is not None:
                 np.multiply(pending[1], np.float32(factor), out=pending[1])
@@ -266,12 +266,11 @@ class _Module(nn.Module):
             pending = self._pending[g]
             if pending is None:
                 self._pending[g] = (lookup.wanted, rows_UD)
-                self._square += square
+                self._squares[g] = square
             else:
                 merged = merge(*pending, lookup.wanted, rows_UD)
-                self._square -= _square(pending[1])
                 self._pending[g] = merged
-                self._square += _square(merged[1])
+                self._squares[g] = _square(merged[1])
         self._passes += 1
         if self._passes == _FORGOTTEN_STEPS:
             warnings.warn(
@@ -300,7 +299,7 @@ class _Module(nn.Module):
         if self._passes == 0:
             return
         # The norm of what was accumulated is finite only if every gradient is.
-        finite = not self._scale_pending() and math.isfinite(self._square)
+        finite = not self._scale_pending() and math.isfinite(sum(self._squares))
         pending = [entry for entry in self._pending if entry is not None]
         self.cluster.push(
             [ids for ids, _ in pending], [grads for _, grads in pending], lr=lr, finite=finite
