@@ -54,6 +54,15 @@ class Layout:
         self.features_T: I64 = np.cumsum([0, *(len(t.features) for t in self.tables)])
         self.columns_F: I64 = np.array([f.column for f in self.features], np.int64)
         self.tables_F: I64 = np.array([f.table for f in self.features], np.int64)
+        self._one_hot: tuple[int, I64, I64, I64, I64] | None = None
+
+    def one_hot(self, batch: int) -> tuple[int, I64, I64, I64, I64]:
+        """Where lookups lie when every bag has one id; kept for the next batch of that size."""
+        if self._one_hot is None or self._one_hot[0] != batch:
+            firsts = np.arange(len(self.features) + 1, dtype=np.int64) * batch
+            ones = np.ones(len(self.features), np.int64)
+            self._one_hot = batch, firsts[:-1], firsts[self.features_T], ones, ones * batch
+        return self._one_hot
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class Lookup:
 
     def __init__(self, layout: Layout, bags: Sequence[Bags], batch: int | None, pool: Pool) -> None:
         self.layout = layout
-        self.bags = bags
+        self.bags: Sequence[Bags] = bags
         self.batch = batch or 0
         self.pool = pool
         self.ids_N = np.concatenate([bag.ids for bag in bags])
@@ -101,6 +110,17 @@ class Lookup:
                     self.ends_FB[f] = bag.ends
         self.scales_N = self._scales(bags)
         self._unique: tuple[RowIds, I32] | None = None
+
+    @classmethod
+    def one_hot(cls, layout: Layout, ids: Sequence[I64], batch: int, pool: Pool) -> Lookup:
+        """The usual case, made quick: every bag has one id and no weight."""
+        self = cls.__new__(cls)
+        self.layout, self.bags, self.batch, self.pool = layout, (), batch, pool
+        self.ids_N = np.concatenate(ids)
+        _, self.firsts_F, self.offsets_T, self.lengths_F, self.counts_F = layout.one_hot(batch)
+        self.columns_F, self.width = layout.columns_F, layout.width
+        self.ends_FB, self.scales_N, self._unique = _NO_ENDS, _NO_SCALES, None
+        return self
 
     def _scales(self, bags: Sequence[Bags]) -> F32:
         """A factor for each lookup: its per-sample weight, or one over its bag's length."""

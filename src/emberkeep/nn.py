@@ -163,6 +163,9 @@ class _Module(nn.Module):
     def _look_up(
         self, features: Features, scales: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, ...]:
+        quick = None if scales else self._one_hot(features)
+        if quick is not None:
+            return self._outputs_of(_Pulled(quick, []), ())
         given, scales = self._by_feature(features, scales or {})
         bags = {}
         for name in self.features:
@@ -181,10 +184,16 @@ class _Module(nn.Module):
                 if feature.name in scales:
                     scaled.append((g, f))
                     tensors.append(scales[feature.name])
-        pulled = _Pulled(lookups, scaled)
+        return self._outputs_of(_Pulled(lookups, scaled), tensors)
+
+    def _outputs_of(self, pulled: _Pulled, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and self.training:
-            return _Rows.apply(self._handle[0], self, pulled, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return _Rows.apply(self._handle[0], self, pulled, *scales)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self._outputs(pulled))
+
+    def _one_hot(self, features: Features) -> list[Lookup] | None:
+        """Lookups of a batch that is as simple as can be; None for all others."""
+        return None
 
     def _bags(self, name: str, given: Ids, scales: Tensor | None) -> Bags:
         raise NotImplementedError
@@ -431,14 +440,6 @@ class EmbeddingBags(_Module):
         return {name: by_name[name] for name in self.features}
 
     def _bags(self, name: str, given: Ids, scales: Tensor | None) -> Bags:
-        if (
-            type(given) is Tensor
-            and given.ndim == 1
-            and given.dtype == torch.int64
-            and given.device.type == "cpu"
-            and scales is None
-        ):
-            return Bags(given.numpy(), given.shape[0], 1)  # the usual case, made quick
         values, offsets = given if isinstance(given, tuple) else (given, None)
         ids = _ids(values, name)
         if offsets is None:
@@ -457,6 +458,34 @@ class EmbeddingBags(_Module):
                     f"feature {name!r} has {ids.size} ids and {weights.size} per-sample weights"
                 )
         return Bags(ids=ids.reshape(-1), count=count, length=length, ends=ends, scales=weights)
+
+    def _one_hot(self, features: Features) -> list[Lookup] | None:
+        if not isinstance(features, dict):
+            return None
+        arrays = {}
+        batch = -1
+        for name in self.features:
+            ids = features.get(name)
+            if (
+                type(ids) is not Tensor
+                or ids.dtype != torch.int64
+                or ids.dim() != 1
+                or not ids.is_cpu
+            ):
+                return None
+            array = ids.numpy()
+            if batch < 0:
+                batch = array.size
+            elif array.size != batch:
+                return None  # refused, with the names, on the general way
+            arrays[name] = array
+        return [
+            Lookup.one_hot(
+                layout, [arrays[feature.name] for feature in layout.features], batch,
+                self.cluster.pool,
+            )
+            for layout in self._layouts
+        ]  # fmt: skip
 
     def _ends(self, name: str, offsets: Tensor | _Ends, values: int) -> I64:
         if isinstance(offsets, _Ends):

@@ -23,8 +23,9 @@ Task = Callable[[], object]
 Spin = Callable[[npt.NDArray[np.int64], int, int], bool]
 Queue = SimpleQueue["tuple[Task, _Join] | None"]
 
-# How often an idle thread looks for work before it sleeps: some 200 microseconds.
-_LOOKS = 200_000
+# How often an idle thread looks for work before it sleeps: about a millisecond. Threads of OpenMP
+# do the same, for longer.
+_LOOKS = 1_000_000
 
 
 def default_threads() -> int:
