@@ -327,16 +327,16 @@ def main() -> None:
     figures: dict[str, float] = {}
     rows: list[list[str]] = []
     # Pause and tracking first: they need no large save.
-    taken, nothing = pauses(run, 20 if given.quick else 100)
+    taken, nothing = pauses(run, 10 if given.quick else 100)
     small = Run(ROWS // 10)
-    small_taken, _ = pauses(small, 20 if given.quick else 100)
+    small_taken, _ = pauses(small, 10 if given.quick else 100)
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
     figures["pause_growth_10x_table"] = statistics.median(taken) / statistics.median(small_taken)
     del small
-    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 6 if given.quick else 12)
-    intervals = 3 if given.quick else 5
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 3 if given.quick else 12)
+    intervals = 2 if given.quick else 5
     layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
     widths: list[int | None] = [None, 8, 4, 3, 2]
     for bits in [8, 2] if given.quick else widths:
@@ -356,7 +356,7 @@ def main() -> None:
     for bits in [None] if given.quick else widths:
         with directory() as path:
             beside = beside_training(
-                run, path, Strategy(layout="intermittent", bits=bits), 2 if given.quick else 3
+                run, path, Strategy(layout="intermittent", bits=bits), 1 if given.quick else 3
             )
         name = f"intermittent, {'float32' if bits is None else f'{bits} bits'}, beside training"
         rows.append(
