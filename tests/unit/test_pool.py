@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -45,17 +44,20 @@ def test_several_threads_may_share_a_pool() -> None:
 
 
 def test_threads_end_with_their_pool() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     pool = Pool(5)
     pool.run([lambda: None] * 5)
-    assert threading.active_count() == before + 4
+    mine = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("emberkeep-")
+    ]
+    assert len(mine) == 4
     del pool
     gc.collect()
-    for _ in range(1000):
-        if threading.active_count() == before:
-            return
-        time.sleep(0.01)
-    pytest.fail("threads outlive their pool")
+    for thread in mine:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
