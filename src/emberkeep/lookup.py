@@ -168,22 +168,8 @@ class Lookup:
         return bases
 
     def _deduped(self) -> tuple[RowIds, I32]:
-        if self._unique is not None:
-            return self._unique
-        lookups, tables = self.ids_N.size, len(self.layout.tables)
-        staged = np.empty(lookups, np.int64)
-        inverse_N: I32 = np.empty(lookups, np.int32)
-        counts_T = np.empty(tables, np.int64)
-        self._over_tables(
-            lambda first, last: rows.dedupe(
-                self.ids_N, self.offsets_T, first, last, staged, inverse_N, counts_T
-            )
-        )
-        starts_T = np.zeros(tables + 1, np.int64)
-        np.cumsum(counts_T, out=starts_T[1:])
-        unique = np.empty(int(starts_T[-1]), np.int64)
-        rows.compact(staged, self.offsets_T, starts_T, unique)
-        self._unique = RowIds(unique, starts_T), inverse_N
+        if self._unique is None:
+            self._unique = unique_ids(self.ids_N, self.offsets_T, self.pool)
         return self._unique
 
     def pooled(self, rows_UD: F32, out_BFD: F32) -> None:
@@ -242,9 +228,29 @@ class Lookup:
         self.pool.run([partial(work, start, stop) for start, stop in parts])
 
     def _over_tables(self, work: Work) -> None:
-        """Runs work over ranges of tables that hold about equally many lookups."""
-        parts = table_spans(self.offsets_T, self.pool.threads)
-        self.pool.run([partial(work, first, last) for first, last in parts])
+        _over_tables(self.offsets_T, work, self.pool)
+
+
+def _over_tables(offsets_T: I64, work: Work, pool: Pool) -> None:
+    """Runs work over ranges of tables that hold about equally many lookups."""
+    parts = table_spans(offsets_T, pool.threads)
+    pool.run([partial(work, first, last) for first, last in parts])
+
+
+def unique_ids(ids_N: I64, offsets_T: I64, pool: Pool) -> tuple[RowIds, I32]:
+    """The unique ids of each table, and for each lookup the number of its id among them."""
+    staged, inverse_N = np.empty(ids_N.size, np.int64), np.empty(ids_N.size, np.int32)
+    counts_T = np.empty(offsets_T.size - 1, np.int64)
+    _over_tables(
+        offsets_T,
+        lambda first, last: rows.dedupe(ids_N, offsets_T, first, last, staged, inverse_N, counts_T),
+        pool,
+    )
+    starts_T = np.zeros(offsets_T.size, np.int64)
+    np.cumsum(counts_T, out=starts_T[1:])
+    unique = np.empty(int(starts_T[-1]), np.int64)
+    rows.compact(staged, offsets_T, starts_T, unique)
+    return RowIds(unique, starts_T), inverse_N
 
 
 def table_spans(offsets_T: I64, parts: int) -> list[tuple[int, int]]:
@@ -257,7 +263,9 @@ def table_spans(offsets_T: I64, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def merge(first: RowIds, first_UD: F32, second: RowIds, second_UD: F32) -> tuple[RowIds, F32]:
+def merge(
+    first: RowIds, first_UD: F32, second: RowIds, second_UD: F32, pool: Pool
+) -> tuple[RowIds, F32]:
     """The sum of two sets of row gradients of one slab."""
     tables = first.offsets.size - 1
     parts = []
@@ -269,14 +277,9 @@ def merge(first: RowIds, first_UD: F32, second: RowIds, second_UD: F32) -> tuple
             sources.append(np.arange(base + low, base + high))
     ids_N = np.concatenate(parts)
     offsets_T = first.offsets + second.offsets
-    staged, inverse_N = np.empty(ids_N.size, np.int64), np.empty(ids_N.size, np.int32)
-    counts_T, starts_T = np.empty(tables, np.int64), np.zeros(tables + 1, np.int64)
-    rows.dedupe(ids_N, offsets_T, 0, tables, staged, inverse_N, counts_T)
-    np.cumsum(counts_T, out=starts_T[1:])
-    unique = np.empty(int(starts_T[-1]), np.int64)
-    rows.compact(staged, offsets_T, starts_T, unique)
-    index_N = np.repeat(starts_T[:-1], np.diff(offsets_T)) + inverse_N.astype(np.int64)
-    out_UD = np.zeros((unique.size, first_UD.shape[1]), np.float32)
+    unique, inverse_N = unique_ids(ids_N, offsets_T, pool)
+    index_N = np.repeat(unique.offsets[:-1], np.diff(offsets_T)) + inverse_N.astype(np.int64)
+    out_UD = np.zeros((unique.ids.size, first_UD.shape[1]), np.float32)
     both = np.concatenate([first_UD, second_UD])
     rows.scatter_add(both, np.concatenate(sources), index_N, out_UD)
-    return RowIds(unique, starts_T), out_UD
+    return unique, out_UD

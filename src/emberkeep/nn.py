@@ -277,7 +277,7 @@ class _Module(nn.Module):
                 self._pending[g] = (lookup.wanted, rows_UD)
                 self._squares[g] = square
             else:
-                merged = merge(*pending, lookup.wanted, rows_UD)
+                merged = merge(*pending, lookup.wanted, rows_UD, self.cluster.pool)
                 self._pending[g] = merged
                 self._squares[g] = _square(merged[1])
         self._passes += 1

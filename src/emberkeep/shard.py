@@ -129,11 +129,6 @@ class Shard:
         with self._lock:
             return slab.touched_ids(t)
 
-    def dirty_rows(self) -> int:
-        """How many rows changed since the dirty bits were last taken."""
-        with self._lock:
-            return sum(slab.dirty_rows() for slab in self.slabs)
-
     def steps(self, table: str) -> int:
         """How many pushes the table has taken part in."""
         slab, t = self._places[table]

@@ -15,8 +15,6 @@ from emberkeep.kernels.hashing import F32, I64, U64
 from emberkeep.kernels.initial import AHEAD
 from emberkeep.kernels.rows import I32
 
-_ONE = np.float32(1.0)
-
 
 @kernel
 def fill_untouched(
