@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +24,25 @@ from numba.core import caching, config, event
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_KERNELS = Path(__file__).parent
+_IMPORTED = re.compile(rb"^from emberkeep\.kernels\.(\w+) import", re.MULTILINE)
+
+
 @functools.cache
-def _source_stamp() -> bytes:
-    """A digest of all kernel sources: a kernel inlines others, so any change voids all of them."""
+def _source_stamp(py_file: str) -> bytes:
+    """A digest of a kernel's source and of all that it imports: kernels inline each other, so a
+    change of one voids every kernel that can hold a copy of it, and no other."""
+    sources: dict[Path, bytes] = {}
+    wanted = [Path(py_file)]
+    while wanted:
+        path = wanted.pop()
+        if path not in sources:
+            sources[path] = path.read_bytes()
+            names = _IMPORTED.findall(sources[path])
+            wanted.extend(_KERNELS / f"{name.decode()}.py" for name in names)
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path, source in sorted(sources.items()):
+        digest.update(path.name.encode() + b"\0" + source)
     return digest.digest()
 
 
@@ -36,7 +50,7 @@ class _Locator(caching.InTreeCacheLocator):  # type: ignore[misc]
     """The first directory that can be written, or failing that one that already holds kernels."""
 
     def get_source_stamp(self) -> bytes:
-        return _source_stamp()
+        return _source_stamp(self._py_file)
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> _Locator | None:
