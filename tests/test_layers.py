@@ -44,7 +44,7 @@ LAYERS: list[list[str]] = [
     ["tracking", "codecs", "blobs", "tables"],
     ["pool"],
     ["kernels"],
-    ["config", "memory", "metrics"],
+    ["config", "memory", "metrics", "overheads"],
     ["errors"],
 ]
 
