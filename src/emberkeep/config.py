@@ -14,9 +14,11 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +31,15 @@ from emberkeep.errors import ConfigError
 
 _Settings = TypeVar("_Settings")
 _Table = dict[str, Any]
+
+_UNITS = {
+    "s": 1.0, "sec": 1.0, "second": 1.0,
+    "m": 60.0, "min": 60.0, "minute": 60.0,
+    "h": 3600.0, "hour": 3600.0,
+    "d": 86400.0, "day": 86400.0,
+}  # fmt: skip
+_LONGEST = timedelta(days=100_000)
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
 
 
 def setting(
@@ -93,6 +104,22 @@ def parse(
         source += f" with --set {override}"
     settings: _Settings = _build(kind, table, source, "")
     return settings
+
+
+def duration(text: str) -> timedelta:
+    """`"30min"`, `"1h 30min"`, `"5.7 minutes"`, `"2d"`; `ValueError` for anything else."""
+    seconds, rest = 0.0, text.strip().lower()
+    if not rest:
+        raise ValueError(text)
+    while match := _AMOUNT.match(rest):
+        unit = match[2] if match[2] in _UNITS else match[2].removesuffix("s")
+        if unit not in _UNITS:
+            break
+        seconds += float(match[1]) * _UNITS[unit]
+        rest = rest[match.end() :]
+    if rest or seconds > _LONGEST.total_seconds():
+        raise ValueError(text)
+    return timedelta(seconds=seconds)
 
 
 def to_toml(settings: Any) -> str:

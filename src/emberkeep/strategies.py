@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint import Strategy
+from emberkeep.config import duration
 from emberkeep.errors import ConfigError
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Layout
@@ -23,14 +24,6 @@ Interval: TypeAlias = "int | timedelta | str"
 
 # A reader is told how many batches it may hand out before time is looked at again: at most so many.
 _MOST_BATCHES = 1000
-
-_UNITS = {
-    "s": 1.0, "sec": 1.0, "second": 1.0,
-    "m": 60.0, "min": 60.0, "minute": 60.0,
-    "h": 3600.0, "hour": 3600.0,
-    "d": 86400.0, "day": 86400.0,
-}  # fmt: skip
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +82,10 @@ def schedule(every: Interval) -> Every:
     steps = re.fullmatch(r"(\d+)\s*steps?", text)
     if steps:
         return Every(steps=int(steps[1]))
-    seconds, rest = 0.0, text
-    while match := _AMOUNT.match(rest):
-        unit = match[2] if match[2] in _UNITS else match[2].removesuffix("s")
-        if unit not in _UNITS:
-            break
-        seconds += float(match[1]) * _UNITS[unit]
-        rest = rest[match.end() :]
-    if rest or not text:
-        raise ConfigError(_interval_message(every))
-    return Every(time=timedelta(seconds=seconds))
+    try:
+        return Every(time=duration(text))
+    except ValueError:
+        raise ConfigError(_interval_message(every)) from None
 
 
 def _interval_message(given: object) -> str:
