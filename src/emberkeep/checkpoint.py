@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,7 +47,7 @@ from emberkeep.repository.ahead import Ahead, Worker
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
-from emberkeep.snapshot import Snapshot
+from emberkeep.snapshot import FrozenShards
 from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
@@ -220,8 +220,9 @@ class Checkpointer:
             None if anew else SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
         )
         start = time.perf_counter()
-        snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
+        # Nothing may raise between the freeze and the write, which ends the snapshots.
         tables = self.subject.table_state()
+        snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
         saving = Saving(step, timedelta(seconds=time.perf_counter() - start))
         self._saving = saving
         self._worker.do(
@@ -280,7 +281,7 @@ class Checkpointer:
             ) from failures[-1]
 
     def _write(
-        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> None:  # fmt: skip
         try:
@@ -294,7 +295,7 @@ class Checkpointer:
             saving.ended.set()
 
     def _write_and_settle(
-        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> None:  # fmt: skip
         advanced: list[str] = []
@@ -324,7 +325,7 @@ class Checkpointer:
         saving.committed.set_exception(outcome)
 
     def _write_version(
-        self, saving: Saving, snapshots: list[list[Snapshot]], extras: Extras, since: str | None,
+        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> Manifest:  # fmt: skip
         chain = self._chain
@@ -372,7 +373,7 @@ class Checkpointer:
             self._chain = _Chain(manifest.baseline, manifest.version, sizes, base)
 
     def _write_shards(
-        self, draft: Draft, saving: Saving, snapshots: Sequence[Sequence[Snapshot]],
+        self, draft: Draft, saving: Saving, snapshots: FrozenShards,
         codecs: dict[str, Codec],
     ) -> None:  # fmt: skip
         """One stream of pieces per shard; copying and encoding run ahead of the upload."""

@@ -7,6 +7,8 @@ narrowest class; the command line prints the message as one line and exits with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class EmberkeepError(Exception):
     """The root. Catch it to catch everything Emberkeep raises on purpose."""
@@ -113,3 +115,18 @@ class SaveError(EmberkeepError):
     """Background saves keep failing; the rows are still in memory."""
 
     exit_code = 28
+
+
+class ShardLostError(EmberkeepError):
+    """Shards are lost, or not recovered yet; no row was changed. Worth retrying once they are."""
+
+    exit_code = 29
+
+    def __init__(self, shards: Sequence[int]) -> None:
+        self.shards = tuple(shards)
+        named = ", ".join(map(str, self.shards))
+        plural = "s" if len(self.shards) > 1 else ""
+        super().__init__(
+            f"shard{plural} {named} lost and not recovered yet; no row was changed: recover with "
+            "keeper.recover(), or start the run again to resume its newest version"
+        )

@@ -15,7 +15,7 @@ from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.ahead import ahead_of
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, read_chunks
-from emberkeep.snapshot import Chunk, Snapshot
+from emberkeep.snapshot import Chunk, FrozenShards
 
 I64 = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class Subject(Protocol):
         """Starts to follow changes."""
         ...
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
         """Freezes all rows at one instant; snapshots by shard. Returns at once."""
         ...
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from emberkeep.cluster.local import Local, LocalCluster
+from emberkeep.cluster.client import Cluster, ClusterSpec
+from emberkeep.cluster.local import Local
 from emberkeep.errors import ConfigError, IdError, StateError
 from emberkeep.lookup import F32, I64, Bags, Layout, Lookup, merge
 from emberkeep.slab import RowIds
@@ -106,7 +107,7 @@ class _Module(nn.Module):
         tables: Sequence[Table],
         *,
         optimizer: Optimizer,
-        cluster: Local | None = None,
+        cluster: ClusterSpec | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
         include_last_offset: bool = False,
@@ -119,7 +120,7 @@ class _Module(nn.Module):
             )
         self.device = torch.device(device)
         self.include_last_offset = include_last_offset
-        self.cluster: LocalCluster = (cluster or Local()).open(self.tables, optimizer, seed=seed)
+        self.cluster: Cluster = (cluster or Local()).open(self.tables, optimizer, seed=seed)
         self.features = tuple(name for table in self.tables for name in table.features)
         self._layouts = self._make_layouts(self.cluster.groups)
         # Not registered: a parameter would be averaged by DDP and "trained" by other optimizers.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import GradientError, IdError, StateError, TableFullError
+from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import initial, optimizers, rows
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock, Pool, spans
@@ -127,8 +127,9 @@ class Slab:
         self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
         self._no_steps = np.empty((0, 1), np.int32)
         self.slots: dict[int, Slots] = {}
+        self.ids: I64 = np.empty(0, np.int64)
         if any(table.dynamic for table in self.tables):
-            self.ids: I64 = lazy_zeros((self.rows,), np.int64)
+            self.ids = lazy_zeros((self.rows,), np.int64)
         if any(table.on_full == "evict_oldest" for table in self.tables):
             self.planes["used"] = lazy_zeros((self.rows, 1), np.int64)
         self._empty_slots()
@@ -366,6 +367,15 @@ class Slab:
         self._empty_slots()
         if self.tracker is not None:
             self.tracker.reset()
+
+    def drop(self, lost: ShardLostError) -> None:
+        """Lets go of all memory; a snapshot under way ends with the error."""
+        if self.snapshot is not None:
+            self.snapshot.abandon(lost)
+        self.snapshot = self.tracker = None
+        self.planes, self.slots = {}, {}
+        self.touched = self.dirty = np.empty(0, np.uint64)
+        self.ids = np.empty(0, np.int64)
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded.

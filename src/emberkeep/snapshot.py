@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import CancelledError
+from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import snapshots
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
@@ -77,6 +77,25 @@ class Part:
         return Part(self.present[start:stop], self.ids[start:stop], planes)
 
 
+class FrozenRows(Protocol):
+    """What a checkpointer asks of frozen rows, wherever they are."""
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Hands tables out under other names; for whoever froze them, before anybody reads."""
+        ...
+
+    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
+        """The selected rows, at most about `rows` at a time; once, by one thread."""
+        ...
+
+    def close(self, advanced: Collection[str]) -> None:
+        """Ends it: the cursors that advanced forget the rows, the others keep them."""
+        ...
+
+
+FrozenShards: TypeAlias = Sequence[Sequence[FrozenRows]]
+
+
 class RowHolder(Protocol):
     """Rows that can be frozen: their planes, their bitmaps, and the lock that writers hold."""
 
@@ -116,6 +135,7 @@ class Snapshot:
         self._planes = dict(holder.planes)
         self._room = threading.Condition()
         self._done = False
+        self._lost: ShardLostError | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for whoever froze it, before anybody reads."""
@@ -151,6 +171,17 @@ class Snapshot:
         with self._room:
             self._saved_nbytes += saved_nbytes
 
+    def abandon(self, lost: ShardLostError) -> None:
+        """Called with the lock held when the rows are gone: whoever reads on gets the error.
+
+        What was copied before is whole: a reader that had everything does not notice.
+        """
+        self._lost = lost
+        self._planes = {}
+        self._done = True
+        with self._room:
+            self._room.notify_all()
+
     def wait_for_room(self) -> None:
         """Called by writers before they take the lock: holds them while the buffer is full."""
         if self._saved_nbytes <= self._buffer_nbytes or self._done:
@@ -178,18 +209,25 @@ class Snapshot:
                 yield from self._take_saved(rows)
         yield from self._take_saved(rows)
 
+    def _check_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[Part, int]:
         """Copies slices, each under the lock, until there is no room for another."""
         limit = max(limit, _SLICE_ROWS)
         rows = np.empty(_SLICE_ROWS, np.int64)
         present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
-        planes = {
-            name: np.empty((limit, self._planes[name].shape[1]), self._planes[name].dtype)
-            for name in table.planes
-        }
+        with self.holder.lock:
+            self._check_lost()
+            planes = {
+                name: np.empty((limit, self._planes[name].shape[1]), self._planes[name].dtype)
+                for name in table.planes
+            }
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
             with self.holder.lock:
+                self._check_lost()
                 taken, word = snapshots.take_slice(
                     self._first, self._second, self.holder.touched, self._copied, word,
                     min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
@@ -236,6 +274,8 @@ class Snapshot:
             self._done = True
         with self._room:
             self._room.notify_all()
+        if self._lost is not None:
+            return
         assert self.holder.tracker is not None
         self.holder.tracker.settle(self._frozen, advanced)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError
 from emberkeep.pool import Pool
+from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Optimizer, Table
+from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import EngineContract, grads_of, state, tables, wanted_of
 
 
@@ -21,6 +25,37 @@ class TestOneShard(EngineContract):
         self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
     ) -> LocalCluster:
         return local(threads=threads).open(tables, optimizer, seed=seed)
+
+
+class TestShards(ClusterContract):
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0
+    ) -> LocalCluster:
+        return local(shards=shards, threads=2).open(tables, optimizer, seed=seed)
+
+    def kill(self, cluster: LocalCluster, *shards: int) -> None:
+        cluster.kill(*shards)
+
+
+def test_the_memory_of_a_killed_shard_is_gone() -> None:
+    cluster = local(shards=2, threads=2).open(tables(), Adagrad(lr=0.1), seed=0)
+    cluster.track()
+    cluster.push(*_some_push(cluster), lr=0.1)
+    frozen = cluster.freeze(None, 1 << 20)  # a copy under way does not keep it either
+    planes = [weakref.ref(p) for slab in cluster.shards[0].slabs for p in slab.planes.values()]
+    assert all(plane() is not None for plane in planes)
+    cluster.kill(0)
+    gc.collect()
+    assert all(plane() is None for plane in planes)
+    for rows in (rows for shard in frozen for rows in shard):
+        rows.close(())
+
+
+def _some_push(cluster: LocalCluster) -> tuple[list[RowIds], list[np.ndarray]]:
+    batch = {"fixed": [1, 2, 3], "dynamic": [5, 6], "wide": [4]}
+    dims = {table.name: table.dim for table in cluster.tables}
+    grads = {name: np.ones((len(ids), dims[name])) for name, ids in batch.items()}
+    return wanted_of(cluster, batch), grads_of(cluster, grads)
 
 
 def _train(cluster: LocalCluster, steps: int = 8) -> dict[str, object]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.loading import Subject
-from emberkeep.snapshot import Snapshot
+from emberkeep.snapshot import FrozenShards
 
 I64 = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class Together:
         for subject in self._parts:
             subject.track()
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
         share = buffer_nbytes // max(1, len(self._parts))
         frozen = [subject.freeze(since, share) for subject in self._parts]
         for shards, names in zip(frozen, self._names, strict=True):

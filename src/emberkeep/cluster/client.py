@@ -1,0 +1,489 @@
+"""The client side of a cluster: rows by table and id, wherever their shards are.
+
+`Cluster` routes ids, splits pushes, joins answers, and is what a checkpointer protects. What is
+below it is a sequence of shards that answer `ShardHandle`: objects in this process, or servers.
+A backend brings the handles, says how replacements come to be (`renew`), and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep import pool as pools
+from emberkeep.errors import ShardLostError
+from emberkeep.kernels import hashing
+from emberkeep.lookup import Lookup
+from emberkeep.shard import State, plane_shapes, slab_groups
+from emberkeep.slab import F32, I64, Planes, RowIds
+from emberkeep.snapshot import FrozenRows
+from emberkeep.tables import Optimizer, Table, check_tables
+
+Json = dict[str, Any]
+Scope = Literal["pull", "push"]
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+class ShardHandle(Protocol):
+    """What one shard answers, in process or over a wire.
+
+    While its `state` is "recovering" a shard takes what a recovery brings (`install`, `delete`,
+    `clear`, `load_table_state`, `forget_changes`, `track`) and refuses everything else; a lost one
+    refuses everything. Both refuse with `ShardLostError`, and nothing has changed then.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def epoch(self) -> int:
+        """The life that this handle speaks to: a replacement has a later one."""
+        ...
+
+    @property
+    def state(self) -> State: ...
+
+    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None: ...
+
+    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
+        """Everything that can refuse a push, before any row changes; what `apply` wants."""
+        ...
+
+    def apply(self, checked: Any, lr: float) -> None: ...
+
+    def read(self, table: str, ids: I64) -> Planes: ...
+
+    def read_all(self, table: str) -> tuple[I64, Planes]: ...
+
+    def touched_ids(self, table: str) -> I64: ...
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def delete(self, table: str, ids: I64) -> int: ...
+
+    def table_state(self) -> Json: ...
+
+    def load_table_state(self, state: Json) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def track(self) -> None: ...
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]: ...
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
+
+
+class ClusterSpec(Protocol):
+    """Where rows shall live: what `cluster=` of a module takes."""
+
+    def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> Cluster: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatus:
+    """One shard as the cluster sees it."""
+
+    index: int
+    epoch: int
+    state: State
+
+
+OnLoss = Callable[[ShardLostError], bool]
+
+
+def surviving(
+    method: Callable[Concatenate[_Cluster, _P], _T],
+) -> Callable[Concatenate[_Cluster, _P], _T]:
+    """A call that a lost shard makes fail is made again once `on_loss` has brought it back."""
+
+    @functools.wraps(method)
+    def call(self: _Cluster, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        while True:
+            try:
+                return method(self, *args, **kwargs)
+            except ShardLostError as lost:
+                if self.on_loss is None or not self.on_loss(lost):
+                    raise
+
+    return call
+
+
+class Cluster:
+    """Tables spread row by row over shards.
+
+    Which shard owns a row changes neither its initial value nor its updates: results are the same
+    bits for every number of shards. Safe to call from several threads.
+
+    When shards are lost, every call that reads or trains rows raises `ShardLostError`, naming
+    them, and changes nothing on any shard; what goes on afterwards is `on_loss`'s to decide: called
+    with the error and no lock held, it returns True when the shards serve again, and the call is
+    made once more. To bring shards back: `renew` them, fill them, let them `serve`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        optimizer: Optimizer,
+        shards: Sequence[ShardHandle],
+        *,
+        seed: int,
+        pool: pools.Pool,
+    ) -> None:
+        self.tables = check_tables(tables)
+        self.optimizer = optimizer
+        self.seed = seed
+        self.pool = pool
+        self.handles: list[ShardHandle] = list(shards)
+        self.groups = slab_groups(self.tables)
+        self.on_loss: OnLoss | None = None
+        self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
+        self._is_dynamic = {table.name: np.array([table.dynamic]) for table in self.tables}
+        self._push_lock = pools.ForkLock()
+
+    # -- shards ----------------------------------------------------------------------------------
+
+    @property
+    def shard_count(self) -> int:
+        return len(self.handles)
+
+    def status(self) -> tuple[ShardStatus, ...]:
+        """Every shard's epoch and state."""
+        return tuple(
+            ShardStatus(index=shard.index, epoch=shard.epoch, state=shard.state)
+            for shard in self.handles
+        )
+
+    def lost(self) -> tuple[int, ...]:
+        """The shards that do not serve: lost, or not recovered yet."""
+        return tuple(shard.index for shard in self.handles if shard.state != "serving")
+
+    def renew(self, *shards: int) -> None:
+        """Begins a new epoch of these shards, lost or not: empty, refusing to serve.
+
+        Whoever still speaks to the old epoch is refused from here on.
+        """
+        raise NotImplementedError
+
+    def serve(self, *shards: int) -> None:
+        """Says that these shards were recovered: they answer again."""
+        raise NotImplementedError
+
+    def part(self, shard: int) -> Part:
+        """One shard alone, as something that a version can be loaded into."""
+        return Part(self, shard)
+
+    def _serving(self) -> list[ShardHandle]:
+        for shard in self.handles:
+            if shard.state != "serving":
+                raise ShardLostError(self.lost())
+        return self.handles
+
+    def _present(self) -> list[ShardHandle]:
+        gone = tuple(shard.index for shard in self.handles if shard.state == "lost")
+        if gone:
+            raise ShardLostError(gone)
+        return self.handles
+
+    def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Makes one call per shard. In turn, as each uses the whole pool; servers are asked at
+        once."""
+        return [call() for call in calls]
+
+    # -- training --------------------------------------------------------------------------------
+
+    @surviving
+    def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
+        """The weights of the wanted rows, slab by slab. Changes nothing, inserts nothing."""
+        self._before("pull")
+        shards = self._serving()
+        out = [
+            np.empty((ids.ids.size, self.tables[group[0]].dim), np.float32)
+            for ids, group in zip(wanted, self.groups, strict=True)
+        ]
+        if len(shards) == 1:
+            shards[0].pull(wanted, out)
+            return out
+        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+        parts_S = [
+            [
+                np.empty((r[s][0].ids.size, o.shape[1]), np.float32)
+                for r, o in zip(routed, out, strict=True)
+            ]
+            for s in range(len(shards))
+        ]
+        self._each(
+            [
+                functools.partial(shard.pull, [r[s][0] for r in routed], parts_S[s])
+                for s, shard in enumerate(shards)
+            ]
+        )
+        for s, parts in enumerate(parts_S):
+            for r, o, part in zip(routed, out, parts, strict=True):
+                o[r[s][1]] = part
+        return out
+
+    def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:
+        """Pooled bags, slab by slab."""
+        pulled = self.pull([lookup.wanted for lookup in lookups])
+        for lookup, rows_UD, out_BFD in zip(lookups, pulled, out, strict=True):
+            lookup.pooled(rows_UD, out_BFD)
+
+    @surviving
+    def push(
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+    ) -> None:
+        """Updates each wanted row once. On any error no row on any shard has changed.
+
+        `finite` says that the gradients are known to be finite and need not be looked at.
+        """
+        self._before("push")
+        with self._push_lock:
+            shards = self._serving()
+            if len(shards) == 1:
+                shards[0].apply(shards[0].check(wanted, grads, finite=finite), lr)
+                return
+            routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+            checked_S = self._each(
+                [
+                    functools.partial(
+                        shard.check,
+                        [r[s][0] for r in routed],
+                        [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
+                        finite=finite,
+                    )
+                    for s, shard in enumerate(shards)
+                ]
+            )
+            self._each(
+                [
+                    functools.partial(shard.apply, checked, lr)
+                    for shard, checked in zip(shards, checked_S, strict=True)
+                ]
+            )
+
+    def _before(self, scope: Scope) -> None:
+        """Called before every pull and push; where failures are injected."""
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    @surviving
+    def read(self, table: str, ids: I64) -> Planes:
+        """All planes of the rows named, in the order of `ids`; untouched rows as they begin."""
+        self._serving()
+        ids = np.ascontiguousarray(ids, np.int64)
+        parts = [
+            (order, shard.read(table, ids[order])) for order, shard in self._owners(table, ids)
+        ]
+        first = parts[0][1]
+        planes = {
+            name: np.empty((ids.size, values.shape[1]), values.dtype)
+            for name, values in first.items()
+        }
+        for order, part in parts:
+            for name, values in part.items():
+                planes[name][order] = values
+        return planes
+
+    @surviving
+    def read_all(self, table: str) -> tuple[I64, Planes]:
+        """The ids, ascending, and all planes of every trained row of a table."""
+        with self._push_lock:
+            parts = [shard.read_all(table) for shard in self._serving()]
+        ids = np.concatenate([part[0] for part in parts])
+        order = np.argsort(ids, kind="stable")
+        planes = {
+            name: np.concatenate([part[1][name] for part in parts])[order] for name in parts[0][1]
+        }
+        return ids[order], planes
+
+    @surviving
+    def touched_ids(self, table: str) -> I64:
+        """The ids of a table's rows that were trained and not deleted since, ascending."""
+        return np.sort(np.concatenate([shard.touched_ids(table) for shard in self._serving()]))
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Writes whole rows, all planes together."""
+        self._present()
+        ids = np.ascontiguousarray(ids, np.int64)
+        for order, shard in self._owners(table, ids):
+            shard.install(table, ids[order], {name: v[order] for name, v in planes.items()})
+
+    def delete(self, table: str, ids: I64) -> int:
+        """Takes rows back to their initial state; returns how many had been trained."""
+        ids = np.unique(np.asarray(ids, np.int64))
+        with self._push_lock:
+            self._present()
+            return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
+
+    def steps(self, table: str) -> int:
+        """How many pushes the table has taken part in."""
+        return int(self.table_state()[table]["steps"])
+
+    def set_steps(self, table: str, steps: int) -> None:
+        self.load_table_state({table: {**self.table_state()[table], "steps": steps}})
+
+    # -- what a checkpointer asks ----------------------------------------------------------------
+
+    def schema(self) -> Json:
+        """The tables as they are saved: a restore into another shape is refused by name."""
+        tables = [self.tables[t] for group in self.groups for t in group]
+        return {
+            "shards": len(self.handles),
+            "tables": {
+                table.name: {
+                    "rows": table.rows,
+                    "planes": plane_shapes(table, self.optimizer),
+                    "origin": table.describe_origin(self.seed),
+                }
+                for table in tables
+            },
+        }
+
+    def track(self) -> None:
+        """Starts to follow changes; every row that was trained before counts as changed."""
+        with self._push_lock:
+            for shard in self._present():
+                shard.track()
+
+    @surviving
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[Sequence[FrozenRows]]:
+        """Freezes the rows of all shards at one instant; returns at once."""
+        taken: dict[int, Sequence[FrozenRows]] = {}
+
+        def take(shard: ShardHandle) -> None:
+            taken[shard.index] = shard.freeze(since, buffer_nbytes)
+
+        with self._push_lock:
+            shards = self._serving()
+            try:
+                self._each([functools.partial(take, shard) for shard in shards])
+            except BaseException:
+                for frozen in (frozen for part in taken.values() for frozen in part):
+                    frozen.close(())
+                raise
+        return [taken[shard.index] for shard in shards]
+
+    @surviving
+    def table_state(self) -> Json:
+        """The step of each table, and the next tick of those that evict."""
+        return _joined([shard.table_state() for shard in self._serving()])
+
+    def load_table_state(self, state: Json) -> None:
+        for shard in self._present():
+            shard.load_table_state(_of_shard(state, shard.index, len(self.handles)))
+
+    def clear(self) -> None:
+        """Takes every row of every table back to its initial state."""
+        with self._push_lock:
+            for shard in self._present():
+                shard.clear()
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        """Nothing has changed since the version just loaded; see `Tracker.reset`."""
+        with self._push_lock:
+            for shard in self._present():
+                shard.forget_changes(keep_since_baseline=keep_since_baseline)
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _route(self, group: int, wanted: RowIds) -> list[tuple[RowIds, I64]]:
+        """For each shard its part of the ids, and where they stood."""
+        count = len(self.handles)
+        dynamic_T = self._dynamic[group]
+        counts_ST = np.zeros((count, dynamic_T.size), np.int64)
+        order = np.empty(wanted.ids.size, np.int64)
+        hashing.route(wanted.ids, wanted.offsets, dynamic_T, count, counts_ST, order)
+        ends = np.cumsum(counts_ST.sum(axis=1))
+        parts = []
+        for s in range(count):
+            mine = order[(ends[s - 1] if s else 0) : ends[s]]
+            offsets = np.zeros(dynamic_T.size + 1, np.int64)
+            np.cumsum(counts_ST[s], out=offsets[1:])
+            parts.append((RowIds(wanted.ids[mine], offsets), mine))
+        return parts
+
+    def _owners(self, table: str, ids: I64) -> list[tuple[I64, ShardHandle]]:
+        """Each shard with the positions of the ids that it owns."""
+        return list(zip(self.positions(table, ids), self.handles, strict=True))
+
+    def positions(self, table: str, ids: I64) -> list[I64]:
+        """For each shard the positions of the ids that it owns."""
+        counts_ST = np.zeros((len(self.handles), 1), np.int64)
+        order = np.empty(ids.size, np.int64)
+        hashing.route(
+            ids,
+            np.array([0, ids.size]),
+            self._is_dynamic[table],
+            len(self.handles),
+            counts_ST,
+            order,
+        )
+        return np.split(order, np.cumsum(counts_ST[:, 0])[:-1])
+
+
+_Cluster = TypeVar("_Cluster", bound=Cluster)
+
+
+def _joined(states: Sequence[Json]) -> Json:
+    """The state of tables from that of their shards: each push counts on all of them, while
+    every shard has ticks of its own."""
+    return {
+        name: {
+            "steps": max(state[name]["steps"] for state in states),
+            "tick": max(state[name]["tick"] for state in states),
+            "ticks": [state[name]["tick"] for state in states],
+        }
+        for name in states[0]
+    }
+
+
+def _of_shard(state: Json, shard: int, count: int) -> Json:
+    """One shard's part of the state of tables; any tick that is late enough serves where another
+    number of shards saved it."""
+    return {
+        name: {
+            "steps": its["steps"],
+            "tick": its["ticks"][shard] if len(its.get("ticks", ())) == count else its["tick"],
+        }
+        for name, its in state.items()
+    }
+
+
+class Part:
+    """One shard of a cluster as the target of a load: rows of other shards are passed over."""
+
+    def __init__(self, cluster: Cluster, shard: int) -> None:
+        self._cluster = cluster
+        self.shard = shard
+
+    @property
+    def _handle(self) -> ShardHandle:
+        return self._cluster.handles[self.shard]
+
+    def schema(self) -> Json:
+        return self._cluster.schema()
+
+    def clear(self) -> None:
+        self._handle.clear()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        mine = self._cluster.positions(table, ids)[self.shard]
+        self._handle.install(table, ids[mine], {name: v[mine] for name, v in planes.items()})
+
+    def delete(self, table: str, ids: I64) -> int:
+        return self._handle.delete(table, ids[self._cluster.positions(table, ids)[self.shard]])
+
+    def load_table_state(self, state: Json) -> None:
+        count = self._cluster.shard_count
+        self._handle.load_table_state(_of_shard(state, self.shard, count))
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        self._handle.forget_changes(keep_since_baseline=keep_since_baseline)
