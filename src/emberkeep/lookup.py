@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import rows
-from emberkeep.pool import Pool, spans
+from emberkeep.pool import Pool, Task, spans
 from emberkeep.slab import RowIds
 from emberkeep.tables import Table
 
@@ -83,6 +83,7 @@ class Lookup:
     With `batch=None` nothing is pooled: every lookup is a bag of its own, and the output is one
     row per lookup.
     Sums run in lookup order everywhere: results do not depend on the number of threads.
+    `trained` says that gradients are expected: unique ids are then found beside other work.
     """
 
     def __init__(self, layout: Layout, bags: Sequence[Bags], batch: int | None, pool: Pool) -> None:
@@ -109,6 +110,7 @@ class Lookup:
                 if bag.ends is not None:
                     self.ends_FB[f] = bag.ends
         self.scales_N = self._scales(bags)
+        self.trained = False
         self._unique: tuple[RowIds, I32] | None = None
 
     @classmethod
@@ -119,7 +121,8 @@ class Lookup:
         self.ids_N = np.concatenate(ids)
         _, self.firsts_F, self.offsets_T, self.lengths_F, self.counts_F = layout.one_hot(batch)
         self.columns_F, self.width = layout.columns_F, layout.width
-        self.ends_FB, self.scales_N, self._unique = _NO_ENDS, _NO_SCALES, None
+        self.ends_FB, self.scales_N = _NO_ENDS, _NO_SCALES
+        self.trained, self._unique = False, None
         return self
 
     def _scales(self, bags: Sequence[Bags]) -> F32:
@@ -221,36 +224,61 @@ class Lookup:
 
     def over_samples(self, work: Work) -> None:
         """Runs work over ranges of samples."""
-        self._over(self.batch, work)
+        tasks = _cut(spans(self.batch, self.pool.threads, _LEAST), work)
+        if not self.trained or self._unique is not None:
+            self.pool.run(tasks)
+            return
+        search = _Search(self.ids_N, self.offsets_T)
+        searches = search.tasks(self.pool)
+        if len(tasks) == len(searches) == 1:  # too little work to wake a thread for
+            tasks[0]()
+            searches[0]()
+        else:
+            self.pool.run([*tasks, *searches])
+        self._unique = search.found()
 
     def _over(self, count: int, work: Work) -> None:
-        parts = spans(count, self.pool.threads, _LEAST)
-        self.pool.run([partial(work, start, stop) for start, stop in parts])
+        self.pool.run(_cut(spans(count, self.pool.threads, _LEAST), work))
 
     def _over_tables(self, work: Work) -> None:
-        _over_tables(self.offsets_T, work, self.pool)
+        self.pool.run(_cut(table_spans(self.offsets_T, self.pool.threads), work))
 
 
-def _over_tables(offsets_T: I64, work: Work, pool: Pool) -> None:
-    """Runs work over ranges of tables that hold about equally many lookups."""
-    parts = table_spans(offsets_T, pool.threads)
-    pool.run([partial(work, first, last) for first, last in parts])
+def _cut(parts: Sequence[tuple[int, int]], work: Work) -> list[Task]:
+    return [partial(work, start, stop) for start, stop in parts]
+
+
+class _Search:
+    """The search for the unique ids of each table: tasks that may run beside others."""
+
+    def __init__(self, ids_N: I64, offsets_T: I64) -> None:
+        self._ids_N, self._offsets_T = ids_N, offsets_T
+        self._staged: I64 = np.empty(ids_N.size, np.int64)
+        self._inverse_N: I32 = np.empty(ids_N.size, np.int32)
+        self._counts_T: I64 = np.empty(offsets_T.size - 1, np.int64)
+
+    def tasks(self, pool: Pool) -> list[Task]:
+        return _cut(
+            table_spans(self._offsets_T, pool.threads),
+            lambda first, last: rows.dedupe(
+                self._ids_N, self._offsets_T, first, last, self._staged, self._inverse_N,
+                self._counts_T,
+            ),
+        )  # fmt: skip
+
+    def found(self) -> tuple[RowIds, I32]:
+        starts_T = np.zeros(self._offsets_T.size, np.int64)
+        np.cumsum(self._counts_T, out=starts_T[1:])
+        unique = np.empty(int(starts_T[-1]), np.int64)
+        rows.compact(self._staged, self._offsets_T, starts_T, unique)
+        return RowIds(unique, starts_T), self._inverse_N
 
 
 def unique_ids(ids_N: I64, offsets_T: I64, pool: Pool) -> tuple[RowIds, I32]:
     """The unique ids of each table, and for each lookup the number of its id among them."""
-    staged, inverse_N = np.empty(ids_N.size, np.int64), np.empty(ids_N.size, np.int32)
-    counts_T = np.empty(offsets_T.size - 1, np.int64)
-    _over_tables(
-        offsets_T,
-        lambda first, last: rows.dedupe(ids_N, offsets_T, first, last, staged, inverse_N, counts_T),
-        pool,
-    )
-    starts_T = np.zeros(offsets_T.size, np.int64)
-    np.cumsum(counts_T, out=starts_T[1:])
-    unique = np.empty(int(starts_T[-1]), np.int64)
-    rows.compact(staged, offsets_T, starts_T, unique)
-    return RowIds(unique, starts_T), inverse_N
+    search = _Search(ids_N, offsets_T)
+    pool.run(search.tasks(pool))
+    return search.found()
 
 
 def table_spans(offsets_T: I64, parts: int) -> list[tuple[int, int]]:

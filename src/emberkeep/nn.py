@@ -27,6 +27,7 @@ from emberkeep.tables import Optimizer, Table, check_tables
 
 # Backward passes without a step after which a forgotten optimizer is the likely reason.
 _FORGOTTEN_STEPS = 256
+_INT64 = np.dtype(np.int64)
 
 
 @runtime_checkable
@@ -99,6 +100,25 @@ class _Pulled:
         self.rows: list[F32] | None = None
 
 
+class _Waiting:
+    """Gradients that wait for a step: by slab, with their square norms.
+
+    An object of its own because `nn.Module` makes each assignment to an attribute slow.
+    """
+
+    __slots__ = ("grads", "norm", "passes", "squares")
+
+    def __init__(self, slabs: int) -> None:
+        self.grads: list[tuple[RowIds, F32] | None] = [None] * slabs
+        self.drop()
+
+    def drop(self) -> None:
+        self.grads = [None] * len(self.grads)
+        self.squares = [0.0] * len(self.grads)
+        self.norm = 0.0
+        self.passes = 0
+
+
 class _Module(nn.Module):
     """What `EmbeddingBags` and `Embeddings` share: tables, the pull and the push of a step."""
 
@@ -127,7 +147,7 @@ class _Module(nn.Module):
         self._handle = [nn.Parameter(torch.zeros(()))]
         self._handle[0].register_post_accumulate_grad_hook(self._set_norm)  # type: ignore[no-untyped-call]
         self.optimizer = RowOptimizer(self, self._handle[0], optimizer.lr)
-        self._drop_gradients()
+        self._waiting = _Waiting(len(self._layouts))
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         raise NotImplementedError
@@ -189,6 +209,8 @@ class _Module(nn.Module):
 
     def _outputs_of(self, pulled: _Pulled, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and self.training:
+            for lookup in pulled.lookups:
+                lookup.trained = True
             return _Rows.apply(self._handle[0], self, pulled, *scales)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self._outputs(pulled))
 
@@ -234,55 +256,56 @@ class _Module(nn.Module):
 
     def _drop_gradients(self) -> None:
         self._handle[0].grad = None
-        self._pending: list[tuple[RowIds, F32] | None] = [None] * len(self._layouts)
-        self._squares = [0.0] * len(self._layouts)
-        self._norm = 0.0
-        self._passes = 0
+        self._waiting.drop()
 
     def _set_norm(self, handle: Tensor) -> None:
         """After a backward pass: the handle's gradient is the norm of all rows' gradients."""
-        self._norm = float(np.float32(math.sqrt(sum(self._squares))))
-        handle.grad = torch.tensor(self._norm)
+        waiting = self._waiting
+        waiting.norm = float(np.float32(math.sqrt(sum(waiting.squares))))
+        assert handle.grad is not None
+        handle.grad.fill_(waiting.norm)
 
     def _factor(self) -> float:
         """By how much others scaled the handle's gradient since the last backward pass."""
-        grad = self._handle[0].grad
-        if grad is None or self._norm == 0.0:
+        grad, norm = self._handle[0].grad, self._waiting.norm
+        if grad is None or norm == 0.0:
             return 1.0
         now = float(grad)
-        return 1.0 if now == self._norm else now / self._norm
+        return 1.0 if now == norm else now / norm
 
     def _scale_pending(self) -> bool:
         """Brings accumulated gradients to the scale of the handle; whether that changed them."""
         factor = self._factor()
         if factor == 1.0 or not math.isfinite(factor):
             return False
-        self._squares = [square * factor * factor for square in self._squares]
-        for pending in self._pending:
+        waiting = self._waiting
+        waiting.squares = [square * factor * factor for square in waiting.squares]
+        for pending in waiting.grads:
             if pending is not None:
                 np.multiply(pending[1], np.float32(factor), out=pending[1])
-        self._norm = 0.0
+        waiting.norm = 0.0
         return True
 
     def _accumulate(
         self, pulled: _Pulled, grads: Sequence[Tensor], wants_scale: Sequence[bool]
     ) -> list[Tensor | None]:
         self._scale_pending()
+        waiting = self._waiting
         slab_grads = []
         for g, lookup in enumerate(pulled.lookups):
             grads_GD = self._slab_gradient(g, pulled, grads)
             slab_grads.append(grads_GD)
             rows_UD, square = lookup.gradients(grads_GD)
-            pending = self._pending[g]
+            pending = waiting.grads[g]
             if pending is None:
-                self._pending[g] = (lookup.wanted, rows_UD)
-                self._squares[g] = square
+                waiting.grads[g] = (lookup.wanted, rows_UD)
+                waiting.squares[g] = square
             else:
                 merged = merge(*pending, lookup.wanted, rows_UD, self.cluster.pool)
-                self._pending[g] = merged
-                self._squares[g] = _square(merged[1])
-        self._passes += 1
-        if self._passes == _FORGOTTEN_STEPS:
+                waiting.grads[g] = merged
+                waiting.squares[g] = _square(merged[1])
+        waiting.passes += 1
+        if waiting.passes == _FORGOTTEN_STEPS:
             warnings.warn(
                 f"gradients of {_FORGOTTEN_STEPS} backward passes wait for a step: call "
                 "optimizer.step() on the `optimizer` of this module too",
@@ -306,11 +329,12 @@ class _Module(nn.Module):
         return out
 
     def _step(self, lr: float) -> None:
-        if self._passes == 0:
+        waiting = self._waiting
+        if waiting.passes == 0:
             return
         # The norm of what was accumulated is finite only if every gradient is.
-        finite = not self._scale_pending() and math.isfinite(sum(self._squares))
-        pending = [entry for entry in self._pending if entry is not None]
+        finite = not self._scale_pending() and math.isfinite(sum(waiting.squares))
+        pending = [entry for entry in waiting.grads if entry is not None]
         self.cluster.push(
             [ids for ids, _ in pending], [grads for _, grads in pending], lr=lr, finite=finite
         )
@@ -463,30 +487,18 @@ class EmbeddingBags(_Module):
     def _one_hot(self, features: Features) -> list[Lookup] | None:
         if not isinstance(features, dict):
             return None
-        arrays = {}
-        batch = -1
-        for name in self.features:
-            ids = features.get(name)
-            if (
-                type(ids) is not Tensor
-                or ids.dtype != torch.int64
-                or ids.dim() != 1
-                or not ids.is_cpu
-            ):
+        lookups, batch = [], None
+        for layout in self._layouts:
+            try:
+                arrays = [features[feature.name].numpy() for feature in layout.features]
+            except (KeyError, AttributeError, TypeError, RuntimeError):
                 return None
-            array = ids.numpy()
-            if batch < 0:
-                batch = array.size
-            elif array.size != batch:
-                return None  # refused, with the names, on the general way
-            arrays[name] = array
-        return [
-            Lookup.one_hot(
-                layout, [arrays[feature.name] for feature in layout.features], batch,
-                self.cluster.pool,
-            )
-            for layout in self._layouts
-        ]  # fmt: skip
+            batch = batch or arrays[0].shape
+            for array in arrays:
+                if array.dtype is not _INT64 or array.ndim != 1 or array.shape != batch:
+                    return None
+            lookups.append(Lookup.one_hot(layout, arrays, batch[0], self.cluster.pool))
+        return lookups
 
     def _ends(self, name: str, offsets: Tensor | _Ends, values: int) -> I64:
         if isinstance(offsets, _Ends):

@@ -317,14 +317,15 @@ class Slab:
         self.steps_T += 1
         update = self._update(wanted, found, grads_UD, lr)
 
+        fresh = np.empty(found.size, np.int64)
+
         def apply(start: int, stop: int) -> None:
-            self._materialize(wanted, found, start, stop)
+            self._prepare(wanted, found, start, stop, fresh)
             update(start, stop)
             if self.optimizer.max_norm is not None:
                 optimizers.clip_rows(
                     found, start, stop, self.optimizer.max_norm, self.planes["weight"]
                 )
-            optimizers.mark(found, start, stop, self.touched, self.dirty)
 
         self._run(wanted.ids.size, apply)
 
@@ -425,6 +426,9 @@ class Slab:
 
     def _admit_all(self, wanted: RowIds, found: I64, unknown_T: Sequence[int]) -> None:
         """Lets the snapshot have the rows as they are, then gives new ids their slots."""
+        if not self.slots:
+            self._before_write(found)
+            return
         new = np.flatnonzero(found < 0)
         self._before_write(found if not new.size else found[found >= 0])
         for t, slots in self.slots.items():
@@ -457,8 +461,9 @@ class Slab:
             if self.tracker is not None:
                 self.tracker.remove(table, ids)
 
-    def _materialize(self, wanted: RowIds, found: I64, start: int, stop: int) -> None:
-        initial.materialize(
+    def _prepare(self, wanted: RowIds, found: I64, start: int, stop: int, fresh: I64) -> None:
+        """Marks rows and gives every plane of those that were never touched its initial value."""
+        count = initial.prepare(
             self.keys_T,
             self.kinds_T,
             self.shapes_T2,
@@ -466,15 +471,16 @@ class Slab:
             wanted.ids,
             found,
             self.touched,
+            self.dirty,
             start,
             stop,
             self.planes["weight"],
+            fresh,
         )
-        for name, plane in self.planes.items():
-            if name in ("weight", "used"):
-                continue
-            value = plane.dtype.type(self.optimizer.initial(name))
-            optimizers.fill_untouched(found, self.touched, start, stop, value, plane)
+        if count:
+            for name, plane in self.planes.items():
+                if name not in ("weight", "used"):
+                    plane[fresh[start : start + count]] = self.optimizer.initial(name)
 
     def _update(self, wanted: RowIds, found: I64, grads_UD: F32, lr: float) -> Any:
         """The optimizer's kernel as a function of (start, stop)."""

@@ -57,6 +57,12 @@ def prefetch_row(array_RD: np.ndarray, row: int) -> None:
         _prefetch(array_RD, row, 192)
 
 
+@inline
+def prefetch_bit(bits: np.ndarray, row: int) -> None:
+    """Asks for the word of a bitmap that holds the bit of a row, ahead of its use."""
+    _prefetch(bits, row >> 6, 0)
+
+
 @intrinsic
 def _atomic_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

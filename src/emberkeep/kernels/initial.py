@@ -11,7 +11,7 @@ import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._lanes import add_scaled_row, copy_row
-from emberkeep.kernels._memory import prefetch_row, test_bit
+from emberkeep.kernels._memory import prefetch_bit, prefetch_row, set_bit, test_bit
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64, hash_id, mix64
 
 UNIFORM = 0
@@ -103,7 +103,7 @@ def initial_rows(
 
 
 @kernel
-def materialize(
+def prepare(
     keys_T: U64,
     kinds_T: I64,
     shapes_T2: F32,
@@ -111,21 +111,33 @@ def materialize(
     ids: I64,
     rows: I64,
     touched: U64,
+    dirty: U64,
     start: int,
     stop: int,
     weight_RD: F32,
-) -> None:
-    """Gives the rows at positions start..stop that were never touched their initial weight.
+    fresh: I64,
+) -> int:
+    """Marks the rows at positions start..stop as touched and dirty before they are updated.
 
-    The touched bit itself is set by `mark`, after all planes of the row have been written.
+    Those that were never touched get their initial weight and are listed in `fresh`, from `start`
+    on; returns how many they are. Their other planes are for the caller to fill.
     """
+    found = 0
     for t in range(keys_T.size):
         for i in range(max(start, offsets_T[t]), min(stop, offsets_T[t + 1])):
             row = rows[i]
+            if i + AHEAD < stop:
+                prefetch_bit(touched, rows[i + AHEAD])
+                prefetch_bit(dirty, rows[i + AHEAD])
             if not test_bit(touched, row):
                 initial_row(
                     keys_T[t], kinds_T[t], shapes_T2[t, 0], shapes_T2[t, 1], ids[i], weight_RD[row]
                 )
+                set_bit(touched, row)
+                fresh[start + found] = row
+                found += 1
+            set_bit(dirty, row)
+    return found
 
 
 @kernel
@@ -148,6 +160,7 @@ def pull(
             row = rows[i]
             if i + AHEAD < stop and rows[i + AHEAD] >= 0:
                 prefetch_row(weight_RD, rows[i + AHEAD])
+                prefetch_bit(touched, rows[i + AHEAD])
             if row >= 0 and test_bit(touched, row):
                 copy_row(out_UD, i, weight_RD, row)
             else:
@@ -197,12 +210,25 @@ def pull_bags(
             first = firsts_F[f]
             length = lengths_F[f]
             if length == 1 and not scaled:
+                # What comes after the block's last samples are the first ones of the next feature.
+                after = f + 1 if f + 1 < tables_F.size else 0
+                ahead_first = firsts_F[after] + (block if after else end) - end
+                ahead_limit = limits_T[tables_F[after]]
+                ahead_base = bases_T[tables_F[after]]
                 for b in range(block, end):
                     identity = ids_N[first + b]
                     if identity < 0 or identity >= limit:
                         return first + b
-                    if b + AHEAD < stop and 0 <= ids_N[first + b + AHEAD] < limit:
-                        prefetch_row(weight_RD, base + ids_N[first + b + AHEAD])
+                    if b + AHEAD < end:
+                        soon = ids_N[first + b + AHEAD]
+                        if 0 <= soon < limit:
+                            prefetch_row(weight_RD, base + soon)
+                            prefetch_bit(touched, base + soon)
+                    elif ahead_first + b + AHEAD < ids_N.size:
+                        soon = ids_N[ahead_first + b + AHEAD]
+                        if 0 <= soon < ahead_limit:
+                            prefetch_row(weight_RD, ahead_base + soon)
+                            prefetch_bit(touched, ahead_base + soon)
                     row = base + identity
                     bag = b * width + columns_F[f]
                     if test_bit(touched, row):
@@ -235,6 +261,7 @@ def pull_bags(
                     # or costs no more than a line fetched in vain.
                     if i + AHEAD < ids_N.size and 0 <= ids_N[i + AHEAD] < limit:
                         prefetch_row(weight_RD, base + ids_N[i + AHEAD])
+                        prefetch_bit(touched, base + ids_N[i + AHEAD])
                     row = base + identity
                     scale = scales_N[i] if scaled else np.float32(1.0)
                     if test_bit(touched, row):

@@ -10,22 +10,10 @@ import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
-from emberkeep.kernels._memory import prefetch_row, set_bit, test_bit
+from emberkeep.kernels._memory import prefetch_row, set_bit
 from emberkeep.kernels.hashing import F32, I64, U64
 from emberkeep.kernels.initial import AHEAD
 from emberkeep.kernels.rows import I32
-
-
-@kernel
-def fill_untouched(
-    rows: I64, touched: U64, start: int, stop: int, value: np.float32, plane_RW: F32
-) -> None:
-    """Gives an optimizer plane of rows that were never touched its initial value."""
-    for i in range(start, stop):
-        row = rows[i]
-        if not test_bit(touched, row):
-            for d in range(plane_RW.shape[1]):
-                plane_RW[row, d] = value
 
 
 @kernel
