@@ -65,10 +65,12 @@ class Overhead:
     lost: float = 0.0
     """Computation that has to be done again."""
     reschedule: float = 0.0
+    slowdown: float = 0.0
+    """Of every step, all the time: what redundancy costs."""
 
     @property
     def total(self) -> float:
-        return self.save + self.load + self.lost + self.reschedule
+        return self.save + self.load + self.lost + self.reschedule + self.slowdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from emberkeep.cli.diff import diff
 from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
+from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
 from emberkeep.cli.show import show
 from emberkeep.cli.tag import tag, untag
@@ -19,6 +20,7 @@ from emberkeep.cli.verify import verify
 from emberkeep.cli.versions import versions
 from emberkeep.cli.warm import warm
 
+_PLANNING = "Planning"
 _REPOSITORIES = "Repositories"
 
 app = typer.Typer(
@@ -31,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(warm)
+app.command(rich_help_panel=_PLANNING)(plan)
 app.command(rich_help_panel=_REPOSITORIES)(versions)
 app.command(rich_help_panel=_REPOSITORIES)(show)
 app.command(rich_help_panel=_REPOSITORIES)(verify)

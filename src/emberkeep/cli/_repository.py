@@ -57,7 +57,9 @@ def choose(repository: Repository, wanted: str | None) -> VersionId:
 
 def print_json(value: Any) -> None:
     """One JSON document; what JSON has no word for (NaN) becomes null."""
-    emit(json.dumps(_strict(value), ensure_ascii=False, allow_nan=False))
+    from emberkeep.report.page import strict
+
+    emit(json.dumps(strict(value), ensure_ascii=False, allow_nan=False))
 
 
 def print_table(
@@ -127,13 +129,3 @@ def numbers_text(versions: Iterable[Any]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _strict(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(entry) for entry in value]
-    return value

@@ -68,6 +68,15 @@ class Ledger:
                 kept_nbytes=kept_nbytes,
             )
 
+    def counters(self) -> dict[str, Any]:
+        """What versions have cost so far, for the next one to tell: `emberkeep plan` reads it."""
+        with self._lock:
+            return {
+                "versions": len(self._commits_ms),
+                "stall_seconds": round(self.stall_seconds, 6),
+                "written_nbytes": self.written_nbytes,
+            }
+
     def exposition(self) -> str:
         """The counts in the text format of Prometheus."""
         with self._lock:

@@ -371,7 +371,12 @@ class Keeper:
         self._parts.tables.look_again()
         dense = self._parts.dense.capture(every)
         dense.tensors.update(reader.tensors)
-        return Extras(dense=dense.encode, reader=reader.plain, user=self._about)
+        return Extras(
+            dense=dense.encode,
+            reader=reader.plain,
+            user=self._about,
+            counters=self._ledger.counters(),
+        )
 
     def _generators(self, reader: Packed) -> list[Json]:
         if self._ranks.world == 1:

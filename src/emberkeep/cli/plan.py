@@ -1,0 +1,229 @@
+"""`emberkeep plan`: which strategy, which interval, at which cost."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from emberkeep.cli._repository import emit, print_json, print_table
+from emberkeep.cli._shell import command, say
+from emberkeep.config import duration as read_duration
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.planning.advisor import Plan
+    from emberkeep.planning.failures import Fit
+    from emberkeep.planning.records import Record
+
+
+def _option(name: str, text: str, metavar: str = "TIME") -> Any:
+    return typer.Option(name, metavar=metavar, help=text)
+
+
+@command
+def plan(
+    duration: Annotated[str, _option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
+    shards: Annotated[int, _option("--shards", "Shards that hold the tables.", "N")],
+    mtbf: Annotated[
+        str | None, _option("--mtbf", "Mean time between failures of the whole job.")
+    ] = None,
+    failures: Annotated[
+        Path | None,
+        _option("--failures", "Or a record of failures, one a line, to fit.", "FILE.csv"),
+    ] = None,
+    column: Annotated[
+        str | None, _option("--failures-column", "The column with their times.", "NAME")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        _option(
+            "--failures-nodes",
+            "The record is of so many machines: scale it to the shards of the job.",
+            "N",
+        ),
+    ] = None,
+    together: Annotated[int, _option("--fail-together", "Shards that one failure takes.", "N")] = 1,
+    save_time: Annotated[
+        str | None, _option("--save-time", "How long training stands still for a version.")
+    ] = None,
+    load_time: Annotated[str | None, _option("--load-time", "How long loading takes.")] = None,
+    reschedule_time: Annotated[
+        str, _option("--reschedule-time", "Until there is a new machine.")
+    ] = "0s",
+    repository: Annotated[
+        str | None, _option("--repository", "Measure save and load time of this one.", "URL")
+    ] = None,
+    pls: Annotated[
+        float | None,
+        _option("--pls", "Share of updates that may be lost; 0.1 by default.", "SHARE"),
+    ] = None,
+    accuracy_loss: Annotated[
+        float | None, _option("--accuracy-loss", "Or the AUC that may be lost.", "AUC")
+    ] = None,
+    slope: Annotated[
+        float | None, _option("--slope", "AUC lost per PLS of 1, as emulate fits it.", "AUC")
+    ] = None,
+    max_interval: Annotated[
+        str | None, _option("--max-interval", "Save at least this often.")
+    ] = None,
+    price: Annotated[
+        float | None, _option("--price", "Price of a machine for an hour.", "MONEY")
+    ] = None,
+    machines: Annotated[
+        int | None,
+        _option("--machines", "That stand still together; as many as shards by default.", "N"),
+    ] = None,
+    parity_slowdown: Annotated[
+        float | None,
+        _option("--parity-slowdown", "How much slower steps are with parity: 0.02.", "SHARE"),
+    ] = None,
+    report: Annotated[
+        Path | None, _option("--report", "Write a page with plots, data beside it.", "FILE.html")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say how to recover and how often to save, what that costs, and why."""
+    from emberkeep.overheads import Job
+    from emberkeep.planning.advisor import Question, advise
+
+    if (mtbf is None) == (failures is None):
+        raise ConfigError("give --mtbf, or --failures with a record of failures")
+    record: Record | None = None
+    fitted: tuple[Fit, ...] = ()
+    if failures is not None:
+        record, fitted, between = _fitted(failures, column, nodes, shards)
+    else:
+        between = _time("--mtbf", mtbf or "")
+    save, load = _costs(save_time, load_time, repository)
+    job = Job(
+        duration=_time("--duration", duration),
+        mtbf=between,
+        shards=shards,
+        failing_together=together,
+        save=save,
+        load=load,
+        reschedule=_time("--reschedule-time", reschedule_time),
+    )
+    found = advise(
+        Question(
+            job=job,
+            pls=pls,
+            accuracy_loss=accuracy_loss,
+            slope=slope,
+            max_interval=None if max_interval is None else _time("--max-interval", max_interval),
+            price=price,
+            machines=machines,
+            parity_slowdown=parity_slowdown,
+        )
+    )
+    told = {**found.to_dict(), "failures": _told(record, fitted)}
+    if report is not None:
+        from emberkeep.report.page import write
+        from emberkeep.report.planning import plan_page
+
+        page = plan_page(found, record=record, fitted=fitted, nodes=shards)
+        rows = [{"strategy": name, **o.to_dict()} for name, o in found.strategies.items()]
+        for row in rows:
+            row.update({f"overhead_{part}": v for part, v in row.pop("breakdown").items()})
+        say(f"written: {write(report, page, told, rows)}")
+    if as_json:
+        print_json(told)
+    else:
+        _print(found, record, fitted)
+
+
+def _time(name: str, text: str) -> timedelta:
+    try:
+        return read_duration(text)
+    except ValueError:
+        raise ConfigError(f"{name} {text!r} is no duration: write 56h, 5.7min, 1h 30min") from None
+
+
+def _fitted(
+    path: Path, column: str | None, nodes: int | None, shards: int
+) -> tuple[Record, tuple[Fit, ...], timedelta]:
+    """The record, the distributions fitted to it, and the MTBF of the job."""
+    from emberkeep.planning.failures import fits, scaled_mtbf
+    from emberkeep.planning.records import read_record
+
+    record = read_record(path, column=column)
+    for line in record.taken:
+        say(line)
+    if nodes is None:
+        named = f" ({record.nodes} machines are named there)" if record.nodes else ""
+        say(f"its MTBF is taken for that of the job{named}; --failures-nodes N would scale it")
+        return record, fits(record.gaps_hours), record.mtbf
+    return record, fits(record.gaps_hours), scaled_mtbf(record.mtbf, nodes=nodes, to=shards)
+
+
+def _costs(
+    save_time: str | None, load_time: str | None, repository: str | None
+) -> tuple[timedelta, timedelta]:
+    """Save and load time: as given, and what is not given as measured."""
+    save = None if save_time is None else _time("--save-time", save_time)
+    load = None if load_time is None else _time("--load-time", load_time)
+    if repository is None:
+        if save is None or load is None:
+            raise ConfigError("give --save-time and --load-time, or --repository to measure them")
+        return save, load
+    from emberkeep.cli._repository import open_repository
+    from emberkeep.planning.measured import load_time as measured_load
+    from emberkeep.planning.measured import save_time as measured_save
+
+    opened, _ = open_repository(repository)
+    if save is None:
+        save = measured_save(opened)
+        say(f"training stood still for {save.total_seconds():.3g} s per version, by its counters")
+    if load is None:
+        load = measured_load(opened)
+        say(f"its newest version was read and decoded in {load.total_seconds():.3g} s just now")
+    return save, load
+
+
+def _told(record: Record | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    return {
+        "source": record.source,
+        "count": record.failures,
+        "mtbf_hours": record.mtbf / timedelta(hours=1),
+        "together": record.together,
+        "nodes": record.nodes,
+        "taken": list(record.taken),
+        "best": fitted[0].name,
+        "fits": {
+            fit.name: {
+                "parameters": list(fit.parameters),
+                "mean_hours": fit.mean / timedelta(hours=1),
+                "aic": fit.aic,
+                "rmse": fit.rmse,
+            }
+            for fit in fitted
+        },
+    }
+
+
+def _print(plan: Plan, record: Record | None, fitted: tuple[Fit, ...]) -> None:
+    from emberkeep.planning.advisor import time_text
+    from emberkeep.report.planning import TITLES, plan_table
+
+    job = plan.question.job
+    if record is not None:
+        print_table(
+            ["distribution", "mean", "AIC", "RMSE of survival"],
+            [(f.name, time_text(f.mean), f"{f.aic:,.0f}", f"{f.rmse:.2%}") for f in fitted],
+            right=("mean", "AIC", "RMSE of survival"),
+        )
+        emit(f"best fit: {fitted[0].name}; observed MTBF {time_text(record.mtbf)}\n")
+    emit(
+        f"{time_text(job.duration)} on {job.shards} shards, {job.failing_together} failing "
+        f"together every {time_text(job.mtbf)}: {job.failures:.3g} failures expected"
+    )
+    columns, rows = plan_table(plan)
+    print_table(columns, rows, right=columns[1:-1])
+    emit(f"\nrecommended: {TITLES[plan.recommended]}\n{plan.reason}")
+    for warning in plan.warnings:
+        emit(f"note: {warning}")

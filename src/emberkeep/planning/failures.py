@@ -1,0 +1,147 @@
+"""When machines fail: distributions of the time between failures, and failures drawn from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+
+from emberkeep.errors import ConfigError, DataError
+from emberkeep.planning.records import F64, FEWEST
+
+HOUR = timedelta(hours=1)
+
+Scaling = Literal["linear", "independent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A distribution of the time between failures, fitted by maximum likelihood, from 0 on."""
+
+    name: str
+    parameters: tuple[float, ...]
+    aic: float
+    """Akaike's criterion, by which the best fit is chosen: lower is better."""
+    rmse: float
+    """Of the survival curve against the observed one."""
+
+    @property
+    def mean(self) -> timedelta:
+        return float(self._frozen().mean()) * HOUR
+
+    def survival(self, hours: F64) -> F64:
+        """The chance that a job runs so long without a failure."""
+        found: F64 = np.asarray(self._frozen().sf(hours), np.float64)
+        return found
+
+    def hazard(self, hours: F64) -> F64:
+        """Failures per hour, given that none has happened so far."""
+        frozen = self._frozen()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: F64 = np.asarray(frozen.pdf(hours) / frozen.sf(hours), np.float64)
+        return found
+
+    def draw(self, duration: timedelta, *, seed: int) -> tuple[timedelta, ...]:
+        """When a job of that length fails: gap after gap, until its end."""
+        random = np.random.default_rng(seed)
+        frozen, now = self._frozen(), 0.0
+        times: list[timedelta] = []
+        while True:
+            # One by one: how many are needed is not known, and the stream must not depend on it.
+            now += float(frozen.rvs(random_state=random))
+            if now * HOUR >= duration:
+                return tuple(times)
+            times.append(now * HOUR)
+
+    def _frozen(self) -> Any:
+        return _distributions()[self.name](*self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Shards that go down together."""
+
+    at: timedelta
+    shards: tuple[int, ...]
+
+
+def fits(gaps_hours: F64) -> tuple[Fit, ...]:
+    """Gamma, Weibull, exponential and log-normal, the best first."""
+    gaps = np.sort(np.asarray(gaps_hours, np.float64))
+    if len(gaps) < FEWEST or gaps[0] <= 0 or not np.all(np.isfinite(gaps)):
+        raise DataError(f"a fit needs {FEWEST} gaps or more, finite and longer than no time")
+    observed = 1.0 - (np.arange(len(gaps)) + 0.5) / len(gaps)
+    found = []
+    for name, distribution in _distributions().items():
+        parameters = tuple(float(p) for p in distribution.fit(gaps, floc=0))
+        frozen = distribution(*parameters)
+        free = len(parameters) - 1  # where it begins is given
+        error = frozen.sf(gaps) - observed
+        found.append(
+            Fit(
+                name=name,
+                parameters=parameters,
+                aic=2 * free - 2 * float(frozen.logpdf(gaps).sum()),
+                rmse=float(np.sqrt(np.mean(error**2))),
+            )
+        )
+    return tuple(sorted(found, key=lambda fit: fit.aic))
+
+
+def scaled_mtbf(
+    mtbf: timedelta, *, nodes: int, to: int, scaling: Scaling = "linear", unit: timedelta = HOUR
+) -> timedelta:
+    """The MTBF of `to` nodes, where that of `nodes` nodes is known.
+
+    *linear*: twice the nodes, half the time, which is what production clusters show. *independent*:
+    in every `unit` each node fails with the same chance p, so the job does with 1 − (1 − p)^n; the
+    MTBF never falls below one unit. Far above it the two agree.
+    """
+    if nodes < 1 or to < 1:
+        raise ConfigError(f"nodes must be 1 or more, not {min(nodes, to)}")
+    if scaling == "linear":
+        return mtbf * nodes / to
+    if mtbf <= unit:
+        raise ConfigError(
+            f"independent failures per {unit} need an MTBF above that, not {mtbf}: "
+            "use the linear model"
+        )
+    survives = math.log1p(-unit / mtbf) / nodes
+    return unit / -math.expm1(survives * to)
+
+
+def drawn_failures(
+    times: Sequence[timedelta], *, shards: int, together: int, seed: int
+) -> tuple[Failure, ...]:
+    """At each time `together` different shards go down, each choice as likely as any other."""
+    if not 1 <= together <= shards:
+        raise ConfigError(f"1 to {shards} of {shards} shards can fail together, not {together}")
+    random = np.random.default_rng(seed)
+    return tuple(
+        Failure(
+            at=at,
+            shards=tuple(sorted(int(s) for s in random.choice(shards, together, replace=False))),
+        )
+        for at in sorted(times)
+    )
+
+
+def uniform_times(count: int, duration: timedelta, *, seed: int) -> tuple[timedelta, ...]:
+    """So many moments, each equally likely anywhere in the job."""
+    drawn = np.random.default_rng(seed).random(count)
+    return tuple(duration * float(share) for share in np.sort(drawn))
+
+
+def _distributions() -> dict[str, Any]:
+    from scipy import stats
+
+    return {
+        "gamma": stats.gamma,
+        "weibull": stats.weibull_min,
+        "exponential": stats.expon,
+        "log-normal": stats.lognorm,
+    }

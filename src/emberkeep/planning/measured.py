@@ -1,0 +1,45 @@
+"""What saving and loading really take, from a repository that is there."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from emberkeep.contents import Hold
+from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.loading import DENSE, rows_of
+from emberkeep.pool import Pool
+from emberkeep.repository import Repository
+from emberkeep.repository.ahead import ahead_of
+
+
+def save_time(repository: Repository) -> timedelta:
+    """How long training stood still per version, as the newest version that knows it tells.
+
+    A keeper writes into each version what the versions before it have cost; so a repository needs
+    two versions of one process.
+    """
+    for version in reversed(repository.versions()):
+        counters = repository.manifest(version).counters
+        if counters.get("versions"):
+            return timedelta(seconds=counters["stall_seconds"] / counters["versions"])
+    raise ConfigError(
+        f"no version in {repository.store.url} tells what the ones before it cost: "
+        "keep a run for two versions, or give --save-time"
+    )
+
+
+def load_time(repository: Repository) -> timedelta:
+    """How long it takes here and now to read and decode the newest version with all it needs."""
+    newest = repository.latest()
+    if newest is None:
+        raise NoVersionError(f"{repository.store.url} has no version yet: give --load-time")
+    pool = Pool()
+    with Hold(repository, newest) as hold:
+        start = time.perf_counter()
+        for manifest in repository.chain(newest):
+            for _ in ahead_of(rows_of(repository, manifest, pool)):
+                hold.renew()
+        for file in repository.manifest(newest).of_kind(DENSE):
+            repository.read(file)
+        return timedelta(seconds=time.perf_counter() - start)

@@ -1,0 +1,148 @@
+"""`emberkeep plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.cli import main
+
+PAPER = [
+    *("--duration", "56h"), *("--mtbf", "28h"), *("--shards", "8"), *("--save-time", "5.7min"),
+    *("--load-time", "2.5min"), *("--reschedule-time", "2.5min"), *("--pls", "0.1"),
+]  # fmt: skip
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["emberkeep", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0
+
+
+def test_the_papers_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *PAPER) == 0
+    out = capsys.readouterr().out
+    for text in ("8.54%", "4.42%", "0.51%", "recommended: CPR", "44.8 h"):
+        assert text in out
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, *PAPER, "--price", "2", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"full", "partial", "cpr"} <= set(told["strategies"])
+    assert round(told["strategies"]["full"]["overhead"], 4) == 0.0854
+    assert told["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
+    assert told["recommended"] == "cpr"
+    assert told["strategies"]["full"]["cost"] > 0
+
+
+def test_a_record_of_failures_and_a_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    start, random = datetime(2020, 1, 1, tzinfo=timezone.utc), np.random.default_rng(0)
+    times = start + np.cumsum(random.weibull(0.6, 400)) * timedelta(hours=20)
+    record = tmp_path / "failures.csv"
+    record.write_text(
+        "started,node\n" + "".join(f"{t.isoformat()},{i % 9}\n" for i, t in enumerate(times))
+    )
+    arguments = [
+        *("--duration", "56h"), *("--shards", "8"), *("--save-time", "5min"),
+        *("--load-time", "2min"),
+        *("--failures", str(record)), *("--report", str(tmp_path / "out" / "plan.html")),
+    ]  # fmt: skip
+    assert run(monkeypatch, *arguments, "--json") == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told["failures"]["best"] == "weibull"
+    assert "holds the times when failures began" in printed.err
+    assert "9 machines are named" in printed.err
+
+    page = (tmp_path / "out" / "plan.html").read_text()
+    assert page.count("<svg") == 3
+    assert "currentColor" in page
+    # Nothing is fetched: every address is the name of an XML namespace.
+    assert set(re.findall(r"https?://[^\"'< )]+", page)) <= {
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/2000/svg",
+    }
+    assert not re.search(r"<(script|link|img)", page)
+    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == told
+    with (tmp_path / "out" / "plan.csv").open() as file:
+        assert [row["strategy"] for row in csv.DictReader(file)] == list(told["strategies"])
+
+    scaled = [*arguments[:-2], "--failures-nodes", "16", "--json"]
+    assert run(monkeypatch, *scaled) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["job"]["mtbf_hours"] == pytest.approx(2 * told["job"]["mtbf_hours"])
+
+    assert run(monkeypatch, *arguments) == 0
+    assert "best fit: weibull" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (PAPER[:2] + PAPER[4:], 2, "give --mtbf, or --failures"),
+        ([*PAPER, "--failures", "x.csv"], 2, "give --mtbf, or --failures"),
+        ([*PAPER[:6], "--pls", "0.1"], 2, "give --save-time and --load-time, or --repository"),
+        ([*PAPER, "--mtbf", "often"], 2, "--mtbf 'often' is no duration: write 56h"),
+        ([*PAPER, "--fail-together", "9"], 2, "1 to 8 can fail together"),
+        ([*PAPER, "--pls", "2"], 2, "a PLS lies between 0 and 1"),
+        ([*PAPER[:6], "--repository", "/none/such"], 23, "repository"),
+        ([*PAPER, "--report", "/dev/null/x.html"], 20, "cannot be written"),
+    ],
+)
+def test_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    assert run(monkeypatch, *arguments) == code
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_costs_are_measured_from_a_repository(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+
+    import emberkeep as ek
+
+    bags = ek.EmbeddingBags([ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1))
+    arguments = [*PAPER[:6], "--repository", str(tmp_path / "run"), "--json"]
+    with ek.Keeper(
+        tmp_path / "run", bags, bags.optimizer, strategy=ek.incremental(every=1)
+    ) as kept:
+        for step in range(3):
+            bags({"item": torch.arange(8) + step}).sum().backward()
+            bags.optimizer.step()
+            bags.optimizer.zero_grad()
+            kept.step()
+            kept.wait()
+            if step == 0:
+                assert run(monkeypatch, *arguments) == 2
+                assert "no version in" in capsys.readouterr().err
+    assert run(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr()
+    job = json.loads(printed.out)["job"]
+    assert 0 < job["save_hours"] < 1
+    assert 0 < job["load_hours"] < 1
+    assert "by its counters" in printed.err
+    assert "read and decoded" in printed.err

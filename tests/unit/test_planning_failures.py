@@ -1,0 +1,91 @@
+"""Fits find what was drawn; draws follow from their seed; both models of the MTBF."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from emberkeep.errors import ConfigError, DataError
+from emberkeep.planning.failures import drawn_failures, fits, scaled_mtbf, uniform_times
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gaps"),
+    [
+        ("gamma", np.random.default_rng(1).gamma(0.5, 20.0, 3000)),
+        ("weibull", 10.0 * np.random.default_rng(2).weibull(0.6, 3000)),
+        ("exponential", np.random.default_rng(4).exponential(14.0, 3000)),
+        ("log-normal", np.random.default_rng(4).lognormal(1.0, 1.5, 3000)),
+    ],
+)
+def test_the_best_fit_is_what_was_drawn(name: str, gaps: np.ndarray) -> None:
+    best = fits(gaps)[0]
+    assert best.name == name
+    assert best.rmse < 0.02
+    assert best.mean / HOUR == pytest.approx(gaps.mean(), rel=0.15)
+    assert best.survival(np.zeros(1)) == 1.0
+    assert np.all(best.hazard(np.array([1.0, 5.0, 20.0])) > 0)
+
+
+def test_all_four_are_told_best_first() -> None:
+    found = fits(np.random.default_rng(0).gamma(2.0, 3.0, 200))
+    assert {fit.name for fit in found} == {"gamma", "weibull", "exponential", "log-normal"}
+    assert [fit.aic for fit in found] == sorted(fit.aic for fit in found)
+
+
+@pytest.mark.parametrize("gaps", [[1.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1.0] * 5 + [np.inf]])
+def test_what_cannot_be_fitted(gaps: list[float]) -> None:
+    with pytest.raises(DataError, match="a fit needs 5 gaps or more"):
+        fits(np.array(gaps))
+
+
+def test_draws_follow_from_the_seed_and_keep_the_mean() -> None:
+    best = fits(np.random.default_rng(3).gamma(0.7, 20.0, 2000))[0]
+    drawn = [best.draw(1000 * HOUR, seed=seed) for seed in range(40)]
+    assert drawn[3] == best.draw(1000 * HOUR, seed=3)
+    assert drawn[0] != drawn[1]
+    assert all(list(times) == sorted(times) and times[-1] < 1000 * HOUR for times in drawn)
+    # A longer job fails at the same times, and later ones.
+    assert best.draw(2000 * HOUR, seed=3)[: len(drawn[3])] == drawn[3]
+    assert 1000 / np.mean([len(t) for t in drawn]) == pytest.approx(best.mean / HOUR, rel=0.1)
+
+
+def test_which_shards_go_down() -> None:
+    times = uniform_times(200, 56 * HOUR, seed=5)
+    assert times == uniform_times(200, 56 * HOUR, seed=5)
+    assert list(times) == sorted(times)
+    assert times[-1] < 56 * HOUR
+    failures = drawn_failures(times, shards=8, together=4, seed=5)
+    assert failures == drawn_failures(times, shards=8, together=4, seed=5)
+    assert all(len(set(f.shards)) == 4 and max(f.shards) < 8 for f in failures)
+    counts = np.bincount([s for f in failures for s in f.shards], minlength=8)
+    assert counts.min() > 70
+    with pytest.raises(ConfigError, match="1 to 8 of 8 shards can fail together, not 9"):
+        drawn_failures(times, shards=8, together=9, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "to", "hours"),
+    [
+        ("linear", 8, 28.0),
+        ("linear", 16, 14.0),
+        ("linear", 1, 224.0),
+        ("independent", 8, 28.0),
+        ("independent", 16, 1 / (1 - (1 - 1 / 28) ** 2)),
+        ("independent", 8000, 1.0),
+    ],
+)
+def test_scaling(scaling: str, to: int, hours: float) -> None:
+    found = scaled_mtbf(28 * HOUR, nodes=8, to=to, scaling=scaling)  # type: ignore[arg-type]
+    assert found / HOUR == pytest.approx(hours)
+
+
+def test_scaling_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="use the linear model"):
+        scaled_mtbf(0.5 * HOUR, nodes=8, to=16, scaling="independent")
+    with pytest.raises(ConfigError, match="nodes must be 1 or more"):
+        scaled_mtbf(HOUR, nodes=0, to=16)

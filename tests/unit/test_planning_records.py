@@ -1,0 +1,106 @@
+"""Records of failures in the shapes in which people have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.errors import ConfigError, DataError
+from emberkeep.planning.records import read_record
+
+GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "gaps", "told"),
+    [
+        (
+            (
+                "started,node\n2001-01-01T00:00:00,1\n2001-01-01T01:00:00,2\n2001-01-01T03:00:00,1\n"
+                "2001-01-01T06:00:00,1\n2001-01-01T10:00:00,3\n2001-01-01T15:00:00,3\n"
+                "2001-01-01T21:00:00,3\n"
+            ),
+            GAPS,
+            "column 'started' holds the times when failures began",
+        ),
+        (
+            (
+                "01/01/2001 00:00;x\n01/01/2001 01:00;x\n01/01/2001 03:00;x\n01/01/2001 06:00;x\n"
+                "01/01/2001 10:00;x\n01/01/2001 15:00;x\n01/01/2001 21:00;x\n"
+            ),
+            GAPS,
+            "column 1 holds the times when failures began",
+        ),
+        (
+            (
+                "when\n1000000000\n1000003600\n1000010800\n1000021600\n1000036000\n1000054000\n"
+                "1000075600\n"
+            ),
+            GAPS,
+            "column 'when' holds the times when failures began",
+        ),
+        ("ttf_min\n60\n120\n180\n240\n300\n360\n", GAPS, "holds minutes until a failure"),
+        ("job\tlifetime (days)\na\t2\nb\t1\nc\t4\nd\t3\ne\t5\n", [48, 24, 96, 72, 120], "days"),
+        ("6\n5\n4\n3\n2\n1\n", GAPS[::-1], "column 1 holds hours until a failure"),
+        ("0\n1\n3\n6\n10\n15\n21\n", GAPS, "hours from a start to each failure"),
+    ],
+)
+def test_shapes(tmp_path: Path, text: str, gaps: list[float], told: str) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text(text)
+    record = read_record(path)
+    np.testing.assert_allclose(record.gaps_hours, gaps)
+    assert told in record.taken[0]
+    assert record.mtbf.total_seconds() == pytest.approx(3600 * np.mean(gaps))
+
+
+def test_what_begins_together_is_one_failure(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    hours = [0, 0, 1, 3, 6, 6, 6, 10, 15]
+    lines = [f"2001-01-01T{hour:02}:00:00Z,n{i % 4}" for i, hour in enumerate(hours)]
+    path.write_text("# exported\nfailed_at,host\n" + "\n".join(reversed(lines)) + "\nunknown,n9\n")
+    record = read_record(path)
+    np.testing.assert_allclose(record.gaps_hours, [1, 2, 3, 4, 5])
+    assert record.together == pytest.approx(9 / 6)
+    assert record.nodes == 5
+    assert "1 of 10 lines have no value there" in record.taken
+    assert "9 lines are 6 failures: some began together" in record.taken
+
+
+def test_a_column_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text(
+        "started,repair_min\n" + "".join(f"2001-01-0{d},{60 * d}\n" for d in range(9, 0, -1))
+    )
+    assert read_record(path).mtbf.total_seconds() == pytest.approx(24 * 3600)
+    assert read_record(path, column="repair_min").mtbf.total_seconds() == pytest.approx(5 * 3600)
+    with pytest.raises(ConfigError, match="no column 'ended': it has started, repair_min"):
+        read_record(path, column="ended")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no lines"),
+        ("started\n", "a header and no lines"),
+        ("a,b\nx,y\n", "no column holds times or numbers"),
+        ("h\n3\n2\n1\n", "3 gaps between failures are too few"),
+    ],
+)
+def test_what_is_no_record(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_record(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_record(tmp_path / "none.csv")
+    with pytest.raises(DataError, match="is a directory"):
+        read_record(tmp_path)
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_record(tmp_path / "binary.csv")
