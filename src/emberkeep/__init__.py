@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from emberkeep.cluster.failures import fail_at, random_failures
     from emberkeep.cluster.local import local
-    from emberkeep.errors import EmberkeepError
+    from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
     from emberkeep.keeper import Keeper
     from emberkeep.models import DLRM, PNN, DeepFM
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "cluster.failures": ("fail_at", "random_failures"),
     "cluster.local": ("local",),
-    "errors": ("EmberkeepError",),
+    "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
     "keeper": ("Keeper",),
     "models": ("DLRM", "DeepFM", "PNN"),
@@ -59,12 +61,15 @@ __all__ = [
     "Momentum",
     "Normal",
     "RowWiseAdagrad",
+    "ShardLostError",
     "Table",
     "Uniform",
     "__version__",
     "check_n_run",
+    "fail_at",
     "incremental",
     "local",
+    "random_failures",
 ]
 
 

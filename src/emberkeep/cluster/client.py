@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep import pool as pools
+from emberkeep.cluster.failures import When
 from emberkeep.errors import ShardLostError
 from emberkeep.kernels import hashing
 from emberkeep.lookup import Lookup
@@ -25,7 +26,6 @@ from emberkeep.snapshot import FrozenRows
 from emberkeep.tables import Optimizer, Table, check_tables
 
 Json = dict[str, Any]
-Scope = Literal["pull", "push"]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -269,7 +269,7 @@ class Cluster:
                 ]
             )
 
-    def _before(self, scope: Scope) -> None:
+    def _before(self, scope: When) -> None:
         """Called before every pull and push; where failures are injected."""
 
     # -- rows ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, surviving
+from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.errors import ConfigError
 from emberkeep.lookup import Lookup
 from emberkeep.shard import Shard
@@ -18,26 +19,38 @@ from emberkeep.tables import Optimizer, Table
 class Local:
     """Where rows live: `shards` shards in this process, working on `threads` threads.
 
-    `threads` is the number of cores (or `EMBERKEEP_THREADS`) unless given.
+    `threads` is the number of cores (or `EMBERKEEP_THREADS`) unless given. `failures` is a
+    schedule of shards that fail, each once.
     """
 
     shards: int = 1
     threads: int | None = None
+    failures: Failures = ()
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be 1 or more, not {self.threads}")
+        for failure in self.failures:
+            if failure.shards[-1] >= self.shards:
+                raise ConfigError(
+                    f"shard {failure.shards[-1]} cannot fail: there are 0..{self.shards - 1}"
+                )
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> LocalCluster:
         pool = pools.shared() if self.threads is None else pools.Pool(self.threads)
-        return LocalCluster(tables, optimizer, shards=self.shards, seed=seed, pool=pool)
+        cluster = LocalCluster(tables, optimizer, shards=self.shards, seed=seed, pool=pool)
+        cluster.failures = list(self.failures)
+        return cluster
 
 
-def local(*, shards: int = 1, threads: int | None = None) -> Local:
-    """`shards` shards in this process: `ek.EmbeddingBags(..., cluster=ek.local(shards=8))`."""
-    return Local(shards=shards, threads=threads)
+def local(*, shards: int = 1, threads: int | None = None, failures: Failures = ()) -> Local:
+    """`shards` shards in this process: `ek.EmbeddingBags(..., cluster=ek.local(shards=8))`.
+
+    `failures=[ek.fail_at(2, step=40)]` makes some of them fail.
+    """
+    return Local(shards=shards, threads=threads, failures=failures)
 
 
 class LocalCluster(Cluster):
@@ -56,6 +69,8 @@ class LocalCluster(Cluster):
             Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
             for i in range(shards)
         ]
+        self.failures: list[Failure] = []
+        """Those that are still to come."""
         self._tracked = False
         super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
 
@@ -85,6 +100,16 @@ class LocalCluster(Cluster):
     def track(self) -> None:
         super().track()
         self._tracked = True
+
+    def _before(self, scope: When) -> None:
+        if not self.failures or self.lost():
+            return
+        step = 1 + next(iter(self.shards[0].table_state().values()))["steps"]
+        due = [failure for failure in self.failures if failure.step == step]
+        for failure in due:
+            if failure.when == scope:
+                self.failures.remove(failure)
+                self.kill(*failure.shards)
 
     def _named(self, shards: Sequence[int]) -> list[int]:
         for shard in shards:
