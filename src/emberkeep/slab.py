@@ -21,7 +21,7 @@ from emberkeep.kernels import initial, optimizers, rows
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock, Pool, spans
 from emberkeep.slots import Slots
-from emberkeep.snapshot import Snapshot, TableRange
+from emberkeep.snapshot import Arrays, RowSource, Snapshot, TableRange
 from emberkeep.tables import (
     SGD,
     Adagrad,
@@ -120,10 +120,11 @@ class Slab:
         )
         self.touched = self._no_rows()
         self.dirty = self._no_rows()
-        self.planes: Planes = {"weight": lazy_zeros((self.rows, self.dim), np.float32)}
+        places = self._place_count()
+        self.planes: Planes = {"weight": lazy_zeros((places, self.dim), np.float32)}
         for plane, width in optimizer.planes(self.dim).items():
             kind = np.int32 if plane == "step" else np.float32
-            self.planes[plane] = lazy_zeros((self.rows, width), kind)
+            self.planes[plane] = lazy_zeros((places, width), kind)
         self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
         self._no_steps = np.empty((0, 1), np.int32)
         self.slots: dict[int, Slots] = {}
@@ -156,6 +157,9 @@ class Slab:
     def pull(self, wanted: RowIds, out_UD: F32) -> None:
         """Writes the weights of the ids to `out_UD`. Changes nothing; inserts nothing."""
         found, _ = self.resolve(wanted)
+        self._pull(wanted, found, out_UD)
+
+    def _pull(self, wanted: RowIds, places: I64, out_UD: F32) -> None:
         self._run(
             wanted.ids.size,
             lambda start, stop: initial.pull(
@@ -164,8 +168,8 @@ class Slab:
                 self.shapes_T2,
                 wanted.offsets,
                 wanted.ids,
-                found,
-                self.touched,
+                places,
+                self._filled,
                 start,
                 stop,
                 self.planes["weight"],
@@ -214,12 +218,13 @@ class Slab:
         rows.test_bits(self.touched, found[present], here)
         known[present] = here
         planes: Planes = {"weight": weight}
+        held = self._held_by(found[known])
         for name, plane in self.planes.items():
             if name != "weight" and self.has_plane(table, name):
                 planes[name] = np.full(
                     (ids.size, plane.shape[1]), self.optimizer.initial(name), plane.dtype
                 )
-                planes[name][known] = plane[found[known]]
+                planes[name][known] = held[name]
         return planes
 
     def touched_ids(self, table: int) -> I64:
@@ -315,22 +320,41 @@ class Slab:
         wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
         self._admit_all(wanted, found, push.unknown_T)
         self.steps_T += 1
-        update = self._update(wanted, found, grads_UD, lr)
+        places = self._places(found)
+        update = self._update(wanted, places, grads_UD, lr)
 
         fresh = np.empty(found.size, np.int64)
 
         def apply(start: int, stop: int) -> None:
-            self._prepare(wanted, found, start, stop, fresh)
+            self._prepare(wanted, places, start, stop, fresh)
             update(start, stop)
             if self.optimizer.max_norm is not None:
                 optimizers.clip_rows(
-                    found, start, stop, self.optimizer.max_norm, self.planes["weight"]
+                    places, start, stop, self.optimizer.max_norm, self.planes["weight"]
                 )
 
         self._run(wanted.ids.size, apply)
+        self._after_write(found, places)
 
     def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows of one table, all planes together; they become touched and dirty."""
+        wanted = self._check_install(table, ids, planes)
+        found, unknown = self.resolve(wanted)
+        self._admit_all(wanted, found, unknown)
+        places = self._places(found)
+        for name, values in planes.items():
+            self.planes[name][found if name == "used" else places] = values
+        if table in self.slots and "used" in planes:
+            self.slots[table].next_tick = max(
+                self.slots[table].next_tick, int(planes["used"].max(initial=0)) + 1
+            )
+        optimizers.mark(places, 0, places.size, self._filled, self._changed)
+        self._after_write(found, places)
+
+    def _check_install(
+        self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
+    ) -> RowIds:
+        """Everything that can refuse whole rows, before any changes."""
         wanted = self._one_table(table, ids)
         expected = {name for name in self.planes if self.has_plane(table, name)}
         if set(planes) != expected:
@@ -348,14 +372,7 @@ class Slab:
         found, unknown = self.resolve(wanted)
         for t, slots in self.slots.items():
             self._check_room(t, slots, wanted, found, unknown[t])
-        self._admit_all(wanted, found, unknown)
-        for name, values in planes.items():
-            self.planes[name][found] = values
-        if table in self.slots and "used" in planes:
-            self.slots[table].next_tick = max(
-                self.slots[table].next_tick, int(planes["used"].max(initial=0)) + 1
-            )
-        optimizers.mark(found, 0, found.size, self.touched, self.dirty)
+        return wanted
 
     def clear(self) -> None:
         """Takes every row back to its initial state; nothing is left to be told of."""
@@ -397,6 +414,37 @@ class Slab:
         rows.test_bits(self.touched, found, known)
         self._remove(table, ids[known], found[known])
         return int(known.sum())
+
+    # -- where rows stand ------------------------------------------------------------------------
+
+    def _place_count(self) -> int:
+        """How many rows the planes have places for: here one for each row."""
+        return self.rows
+
+    @property
+    def _filled(self) -> U64:
+        """Which places hold the state of a row."""
+        return self.touched
+
+    @property
+    def _changed(self) -> U64:
+        """Which places were written since somebody looked."""
+        return self.dirty
+
+    def _places(self, found: I64) -> I64:
+        """The places of rows that are about to be written."""
+        return found
+
+    def _after_write(self, found: I64, places: I64) -> None:
+        """Called when rows at these places have been written and the places are marked."""
+
+    def _held_by(self, found: I64) -> Planes:
+        """All planes of rows that are touched."""
+        return {name: plane[found] for name, plane in self.planes.items()}
+
+    def source(self) -> RowSource:
+        """What a snapshot copies from."""
+        return Arrays(self.planes)
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -461,17 +509,17 @@ class Slab:
             if self.tracker is not None:
                 self.tracker.remove(table, ids)
 
-    def _prepare(self, wanted: RowIds, found: I64, start: int, stop: int, fresh: I64) -> None:
-        """Marks rows and gives every plane of those that were never touched its initial value."""
+    def _prepare(self, wanted: RowIds, places: I64, start: int, stop: int, fresh: I64) -> None:
+        """Marks places and gives every plane of those that were never touched its initial value."""
         count = initial.prepare(
             self.keys_T,
             self.kinds_T,
             self.shapes_T2,
             wanted.offsets,
             wanted.ids,
-            found,
-            self.touched,
-            self.dirty,
+            places,
+            self._filled,
+            self._changed,
             start,
             stop,
             self.planes["weight"],
@@ -482,16 +530,16 @@ class Slab:
                 if name not in ("weight", "used"):
                     plane[fresh[start : start + count]] = self.optimizer.initial(name)
 
-    def _update(self, wanted: RowIds, found: I64, grads_UD: F32, lr: float) -> Any:
+    def _update(self, wanted: RowIds, places: I64, grads_UD: F32, lr: float) -> Any:
         """The optimizer's kernel as a function of (start, stop)."""
         spec, planes, rate = self.optimizer, self.planes, np.float32(lr)
         weight = planes["weight"]
         if isinstance(spec, SGD):
-            return lambda a, b: optimizers.sgd(found, grads_UD, a, b, rate, weight)
+            return lambda a, b: optimizers.sgd(places, grads_UD, a, b, rate, weight)
         if isinstance(spec, Momentum):
             factor = np.float32(spec.momentum)
             return lambda a, b: optimizers.momentum(
-                found, grads_UD, a, b, rate, factor, spec.nesterov, weight, planes["momentum"]
+                places, grads_UD, a, b, rate, factor, spec.nesterov, weight, planes["momentum"]
             )
         if isinstance(spec, Adagrad):
             step = (
@@ -501,7 +549,7 @@ class Slab:
             )
             eps = np.float32(spec.eps)
             return lambda a, b: step(
-                found, grads_UD, a, b, rate, eps, weight, planes["accumulator"]
+                places, grads_UD, a, b, rate, eps, weight, planes["accumulator"]
             )
         assert isinstance(spec, Adam)
         beta1, beta2 = spec.betas
@@ -512,7 +560,7 @@ class Slab:
         steps = planes.get("step", self._no_steps)
         eps = np.float32(spec.eps)
         return lambda a, b: optimizers.adam(
-            found,
+            places,
             grads_UD,
             wanted.offsets,
             rates,

@@ -9,7 +9,7 @@ once, with all its planes from the instant of the freeze.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -96,6 +96,29 @@ class FrozenRows(Protocol):
 FrozenShards: TypeAlias = Sequence[Sequence[FrozenRows]]
 
 
+class RowSource(Protocol):
+    """Where a snapshot copies rows from."""
+
+    def take(self, rows: I64, out: Planes) -> Callable[[], None] | None:
+        """Fills `out` with the planes of rows as they are now, under the lock.
+
+        What takes longer may be left to a function, to be called once without the lock.
+        """
+
+
+class Arrays:
+    """Planes that are all in memory; `rows` are places in them."""
+
+    def __init__(self, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        # A holder may put other arrays in the place of these; the instant is in the old ones.
+        self._planes = dict(planes)
+
+    def take(self, rows: I64, out: Planes) -> None:
+        for name, values in out.items():
+            # With "raise" numpy would copy to a buffer first.
+            np.take(self._planes[name], rows, axis=0, out=values, mode="clip")
+
+
 class RowHolder(Protocol):
     """Rows that can be frozen: their planes, their bitmaps, and the lock that writers hold."""
 
@@ -107,6 +130,8 @@ class RowHolder(Protocol):
     snapshot: Snapshot | None
 
     def ranges(self) -> Sequence[TableRange]: ...
+
+    def source(self) -> RowSource: ...
 
 
 class Snapshot:
@@ -131,8 +156,8 @@ class Snapshot:
         self._ranges = tuple(holder.ranges())
         self._saved: list[list[Part]] = [[] for _ in self._ranges]
         self._saved_nbytes = 0
-        # A holder may put other arrays in the place of these; the instant is in the old ones.
-        self._planes = dict(holder.planes)
+        self._source: RowSource = holder.source()
+        self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
         self._room = threading.Condition()
         self._done = False
         self._lost: ShardLostError | None = None
@@ -164,7 +189,10 @@ class Snapshot:
             zip(self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True)
         ):
             if mine.size:
-                planes = {name: self._planes[name][mine] for name in table.planes}
+                planes = self._empty(table, mine.size)
+                later = self._source.take(mine, planes)
+                if later is not None:
+                    later()
                 part = Part(here, table.ids_of(mine), planes)
                 self._saved[t].append(part)
                 saved_nbytes += part.nbytes
@@ -177,7 +205,7 @@ class Snapshot:
         What was copied before is whole: a reader that had everything does not notice.
         """
         self._lost = lost
-        self._planes = {}
+        self._source = Arrays({})
         self._done = True
         with self._room:
             self._room.notify_all()
@@ -218,12 +246,7 @@ class Snapshot:
         limit = max(limit, _SLICE_ROWS)
         rows = np.empty(_SLICE_ROWS, np.int64)
         present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
-        with self.holder.lock:
-            self._check_lost()
-            planes = {
-                name: np.empty((limit, self._planes[name].shape[1]), self._planes[name].dtype)
-                for name in table.planes
-            }
+        planes = self._empty(table, limit)
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
             with self.holder.lock:
@@ -232,16 +255,19 @@ class Snapshot:
                     self._first, self._second, self.holder.touched, self._copied, word,
                     min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
                 )  # fmt: skip
-                mine = rows[:taken]
-                for name, values in planes.items():
-                    # With "raise" numpy would copy to a buffer first.
-                    np.take(
-                        self._planes[name], mine, axis=0, out=values[count : count + taken],
-                        mode="clip",
-                    )  # fmt: skip
-                ids[count : count + taken] = table.ids_of(mine)
+                mine, part = rows[:taken], slice(count, count + taken)
+                later = self._source.take(mine, {name: v[part] for name, v in planes.items()})
+                ids[part] = table.ids_of(mine)
+            if later is not None:
+                later()
             count += taken
         return Part(present, ids, planes).cut(0, count), word
+
+    def _empty(self, table: TableRange, rows: int) -> Planes:
+        return {
+            name: np.empty((rows, self._shapes[name][0]), self._shapes[name][1])
+            for name in table.planes
+        }
 
     def _take_saved(self, rows: int) -> Iterator[Chunk]:
         """What writers had to save so far; it counts against the buffer until it was used."""

@@ -21,7 +21,7 @@ from emberkeep.keeper import following
 from emberkeep.kernels import rows as bits
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
-from emberkeep.snapshot import Planes, Snapshot, TableRange, freeze
+from emberkeep.snapshot import Arrays, Planes, Snapshot, TableRange, freeze
 from emberkeep.tracking import Tracker
 
 I64 = npt.NDArray[np.int64]
@@ -64,6 +64,9 @@ class TorchTable:
 
     def ranges(self) -> Sequence[TableRange]:
         return (TableRange(self.name, 0, self.rows, tuple(self.planes)),)
+
+    def source(self) -> Arrays:
+        return Arrays(self.planes)
 
     # -- where the bytes are ---------------------------------------------------------------------
 
