@@ -130,3 +130,15 @@ class ShardLostError(EmberkeepError):
             f"shard{plural} {named} lost and not recovered yet; no row was changed: recover with "
             "keeper.recover(), or start the run again to resume its newest version"
         )
+
+
+class StreamError(EmberkeepError):
+    """A parity host refuses a message: of another epoch, or not the next one; nothing was done."""
+
+    exit_code = 50
+
+
+class ParityLossError(EmberkeepError):
+    """More shards are lost than parity can bring back; the repository is what is left."""
+
+    exit_code = 51

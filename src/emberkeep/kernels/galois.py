@@ -1,0 +1,119 @@
+"""Sums of rows of bytes over GF(2^8), four or more bytes at a time.
+
+Rows are 32-bit words here; a word is four elements of the field. A product is built from the
+doublings of a word, each a few shifts and masks on all four elements at once, which vectorise over
+the words of a row. Times 1 is plain XOR.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._memory import prefetch_row, test_bit
+from emberkeep.kernels.hashing import I64, U64
+
+U32 = npt.NDArray[np.uint32]
+
+_HIGH = np.uint32(0x80808080)
+_LOW = np.uint32(0x7F7F7F7F)
+_REDUCTION = np.uint32(0x1D)
+_ONE = np.uint32(1)
+_SEVEN = np.uint32(7)
+_AHEAD = 8
+
+
+@inline
+def _times(word: np.uint32, coefficient: np.uint32) -> np.uint32:
+    total = np.uint32(0)
+    for _ in range(8):
+        total ^= word & (np.uint32(0) - (coefficient & _ONE))
+        coefficient >>= _ONE
+        high = word & _HIGH
+        word = ((word & _LOW) << _ONE) ^ ((high >> _SEVEN) * _REDUCTION)
+    return total
+
+
+@kernel
+def add_product(
+    target_TW: U32,
+    at: I64,
+    first: int,
+    rows_UW: U32,
+    start: int,
+    stop: int,
+    coefficient: np.uint32,
+) -> None:
+    """target[first + at[i]] += coefficient * rows[i] for i in start..stop, `at` being distinct."""
+    width = target_TW.shape[1]
+    for i in range(start, stop):
+        row = first + at[i]
+        if i + _AHEAD < stop:
+            prefetch_row(target_TW, first + at[i + _AHEAD])
+        if coefficient == _ONE:
+            for w in range(width):
+                target_TW[row, w] ^= rows_UW[i, w]
+        else:
+            for w in range(width):
+                target_TW[row, w] ^= _times(rows_UW[i, w], coefficient)
+
+
+@kernel
+def group_by_slot(rows: I64, k: int, bounds: I64, order: I64) -> None:
+    """Sorts positions of rows by slot, stably: those of slot s at bounds[s]:bounds[s + 1]."""
+    bounds[:] = 0
+    for i in range(rows.size):
+        bounds[rows[i] % k + 1] += 1
+    for s in range(k):
+        bounds[s + 1] += bounds[s]
+    starts = bounds.copy()
+    for i in range(rows.size):
+        slot = rows[i] % k
+        order[starts[slot]] = i
+        starts[slot] += 1
+
+
+@kernel
+def take_records(
+    plane_RV: U32, touched: U64, rows: I64, start: int, stop: int, column: int, out_UW: U32
+) -> None:
+    """Copies rows of one plane to their columns of records; a row that is not trained is zeros."""
+    width = plane_RV.shape[1]
+    for i in range(start, stop):
+        row = rows[i]
+        if i + _AHEAD < stop:
+            prefetch_row(plane_RV, rows[i + _AHEAD])
+        if test_bit(touched, row):
+            for w in range(width):
+                out_UW[i, column + w] = plane_RV[row, w]
+        else:
+            for w in range(width):
+                out_UW[i, column + w] = np.uint32(0)
+
+
+@kernel
+def add_records(
+    plane_RV: U32, touched: U64, rows: I64, start: int, stop: int, column: int, out_UW: U32
+) -> None:
+    """Adds rows of one plane to their columns of records: old records become differences."""
+    width = plane_RV.shape[1]
+    for i in range(start, stop):
+        row = rows[i]
+        if i + _AHEAD < stop:
+            prefetch_row(plane_RV, rows[i + _AHEAD])
+        if test_bit(touched, row):
+            for w in range(width):
+                out_UW[i, column + w] ^= plane_RV[row, w]
+
+
+@kernel
+def put_records(
+    plane_RV: U32, rows: I64, start: int, stop: int, column: int, records_UW: U32
+) -> None:
+    """Writes one plane's columns of records back to its rows."""
+    width = plane_RV.shape[1]
+    for i in range(start, stop):
+        row = rows[i]
+        for w in range(width):
+            plane_RV[row, w] = records_UW[i, column + w]

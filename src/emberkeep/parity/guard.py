@@ -1,0 +1,156 @@
+"""The parity side of one shard: it tells others what its rows do, and holds parity of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from emberkeep.parity.codes import Placement
+from emberkeep.parity.host import Host
+from emberkeep.parity.messages import (
+    I64,
+    U8,
+    U32,
+    Bools,
+    Changed,
+    Differences,
+    Fill,
+    Layer,
+    Message,
+    Point,
+    PushNumber,
+    State,
+    Values,
+    Wanted,
+)
+from emberkeep.parity.source import Source
+
+Post = Callable[[int, Message], object]
+
+
+class Rows(Protocol):
+    """The rows of one shard, as they are coded. Rows beyond the end of a slab are zeros."""
+
+    def values(self, slab: int, layer: Layer, rows: I64) -> U8 | U32:
+        """The records or the marks of rows; zeros for those that are not trained."""
+        ...
+
+    def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
+        """Which of the rows were lost and are not back."""
+        ...
+
+    def lost(self, slot: int | None = None) -> bool:
+        """Whether anything is not back, in one slot or in any."""
+        ...
+
+    def trained(self, slab: int, slot: int, start: int, stop: int) -> I64:
+        """The stripes from start to stop whose row of that slot is trained."""
+        ...
+
+    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+        """Brings rows back; those that are not unknown any more are left alone."""
+        ...
+
+    def reveal(self) -> None:
+        """All marks are back: which rows are trained is known, and they are what is lost."""
+        ...
+
+
+class Guard:
+    """One shard's stream, its parity of others, and its rows.
+
+    `lock` is the shard's: rows change and messages are numbered under it. `post` sends a message
+    to a host; it is called under the lock, so it must not wait for another shard.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        host: Host,
+        rows: Rows,
+        placement: Placement,
+        lock: AbstractContextManager[Any],
+        post: Post,
+    ) -> None:
+        self.source = source
+        self.host = host
+        self.rows = rows
+        self.placement = placement
+        self.lock = lock
+        self._post = post
+
+    @property
+    def index(self) -> int:
+        return self.source.index
+
+    def record(self, parts: Sequence[Changed], push: PushNumber | None, state: State) -> int:
+        """Sends what a write changed; returns its number. The caller holds the lock."""
+        return self._send(Differences(tuple(parts), push, state))
+
+    def _send(self, body: Differences | Values | Fill) -> int:
+        message = self.source.message(body)
+        for host in self.source.hosts:
+            self._post(host, message)
+        return message.number
+
+    def attach(self, host: int) -> tuple[int, Point]:
+        """Begins to send to a new host; where the stream stands."""
+        with self.lock:
+            return self.source.attach(host)
+
+    def send_values(self, wanted: Wanted) -> None:
+        """Says what this shard has of the rows of a decode."""
+        slot = (self.index - 1 - wanted.group) % self.placement.n
+        rows = wanted.stripes * self.placement.k + slot
+        with self.lock:
+            unknown = self.rows.unknown(wanted.slab, wanted.layer, rows)
+            values = self.rows.values(wanted.slab, wanted.layer, rows)
+            values[unknown] = 0
+            self._send(Values(wanted.number, slot, values, unknown))
+
+    def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:
+        """Sends all rows of a range of stripes to a new host; False while some are not back."""
+        slot = (self.index - 1 - self.placement.group_on(host, p)) % self.placement.n
+        with self.lock:
+            every = np.arange(start, stop) * self.placement.k + slot
+            if any(self.rows.unknown(slab, layer, every).any() for layer in _LAYERS):
+                return False
+            stripes = self.rows.trained(slab, slot, start, stop)
+            rows = stripes * self.placement.k + slot
+            records, marks = (self.rows.values(slab, layer, rows) for layer in _LAYERS)
+            assert records.dtype == np.uint32
+            assert marks.dtype == np.uint8
+            self._send(Fill(host, p, slab, slot, start, stop, stripes, records, marks))  # type: ignore[arg-type]
+            return True
+
+    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+        with self.lock:
+            self.rows.install(slab, layer, rows, values)
+
+    def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
+        with self.lock:
+            return self.rows.unknown(slab, layer, rows)
+
+    def lost(self, slot: int | None = None) -> bool:
+        with self.lock:
+            return self.rows.lost(slot)
+
+    def reveal(self) -> None:
+        with self.lock:
+            self.rows.reveal()
+
+
+_LAYERS: tuple[Layer, Layer] = ("records", "marks")
+
+
+def begin(guards: Iterable[Guard]) -> None:
+    """Starts the streams of shards that have recorded nothing yet."""
+    by_index = {guard.index: guard for guard in guards}
+    for guard in by_index.values():
+        for host in guard.source.hosts:
+            number, point = guard.attach(host)
+            by_index[host].host.follow(guard.index, guard.source.epoch, number, point)

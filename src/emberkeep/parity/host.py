@@ -1,0 +1,331 @@
+"""The receiving side of streams: the parity that one shard holds of the rows of others."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from emberkeep.errors import StreamError
+from emberkeep.kernels import galois
+from emberkeep.memory import lazy_zeros
+from emberkeep.parity.codes import Code, Placement, products
+from emberkeep.parity.messages import (
+    I64,
+    U8,
+    U32,
+    Bools,
+    Changed,
+    Differences,
+    Fill,
+    Message,
+    Point,
+    Shape,
+    State,
+    Values,
+    Wanted,
+)
+
+
+@dataclass(slots=True)
+class _Stream:
+    epoch: int
+    last: int
+    ledger: dict[str, int]
+    state: State
+    sealed: bool = False
+    # What may have to be undone: the changes, and the ledger's entry and the state before them.
+    retained: deque[tuple[Message, int | None, State]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Decode:
+    """A decode as one host sees it: what live members have, and whose rows are unknown."""
+
+    wanted: Wanted
+    p: int
+    total: U8 | U32
+    unknown: dict[int, Bools] = field(default_factory=dict)
+
+
+class Host:
+    """Parity rows 0..r-1 for every stripe number, fed by the streams of k + r - 1 sources.
+
+    Thread-safe, with a lock of its own under which it calls nobody. A host that starts in the
+    place of a lost one is not `complete`: its parity is filled by the members, stripe by stripe,
+    and a difference beyond what a member has filled is dropped, because the row that it belongs
+    to is yet to be sent.
+    """
+
+    def __init__(
+        self, index: int, placement: Placement, shapes: Sequence[Shape], *, complete: bool = True
+    ) -> None:
+        self.index = index
+        self.placement = placement
+        self.code = Code(placement.k, placement.r)
+        self.shapes = tuple(shapes)
+        self.stripes = [placement.stripes(shape.rows) for shape in self.shapes]
+        self.lock = threading.Lock()
+        self.updates = 0
+        self._streams: dict[int, _Stream] = {}
+        self._decodes: dict[int, _Decode] = {}
+        # Stripes that a member has filled, by (p, slab, source); without an entry, all.
+        self._filled: dict[tuple[int, int, int], int] = {}
+        self._records: list[U32] = []
+        self._marks: list[U8] = []
+        for shape, stripes in zip(self.shapes, self.stripes, strict=True):
+            rows = placement.r * stripes
+            self._records.append(lazy_zeros((rows, shape.words), np.uint32))
+            self._marks.append(lazy_zeros((rows, shape.mark_nbytes), np.uint8))
+        if not complete:
+            for p in range(placement.r):
+                self._begin_filling(p)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def follow(self, source: int, epoch: int, number: int, point: Point) -> None:
+        """Begins to take the stream of a source's epoch, after its message `number`."""
+        with self.lock:
+            self._streams[source] = _Stream(epoch, number, dict(point.ledger), point.state)
+
+    def receive(self, message: Message) -> int:
+        """Takes the next message of a stream; returns the number that is now held.
+
+        What was received before changes nothing. A message of another epoch, one after a seal
+        and one that leaves a gap are refused.
+        """
+        with self.lock:
+            stream = self._streams.get(message.source)
+            if stream is None or stream.epoch != message.epoch or stream.sealed:
+                raise StreamError(
+                    f"shard {self.index} does not follow epoch {message.epoch} of shard "
+                    f"{message.source}: the sender was replaced and must stop"
+                )
+            if message.number <= stream.last:
+                return stream.last
+            if message.number != stream.last + 1:
+                raise StreamError(
+                    f"shard {self.index} holds {stream.last} of the stream of shard "
+                    f"{message.source} and was sent {message.number}: send what is between"
+                )
+            self._apply(message, stream)
+            stream.last = message.number
+            while stream.retained and stream.retained[0][0].number <= message.settled:
+                stream.retained.popleft()
+            return stream.last
+
+    def settle(self, source: int, number: int) -> None:
+        """Everything up to `number` is held by all live hosts and will never be undone."""
+        with self.lock:
+            retained = self._streams[source].retained
+            while retained and retained[0][0].number <= number:
+                retained.popleft()
+
+    def seal(self, source: int) -> int:
+        """Takes nothing more of a source that is lost; returns the last number that it sent."""
+        with self.lock:
+            self._streams[source].sealed = True
+            return self._streams[source].last
+
+    def roll(self, source: int, number: int) -> Point:
+        """Undoes what a sealed stream brought after `number`. Doing it again changes nothing.
+
+        A host that is being filled was not asked which number that is, so what it has of the
+        source's rows may end before it: parity that the source is a member of begins anew.
+        """
+        with self.lock:
+            stream = self._streams[source]
+            while stream.retained and stream.retained[-1][0].number > number:
+                message, push, state = stream.retained.pop()
+                if isinstance(message.body, Differences):
+                    for part in message.body.parts:
+                        self._add_changed(source, part)
+                    if message.body.push is not None:
+                        worker = message.body.push[0]
+                        if push is None:
+                            del stream.ledger[worker]
+                        else:
+                            stream.ledger[worker] = push
+                    stream.state = state
+            stream.last = min(stream.last, number)
+            if self._filled:
+                for p in range(self.placement.r):
+                    if source in self.placement.members(self.placement.group_on(self.index, p)):
+                        self._begin_filling(p, anew=True)
+            return Point(dict(stream.ledger), stream.state)
+
+    def _apply(self, message: Message, stream: _Stream) -> None:
+        body = message.body
+        if isinstance(body, Differences):
+            push = None if body.push is None else stream.ledger.get(body.push[0])
+            stream.retained.append((message, push, stream.state))
+            for part in body.parts:
+                self._add_changed(message.source, part)
+                if self._decodes:
+                    self._follow_changed(message.source, part)
+            if body.push is not None:
+                stream.ledger[body.push[0]] = body.push[1]
+            stream.state = body.state
+        elif isinstance(body, Values):
+            self._add_values(message.source, body)
+        elif body.host == self.index:
+            self._add_fill(message.source, body)
+
+    # -- parity ----------------------------------------------------------------------------------
+
+    def _add_changed(self, source: int, part: Changed) -> None:
+        for p, slot in self.placement.slots_on(source, self.index):
+            low, high = int(part.bounds[slot]), int(part.bounds[slot + 1])
+            if low < high:
+                self._add(
+                    p, slot, part.slab, source, part.stripes[low:high], part.records[low:high]
+                )
+                self.updates += high - low
+            low, high = int(part.marked_bounds[slot]), int(part.marked_bounds[slot + 1])
+            if low < high:
+                self._add(p, slot, part.slab, source, part.marked[low:high], part.marks[low:high])
+
+    def _add(
+        self, p: int, slot: int, slab: int, source: int, stripes: I64, values: U8 | U32
+    ) -> None:
+        if self._filled:
+            filled = self._filled.get((p, slab, source))
+            if filled is not None:
+                here = stripes < filled
+                stripes, values = stripes[here], values[here]
+        self._add_all(p, slot, slab, stripes, values)
+
+    def _add_all(self, p: int, slot: int, slab: int, stripes: I64, values: U8 | U32) -> None:
+        coefficient = self.code.coefficients[p][slot]
+        first = p * self.stripes[slab]
+        if values.dtype == np.uint32:
+            galois.add_product(
+                self._records[slab], stripes, first, values, 0, stripes.size,
+                np.uint32(coefficient),
+            )  # fmt: skip
+        else:
+            self._marks[slab][stripes + first] ^= products(coefficient)[values]
+
+    def _begin_filling(self, p: int, *, anew: bool = False) -> None:
+        for slab, stripes in enumerate(self.stripes):
+            if anew:
+                part = slice(p * stripes, (p + 1) * stripes)
+                self._records[slab][part] = 0
+                self._marks[slab][part] = 0
+            for member in self.placement.members(self.placement.group_on(self.index, p)):
+                self._filled[p, slab, member] = 0
+
+    def _add_fill(self, source: int, fill: Fill) -> None:
+        key = (fill.p, fill.slab, source)
+        if self._filled.get(key) != fill.start:
+            return  # asked for before the parity that it fills began anew
+        self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.records)
+        self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.marks)
+        self._filled[key] = fill.stop
+        # A unit is whole when all its members have filled all its slabs, and not before.
+        unit = [entry for entry in self._filled if entry[0] == fill.p]
+        if all(self._filled[entry] >= self.stripes[entry[1]] for entry in unit):
+            for entry in unit:
+                del self._filled[entry]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parity is there; a host that is not protects nothing yet."""
+        with self.lock:
+            return not self._filled
+
+    @property
+    def unprotected_stripes(self) -> int:
+        """Parity rows that some member has yet to fill."""
+        with self.lock:
+            worst: dict[tuple[int, int], int] = {}
+            for (p, slab, _), filled in self._filled.items():
+                worst[p, slab] = min(filled, worst.get((p, slab), filled))
+            return sum(self.stripes[slab] - filled for (_, slab), filled in worst.items())
+
+    def to_fill(self) -> list[tuple[int, int, int, int]]:
+        """(p, slab, source, stripes filled) of what members have yet to send."""
+        with self.lock:
+            return sorted(
+                (p, slab, source, filled)
+                for (p, slab, source), filled in self._filled.items()
+                if filled < self.stripes[slab]
+            )
+
+    def held(self, source: int) -> int:
+        """The last number of a source's stream that is held here."""
+        with self.lock:
+            return self._streams[source].last
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def begin(self, wanted: Wanted) -> None:
+        """Opens an accumulator for rows that are to be decoded."""
+        p = (wanted.group - self.index) % self.placement.n
+        shape, kind = self.shapes[wanted.slab], np.uint32 if wanted.layer == "records" else np.uint8
+        width = shape.words if wanted.layer == "records" else shape.mark_nbytes
+        total = np.zeros((wanted.stripes.size, width), kind)
+        with self.lock:
+            self._decodes[wanted.number] = _Decode(wanted, p, total)
+
+    def syndrome(self, number: int) -> tuple[U8 | U32, dict[int, Bools]] | None:
+        """The sum of the unknown rows of each stripe, and by slot which those are.
+
+        None until every member has spoken. Whatever members change after that is in both the
+        parity and the accumulator, so the sum stays what it was when they spoke.
+        """
+        with self.lock:
+            decode = self._decodes[number]
+            if len(decode.unknown) < self.placement.k:
+                return None
+            wanted = decode.wanted
+            parity = self._records if wanted.layer == "records" else self._marks
+            at = wanted.stripes + decode.p * self.stripes[wanted.slab]
+            return parity[wanted.slab][at] ^ decode.total, dict(decode.unknown)
+
+    def drop(self, number: int | None = None) -> None:
+        """Ends a decode, or all of them."""
+        with self.lock:
+            if number is None:
+                self._decodes.clear()
+            else:
+                self._decodes.pop(number, None)
+
+    def _add_values(self, source: int, body: Values) -> None:
+        decode = self._decodes.get(body.decode)
+        if decode is None:
+            return
+        coefficient = self.code.coefficients[decode.p][body.slot]
+        _accumulate(decode.total, np.arange(len(body.values)), body.values, coefficient)
+        decode.unknown[body.slot] = body.unknown
+
+    def _follow_changed(self, source: int, part: Changed) -> None:
+        """Later changes of members that have spoken are in the parity: they go to both."""
+        for decode in self._decodes.values():
+            wanted = decode.wanted
+            slot = (source - 1 - wanted.group) % self.placement.n
+            if wanted.slab != part.slab or slot not in decode.unknown:
+                continue
+            if wanted.layer == "records":
+                mine = slice(int(part.bounds[slot]), int(part.bounds[slot + 1]))
+                stripes, values = part.stripes[mine], part.records[mine]
+            else:
+                mine = slice(int(part.marked_bounds[slot]), int(part.marked_bounds[slot + 1]))
+                stripes, values = part.marked[mine], part.marks[mine]
+            places = np.searchsorted(wanted.stripes, stripes)
+            places = np.minimum(places, wanted.stripes.size - 1)
+            here = wanted.stripes[places] == stripes
+            if here.any():
+                coefficient = self.code.coefficients[decode.p][slot]
+                _accumulate(decode.total, places[here], values[here], coefficient)
+
+
+def _accumulate(total: U8 | U32, at: I64, values: U8 | U32, coefficient: int) -> None:
+    """Adds products to an accumulator; each row of it at most once."""
+    if values.dtype == np.uint32:
+        galois.add_product(total, at, 0, values, 0, at.size, np.uint32(coefficient))
+    else:
+        total[at] ^= products(coefficient)[values]

@@ -1,0 +1,138 @@
+"""What a shard tells the hosts of its parity: one numbered stream, in order, to all of them.
+
+Every message goes to every host of its source, whether it concerns that host or not: the number
+of the last one that a host holds then says exactly which changes it has seen, and all hosts see
+whatever the source says at the same point of its history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+
+Layer: TypeAlias = Literal["records", "marks"]
+State: TypeAlias = tuple[int, ...]
+PushNumber: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is coded of one slab.
+
+    A trained row's *record* is all its planes, in 32-bit words; its *marks* are a byte 1 and, in a
+    slab with dynamic tables, its id. Both are zeros for a row that is not trained.
+    """
+
+    rows: int
+    """The most rows that any shard has in this slab."""
+    words: int
+    mark_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Rows of one slab and by what they changed, old XOR new, grouped by slot.
+
+    Row `stripes[i] * k + s` for i in `bounds[s]:bounds[s + 1]`; likewise the rows whose marks
+    changed, which are few.
+    """
+
+    slab: int
+    stripes: I64
+    bounds: I64
+    records: U32
+    marked: I64
+    marked_bounds: I64
+    marks: U8
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + self.stripes.nbytes + self.marks.nbytes + self.marked.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What one write changed; `push` names the worker's push that it was, if it was one.
+
+    `state` is what the shard knows beside its rows, after the write.
+    """
+
+    parts: tuple[Changed, ...]
+    push: PushNumber | None
+    state: State
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a stream stands: the last push of each worker, and the shard's state after them."""
+
+    ledger: Mapping[str, int]
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows to be decoded: the stripes of one group, ascending, in one layer of one slab."""
+
+    number: int
+    group: int
+    slab: int
+    layer: Layer
+    stripes: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The rows that one member has in a decode; zeros where it is still without them itself."""
+
+    decode: int
+    slot: int
+    values: U8 | U32
+    unknown: Bools
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """All trained rows that one member has in stripes start..stop of a group, for a new host."""
+
+    host: int
+    p: int
+    slab: int
+    slot: int
+    start: int
+    stop: int
+    stripes: I64
+    records: U32
+    marks: U8
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + self.marks.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of a stream. `settled` is the number that all live hosts were known to hold."""
+
+    source: int
+    epoch: int
+    number: int
+    settled: int
+    body: Differences | Values | Fill

@@ -1,0 +1,426 @@
+"""The parity protocol as a state machine: losses at every point, against a perfect history.
+
+Shards are small arrays and the network is a queue for every pair, delivered in any order that the
+queues allow. Whatever is lost and whenever, after everything has been brought back each shard has
+applied each push exactly once, in order, and every parity row is the code of the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from emberkeep.errors import ParityLossError, StreamError
+from emberkeep.parity.codes import Placement, products
+from emberkeep.parity.coordinator import Coordinator, Decode
+from emberkeep.parity.guard import Guard, begin
+from emberkeep.parity.host import Host
+from emberkeep.parity.messages import (
+    I64,
+    U8,
+    U32,
+    Bools,
+    Changed,
+    Layer,
+    Message,
+    Point,
+    Shape,
+)
+from emberkeep.parity.source import Source
+
+SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))
+SIZES = [(3, 2, 1), (2, 1, 1), (4, 2, 2), (5, 3, 2), (4, 3, 1)]
+
+
+class ToyRows:
+    """Rows of one shard: records and marks as they are coded."""
+
+    def __init__(self, shard: int, *, lost: bool = False) -> None:
+        # Shards differ in size, as the last rows of a table fall to some of them.
+        self.sizes = [shape.rows - shard % 2 for shape in SHAPES]
+        self.data: dict[Layer, list[Any]] = {
+            "records": [np.zeros((s.rows, s.words), np.uint32) for s in SHAPES],
+            "marks": [np.zeros((s.rows, s.mark_nbytes), np.uint8) for s in SHAPES],
+        }
+        self.blind = lost
+        self.missing = [np.zeros(shape.rows, bool) for shape in SHAPES]
+        self.k = 0
+
+    def values(self, slab: int, layer: Layer, rows: I64) -> U8 | U32:
+        data = self.data[layer][slab]
+        out = np.zeros((rows.size, data.shape[1]), data.dtype)
+        here = rows < len(data)
+        out[here] = data[rows[here]]
+        return out
+
+    def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
+        if self.blind:
+            return np.ones(rows.size, bool)
+        out = np.zeros(rows.size, bool)
+        if layer == "records":
+            here = rows < self.missing[slab].size
+            out[here] = self.missing[slab][rows[here]]
+        return out
+
+    def lost(self, slot: int | None = None) -> bool:
+        if self.blind:
+            return True
+        step = slice(None) if slot is None else slice(slot, None, self.k)
+        return any(bool(missing[step].any()) for missing in self.missing)
+
+    def trained(self, slab: int, slot: int, start: int, stop: int) -> I64:
+        rows = np.arange(start, stop) * self.k + slot
+        rows = rows[rows < SHAPES[slab].rows]
+        return rows[self.data["marks"][slab][rows, 0] != 0] // self.k
+
+    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+        here = (rows < SHAPES[slab].rows) & self.unknown(slab, layer, rows)
+        self.data[layer][slab][rows[here]] = values[here]
+        if layer == "records":
+            self.missing[slab][rows[here]] = False
+
+    def reveal(self) -> None:
+        self.blind = False
+        self.missing = [marks[:, 0] != 0 for marks in self.data["marks"]]
+
+
+class NoLock(contextlib.AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Push:
+    """Moves some rows of one slab on; what it makes of a row depends on what was there."""
+
+    def __init__(self, worker: str, number: int, slab: int, rows: list[int], kind: int) -> None:
+        self.worker, self.number, self.slab, self.kind = worker, number, slab, kind
+        self.rows = np.array(sorted(set(rows)), np.int64)
+
+    def apply(self, rows: ToyRows) -> None:
+        records, marks = rows.data["records"][self.slab], rows.data["marks"][self.slab]
+        if self.kind == 0:  # a deletion
+            records[self.rows] = 0
+            marks[self.rows] = 0
+        else:
+            records[self.rows] = records[self.rows] * np.uint32(5) + np.uint32(self.kind)
+            marks[self.rows, 0] = 1
+            marks[self.rows, 1:] = self.kind % 251
+
+
+class ParityProtocol(RuleBasedStateMachine):
+    """One cluster. `dead` shards are gone and nobody has noticed yet."""
+
+    @initialize(size=st.sampled_from(SIZES))
+    def start(self, size: tuple[int, int, int]) -> None:
+        n, k, r = size
+        self.place = Placement(n, k, r)
+        self.queues: dict[tuple[int, int], deque[Message]] = {
+            (source, host): deque() for source in range(n) for host in self.place.hosts(source)
+        }
+        self.dead: set[int] = set()
+        self.draining = False
+        self.perfect = [ToyRows(shard) for shard in range(n)]
+        self.pushes: list[list[Push]] = [[] for _ in range(n)]  # in the order that shards took them
+        self.todo: list[deque[Push]] = [deque() for _ in range(n)]
+        self.sent = 0
+        self.decodes: list[Decode] = []
+        self.mark_decodes: list[Decode] | None = None
+        empty = Point({}, (0,))
+        guards = [self.guard(shard, 1, 0, empty, lost=False) for shard in range(n)]
+        self.coordinator = Coordinator(self.place, guards, self.deliver_all)
+        begin(guards)
+
+    def guard(self, shard: int, epoch: int, number: int, point: Point, *, lost: bool) -> Guard:
+        rows = ToyRows(shard, lost=lost)
+        rows.k = self.place.k
+        source = Source(shard, epoch, self.place.hosts(shard), number=number, point=point)
+        host = Host(shard, self.place, SHAPES, complete=not lost)
+
+        def post(to: int, message: Message) -> None:
+            if to not in self.dead and shard not in self.dead:
+                self.queues[shard, to].append(message)
+
+        return Guard(
+            source=source, host=host, rows=rows, placement=self.place, lock=NoLock(), post=post
+        )
+
+    def rows(self, shard: int) -> ToyRows:
+        rows = self.coordinator.guards[shard].rows
+        assert isinstance(rows, ToyRows)
+        return rows
+
+    # -- the network -----------------------------------------------------------------------------
+
+    def deliver_all(self) -> None:
+        if self.draining:
+            for queue in self.queues.values():
+                while queue:
+                    self.receive(queue.popleft(), queue)
+
+    def receive(self, message: Message, queue: deque[Message]) -> None:
+        (_, host) = next(key for key, value in self.queues.items() if value is queue)
+        held = self.coordinator.guards[host].host.receive(message)
+        self.coordinator.guards[message.source].source.acknowledge(host, held)
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def deliver(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            waiting = [key for key, queue in self.queues.items() if queue]
+            if not waiting:
+                return
+            source, host = data.draw(st.sampled_from(waiting))
+            queue = self.queues[source, host]
+            self.receive(queue.popleft(), queue)
+
+    @rule(data=st.data())
+    def deliver_twice(self, data: st.DataObject) -> None:
+        waiting = [key for key, queue in self.queues.items() if queue]
+        if waiting:
+            source, host = data.draw(st.sampled_from(waiting))
+            queue = self.queues[source, host]
+            message = queue.popleft()
+            self.receive(message, queue)
+            self.receive(message, queue)
+            if queue and len(queue) > 1:
+                with pytest.raises(StreamError, match="send what is between"):
+                    self.receive(queue[1], queue)
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(), slab=st.integers(0, 1), kind=st.integers(0, 5),
+        rows=st.lists(st.integers(0, 10), min_size=1, max_size=4), worker=st.sampled_from("ab"),
+    )  # fmt: skip
+    def push(
+        self, data: st.DataObject, slab: int, kind: int, rows: list[int], worker: str
+    ) -> None:
+        shard = data.draw(st.integers(0, self.place.n - 1))
+        rows = [row % self.perfect[shard].sizes[slab] for row in rows]
+        self.sent += 1
+        push = Push(worker, self.sent, slab, rows, kind)
+        push.apply(self.perfect[shard])
+        self.todo[shard].append(push)
+        self.work(shard)
+
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        self.work(data.draw(st.integers(0, self.place.n - 1)))
+
+    def work(self, shard: int) -> None:
+        """Applies what a shard has to do, or asks for the first rows that it lacks."""
+        while self.todo[shard] and shard not in self.dead:
+            push, rows = self.todo[shard][0], self.rows(shard)
+            if rows.blind:
+                return
+            missing = push.rows[rows.unknown(push.slab, "records", push.rows)]
+            if missing.size:
+                if not self.dead:
+                    self.decode(shard, push.slab, missing)
+                return
+            guard = self.coordinator.guards[shard]
+            # A worker that is not sure sends again: what was applied is not applied twice.
+            if guard.source.ledger.get(push.worker, 0) < push.number:
+                self.apply(guard, rows, push)
+                self.pushes[shard].append(push)
+            self.todo[shard].popleft()
+
+    def apply(self, guard: Guard, rows: ToyRows, push: Push) -> None:
+        k = self.place.k
+        records, marks = (rows.data[layer][push.slab] for layer in ("records", "marks"))
+        before = records[push.rows].copy(), marks[push.rows].copy()
+        push.apply(rows)
+        after = records[push.rows] ^ before[0], marks[push.rows] ^ before[1]
+        order = np.argsort(push.rows % k, kind="stable")
+        bounds = np.searchsorted(push.rows[order] % k, np.arange(k + 1))
+        stripes = push.rows[order] // k
+        part = Changed(
+            push.slab, stripes, bounds, after[0][order], stripes, bounds, after[1][order]
+        )
+        state = (guard.source.state[0] + 1,)
+        guard.record([part], (push.worker, push.number), state)
+
+    def decode(self, shard: int, slab: int, missing: I64) -> None:
+        for group, slot in self.place.groups(shard):
+            mine = missing[missing % self.place.k == slot]
+            if mine.size:
+                stripes = mine // self.place.k
+                self.decodes.append(self.coordinator.start(group, slab, "records", stripes))
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    @rule(data=st.data(), both=st.booleans())
+    def kill(self, data: st.DataObject, both: bool) -> None:
+        living = [shard for shard in range(self.place.n) if shard not in self.dead]
+        gone = {data.draw(st.sampled_from(living)) for _ in range(1 + both)}
+        hurt = {
+            guard.index
+            for guard in self.coordinator.guards
+            if guard.lost() or not guard.host.complete
+        }
+        try:
+            self.coordinator.check(self.dead | gone)
+        except ParityLossError:
+            assert len(self.dead | gone | hurt) > self.place.r
+            return
+        self.dead |= gone
+        for (source, host), queue in self.queues.items():
+            if source in gone or host in gone:
+                queue.clear()
+
+    @precondition(lambda self: self.dead)
+    @rule()
+    def notice(self) -> None:
+        lost, self.dead = sorted(self.dead), set()
+        settled = {shard: self.coordinator.guards[shard].source.settled for shard in lost}
+        epochs = {shard: self.coordinator.guards[shard].source.epoch + 1 for shard in lost}
+
+        def replace(shard: int, number: int, point: Point) -> Guard:
+            assert number >= settled[shard], "a settled push was lost"
+            return self.guard(shard, epochs[shard], number, point, lost=True)
+
+        points = self.coordinator.recover(lost, replace)
+        self.decodes, self.mark_decodes = [], None
+        for shard, point in points.items():
+            taken = self.pushes[shard]
+            kept = [p for p in taken if p.number <= point.ledger.get(p.worker, 0)]
+            assert taken[: len(kept)] == kept, "what was kept is not the beginning"
+            assert point.state == (len(kept),)
+            self.pushes[shard] = kept
+            self.todo[shard].extendleft(reversed(taken[len(kept) :]))
+
+    @precondition(lambda self: not self.dead)
+    @rule(settled=st.booleans())
+    def settle(self, settled: bool) -> None:
+        for guard in self.coordinator.guards:
+            for host in guard.source.hosts:
+                self.coordinator.guards[host].host.settle(guard.index, guard.source.settled)
+
+    # -- bringing back ---------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.dead)
+    @rule()
+    def ask_for_marks(self) -> None:
+        if self.mark_decodes is None and any(self.rows(s).blind for s in range(self.place.n)):
+            self.mark_decodes = self.coordinator.start_marks()
+
+    @precondition(lambda self: not self.dead)
+    @rule()
+    def finish(self) -> None:
+        self.decodes = [d for d in self.decodes if not self.coordinator.finish(d)]
+        if self.mark_decodes is not None:
+            left = [d for d in self.mark_decodes if not self.coordinator.finish(d)]
+            self.mark_decodes = left or None
+            if not left:
+                for guard in self.coordinator.guards:
+                    if self.rows(guard.index).blind:
+                        guard.reveal()
+
+    @precondition(lambda self: not self.dead)
+    @rule(data=st.data(), slab=st.integers(0, 1))
+    def sweep(self, data: st.DataObject, slab: int) -> None:
+        shard = data.draw(st.integers(0, self.place.n - 1))
+        rows = self.rows(shard)
+        if not rows.blind:
+            missing = np.flatnonzero(rows.missing[slab])
+            if missing.size:
+                self.decode(shard, slab, missing[: data.draw(st.integers(1, 4))])
+
+    @precondition(lambda self: not self.dead)
+    @rule(stripes=st.integers(1, 4))
+    def fill(self, stripes: int) -> None:
+        self.coordinator.fill(stripes)
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    @invariant()
+    def rows_are_what_they_should_be(self) -> None:
+        """A row that is known is, up to pushes that wait, the row of the perfect history."""
+        if not hasattr(self, "place"):
+            return
+        for shard in range(self.place.n):
+            rows, waiting = self.rows(shard), self.todo[shard]
+            if rows.blind or waiting or shard in self.dead:
+                continue
+            for slab, missing in enumerate(rows.missing):
+                mine, theirs = (x.data["records"][slab] for x in (rows, self.perfect[shard]))
+                assert np.array_equal(mine[~missing], theirs[~missing])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "place"):
+            return
+        if self.dead:
+            self.notice()
+        self.draining = True
+        self.deliver_all()
+        self.coordinator.recover_marks()
+        for shard in range(self.place.n):
+            for slab, missing in enumerate(self.rows(shard).missing):
+                self.coordinator.recover_rows(shard, slab, np.flatnonzero(missing))
+            self.work(shard)
+            assert not self.todo[shard]
+        while self.coordinator.fill(3):
+            pass
+        self.deliver_all()
+        for shard in range(self.place.n):
+            for layer in ("records", "marks"):
+                for mine, theirs in zip(
+                    self.rows(shard).data[layer], self.perfect[shard].data[layer], strict=True
+                ):
+                    assert np.array_equal(mine, theirs)
+        check_parity(self.coordinator)
+
+
+def check_parity(coordinator: Coordinator) -> None:
+    """Every parity row of every host is the code of the rows as they are."""
+    place = coordinator.placement
+    for guard in coordinator.guards:
+        host = guard.host
+        assert host.complete
+        assert host.unprotected_stripes == 0
+        for slab, stripes in enumerate(host.stripes):
+            for p in range(place.r):
+                group = place.group_on(host.index, p)
+                part = slice(p * stripes, (p + 1) * stripes)
+                for layer, parity in (("records", host._records), ("marks", host._marks)):
+                    total = np.zeros_like(parity[slab][part]).view(np.uint8)
+                    for slot, member in enumerate(place.members(group)):
+                        rows = np.arange(stripes) * place.k + slot
+                        values = coordinator.guards[member].rows.values(slab, layer, rows)
+                        total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
+                    assert np.array_equal(parity[slab][part].view(np.uint8), total)
+
+
+def _run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        ParityProtocol,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_nothing_is_lost_whatever_is_lost() -> None:
+    _run(150, 60)
+
+
+@pytest.mark.soak
+def test_nothing_is_lost_in_long_runs() -> None:
+    _run(5000, 150)
