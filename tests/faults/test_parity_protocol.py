@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ from emberkeep.parity.messages import (
 from emberkeep.parity.source import Source
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))
+randoms = st.integers(0, 2**32).map(Random)
+MOVES = ("push", "deliver", "finish", "sweep", "fill", "go_on", "kill", "settle", "ask_for_marks")
+WEIGHTS = (30, 30, 12, 5, 4, 6, 2, 2, 3)
 SIZES = [(3, 2, 1), (2, 1, 1), (4, 2, 2), (5, 3, 2), (4, 3, 1)]
 
 
@@ -176,21 +180,21 @@ class ParityProtocol(RuleBasedStateMachine):
         held = self.coordinator.guards[host].host.receive(message)
         self.coordinator.guards[message.source].source.acknowledge(host, held)
 
-    @rule(data=st.data(), count=st.integers(1, 6))
-    def deliver(self, data: st.DataObject, count: int) -> None:
-        for _ in range(count):
+    @rule(random=randoms, messages=st.integers(1, 30))
+    def deliver(self, random: Random, messages: int) -> None:
+        for _ in range(messages):
             waiting = [key for key, queue in self.queues.items() if queue]
             if not waiting:
                 return
-            source, host = data.draw(st.sampled_from(waiting))
+            source, host = random.choice(waiting)
             queue = self.queues[source, host]
             self.receive(queue.popleft(), queue)
 
-    @rule(data=st.data())
-    def deliver_twice(self, data: st.DataObject) -> None:
+    @rule(random=randoms)
+    def deliver_twice(self, random: Random) -> None:
         waiting = [key for key, queue in self.queues.items() if queue]
         if waiting:
-            source, host = data.draw(st.sampled_from(waiting))
+            source, host = random.choice(waiting)
             queue = self.queues[source, host]
             message = queue.popleft()
             self.receive(message, queue)
@@ -201,24 +205,27 @@ class ParityProtocol(RuleBasedStateMachine):
 
     # -- workers ---------------------------------------------------------------------------------
 
-    @rule(
-        data=st.data(), slab=st.integers(0, 1), kind=st.integers(0, 5),
-        rows=st.lists(st.integers(0, 10), min_size=1, max_size=4), worker=st.sampled_from("ab"),
-    )  # fmt: skip
-    def push(
-        self, data: st.DataObject, slab: int, kind: int, rows: list[int], worker: str
-    ) -> None:
-        shard = data.draw(st.integers(0, self.place.n - 1))
-        rows = [row % self.perfect[shard].sizes[slab] for row in rows]
-        self.sent += 1
-        push = Push(worker, self.sent, slab, rows, kind)
-        push.apply(self.perfect[shard])
-        self.todo[shard].append(push)
-        self.work(shard)
+    @rule(random=randoms, pushes=st.integers(1, 8))
+    def push(self, random: Random, pushes: int) -> None:
+        for _ in range(pushes):
+            shard, slab = random.randrange(self.place.n), random.randrange(2)
+            size = self.perfect[shard].sizes[slab]
+            rows = [random.randrange(size) for _ in range(random.randint(1, 4))]
+            self.sent += 1
+            push = Push(random.choice("ab"), self.sent, slab, rows, random.randint(0, 5))
+            push.apply(self.perfect[shard])
+            self.todo[shard].append(push)
+            self.work(shard)
 
-    @rule(data=st.data())
-    def go_on(self, data: st.DataObject) -> None:
-        self.work(data.draw(st.integers(0, self.place.n - 1)))
+    @rule(random=randoms, pushes=st.integers(1, 8), messages=st.integers(1, 30))
+    def push_and_deliver(self, random: Random, pushes: int, messages: int) -> None:
+        self.push(random, pushes)
+        self.deliver(random, messages)
+
+    @rule()
+    def go_on(self) -> None:
+        for shard in range(self.place.n):
+            self.work(shard)
 
     def work(self, shard: int) -> None:
         """Applies what a shard has to do, or asks for the first rows that it lacks."""
@@ -262,10 +269,10 @@ class ParityProtocol(RuleBasedStateMachine):
 
     # -- losses ----------------------------------------------------------------------------------
 
-    @rule(data=st.data(), both=st.booleans())
-    def kill(self, data: st.DataObject, both: bool) -> None:
+    @rule(random=randoms, both=st.booleans(), noticed=st.booleans(), marks=st.booleans())
+    def kill(self, random: Random, both: bool, noticed: bool, marks: bool) -> None:
         living = [shard for shard in range(self.place.n) if shard not in self.dead]
-        gone = {data.draw(st.sampled_from(living)) for _ in range(1 + both)}
+        gone = {random.choice(living) for _ in range(1 + both)}
         hurt = {
             guard.index
             for guard in self.coordinator.guards
@@ -280,6 +287,10 @@ class ParityProtocol(RuleBasedStateMachine):
         for (source, host), queue in self.queues.items():
             if source in gone or host in gone:
                 queue.clear()
+        if noticed:
+            self.notice()
+            if marks:
+                self.bring_marks_back()
 
     @precondition(lambda self: self.dead)
     @rule()
@@ -303,13 +314,20 @@ class ParityProtocol(RuleBasedStateMachine):
             self.todo[shard].extendleft(reversed(taken[len(kept) :]))
 
     @precondition(lambda self: not self.dead)
-    @rule(settled=st.booleans())
-    def settle(self, settled: bool) -> None:
+    @rule()
+    def settle(self) -> None:
         for guard in self.coordinator.guards:
             for host in guard.source.hosts:
                 self.coordinator.guards[host].host.settle(guard.index, guard.source.settled)
 
     # -- bringing back ---------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.dead)
+    @rule()
+    def bring_marks_back(self) -> None:
+        self.draining = True
+        self.coordinator.recover_marks()
+        self.draining, self.mark_decodes = False, None
 
     @precondition(lambda self: not self.dead)
     @rule()
@@ -330,19 +348,40 @@ class ParityProtocol(RuleBasedStateMachine):
                         guard.reveal()
 
     @precondition(lambda self: not self.dead)
-    @rule(data=st.data(), slab=st.integers(0, 1))
-    def sweep(self, data: st.DataObject, slab: int) -> None:
-        shard = data.draw(st.integers(0, self.place.n - 1))
-        rows = self.rows(shard)
-        if not rows.blind:
+    @rule(slab=st.integers(0, 1), count=st.integers(1, 8))
+    def sweep(self, slab: int, count: int) -> None:
+        for shard in range(self.place.n):
+            rows = self.rows(shard)
             missing = np.flatnonzero(rows.missing[slab])
-            if missing.size:
-                self.decode(shard, slab, missing[: data.draw(st.integers(1, 4))])
+            if missing.size and not rows.blind:
+                self.decode(shard, slab, missing[:count])
 
     @precondition(lambda self: not self.dead)
     @rule(stripes=st.integers(1, 4))
     def fill(self, stripes: int) -> None:
         self.coordinator.fill(stripes)
+
+    @rule(random=randoms, moves=st.integers(1, 60))
+    def live(self, random: Random, moves: int) -> None:
+        """Many moves at once: chance alone seldom does one thing to the end."""
+        for _ in range(moves):
+            move = random.choices(MOVES, WEIGHTS)[0]
+            if move == "kill":
+                self.kill(random, random.random() < 0.3, random.random() < 0.7,
+                          random.random() < 0.7)  # fmt: skip
+            elif move == "push":
+                self.push(random, random.randint(1, 4))
+            elif move == "deliver":
+                self.deliver(random, random.randint(1, 12))
+            elif self.dead:
+                self.notice()
+            elif move == "sweep":
+                self.sweep(random.randrange(2), random.randint(1, 8))
+            elif move == "fill":
+                self.fill(random.randint(1, 4))
+            else:
+                getattr(self, move)()
+            self.rows_are_what_they_should_be()
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -418,9 +457,20 @@ def _run(examples: int, steps: int) -> None:
 
 
 def test_nothing_is_lost_whatever_is_lost() -> None:
-    _run(150, 60)
+    _run(100, 12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_long_lives(size: tuple[int, int, int], lives: int = 12, moves: int = 400) -> None:
+    for seed in range(lives):
+        machine = ParityProtocol()
+        machine.start(size)
+        machine.live(Random(seed), moves)
+        machine.teardown()
 
 
 @pytest.mark.soak
 def test_nothing_is_lost_in_long_runs() -> None:
-    _run(5000, 150)
+    _run(5000, 40)
+    for size in SIZES:
+        test_long_lives(size, lives=2000)
