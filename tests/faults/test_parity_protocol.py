@@ -32,14 +32,13 @@ from emberkeep.parity.guard import Guard, begin
 from emberkeep.parity.host import Host
 from emberkeep.parity.messages import (
     I64,
-    U8,
-    U32,
     Bools,
     Changed,
     Layer,
     Message,
     Point,
     Shape,
+    Words,
 )
 from emberkeep.parity.source import Source
 
@@ -64,7 +63,7 @@ class ToyRows:
         self.missing = [np.zeros(shape.rows, bool) for shape in SHAPES]
         self.k = 0
 
-    def values(self, slab: int, layer: Layer, rows: I64) -> U8 | U32:
+    def values(self, slab: int, layer: Layer, rows: I64) -> Words:
         data = self.data[layer][slab]
         out = np.zeros((rows.size, data.shape[1]), data.dtype)
         here = rows < len(data)
@@ -91,7 +90,7 @@ class ToyRows:
         rows = rows[rows < SHAPES[slab].rows]
         return rows[self.data["marks"][slab][rows, 0] != 0] // self.k
 
-    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+    def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
         here = (rows < SHAPES[slab].rows) & self.unknown(slab, layer, rows)
         self.data[layer][slab][rows[here]] = values[here]
         if layer == "records":
@@ -460,17 +459,21 @@ def test_nothing_is_lost_whatever_is_lost() -> None:
     _run(100, 12)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_long_lives(size: tuple[int, int, int], lives: int = 12, moves: int = 400) -> None:
+def _live(size: tuple[int, int, int], lives: int) -> None:
     for seed in range(lives):
         machine = ParityProtocol()
         machine.start(size)
-        machine.live(Random(seed), moves)
+        machine.live(Random(seed), 400)
         machine.teardown()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_long_lives(size: tuple[int, int, int]) -> None:
+    _live(size, 8)
 
 
 @pytest.mark.soak
 def test_nothing_is_lost_in_long_runs() -> None:
     _run(5000, 40)
     for size in SIZES:
-        test_long_lives(size, lives=2000)
+        _live(size, 2000)

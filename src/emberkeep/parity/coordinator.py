@@ -19,7 +19,7 @@ from emberkeep.errors import ParityLossError
 from emberkeep.kernels import galois
 from emberkeep.parity.codes import Code, Placement, products
 from emberkeep.parity.guard import Guard
-from emberkeep.parity.messages import I64, U8, U32, Bools, Layer, Point, Wanted
+from emberkeep.parity.messages import I64, Bools, Layer, Point, Wanted, Words
 
 Replace = Callable[[int, int, Point], Guard]
 
@@ -160,7 +160,7 @@ class Coordinator:
         return True
 
     def _solve(
-        self, wanted: Wanted, parities: list[int], syndromes: list[U8 | U32],
+        self, wanted: Wanted, parities: list[int], syndromes: list[Words],
         unknown: dict[int, Bools],
     ) -> None:  # fmt: skip
         members = self.placement.members(wanted.group)
@@ -237,7 +237,7 @@ class Coordinator:
             return sent
 
 
-def _combined(coefficients: Sequence[int], syndromes: Sequence[U8 | U32]) -> U8 | U32:
+def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:
     """The sum of syndromes times coefficients."""
     total = np.zeros_like(syndromes[0])
     for coefficient, syndrome in zip(coefficients, syndromes, strict=True):

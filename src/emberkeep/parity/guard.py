@@ -12,8 +12,6 @@ from emberkeep.parity.codes import Placement
 from emberkeep.parity.host import Host
 from emberkeep.parity.messages import (
     I64,
-    U8,
-    U32,
     Bools,
     Changed,
     Differences,
@@ -25,6 +23,7 @@ from emberkeep.parity.messages import (
     State,
     Values,
     Wanted,
+    Words,
 )
 from emberkeep.parity.source import Source
 
@@ -34,7 +33,7 @@ Post = Callable[[int, Message], object]
 class Rows(Protocol):
     """The rows of one shard, as they are coded. Rows beyond the end of a slab are zeros."""
 
-    def values(self, slab: int, layer: Layer, rows: I64) -> U8 | U32:
+    def values(self, slab: int, layer: Layer, rows: I64) -> Words:
         """The records or the marks of rows; zeros for those that are not trained."""
         ...
 
@@ -50,7 +49,7 @@ class Rows(Protocol):
         """The stripes from start to stop whose row of that slot is trained."""
         ...
 
-    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+    def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
         """Brings rows back; those that are not unknown any more are left alone."""
         ...
 
@@ -122,12 +121,10 @@ class Guard:
             stripes = self.rows.trained(slab, slot, start, stop)
             rows = stripes * self.placement.k + slot
             records, marks = (self.rows.values(slab, layer, rows) for layer in _LAYERS)
-            assert records.dtype == np.uint32
-            assert marks.dtype == np.uint8
-            self._send(Fill(host, p, slab, slot, start, stop, stripes, records, marks))  # type: ignore[arg-type]
+            self._send(Fill(host, p, slab, slot, start, stop, stripes, records, marks))
             return True
 
-    def install(self, slab: int, layer: Layer, rows: I64, values: U8 | U32) -> None:
+    def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
         with self.lock:
             self.rows.install(slab, layer, rows, values)
 

@@ -27,6 +27,7 @@ from emberkeep.parity.messages import (
     State,
     Values,
     Wanted,
+    Words,
 )
 
 
@@ -47,7 +48,7 @@ class _Decode:
 
     wanted: Wanted
     p: int
-    total: U8 | U32
+    total: Words
     unknown: dict[int, Bools] = field(default_factory=dict)
 
 
@@ -188,9 +189,7 @@ class Host:
             if low < high:
                 self._add(p, slot, part.slab, source, part.marked[low:high], part.marks[low:high])
 
-    def _add(
-        self, p: int, slot: int, slab: int, source: int, stripes: I64, values: U8 | U32
-    ) -> None:
+    def _add(self, p: int, slot: int, slab: int, source: int, stripes: I64, values: Words) -> None:
         if self._filled:
             filled = self._filled.get((p, slab, source))
             if filled is not None:
@@ -198,7 +197,7 @@ class Host:
                 stripes, values = stripes[here], values[here]
         self._add_all(p, slot, slab, stripes, values)
 
-    def _add_all(self, p: int, slot: int, slab: int, stripes: I64, values: U8 | U32) -> None:
+    def _add_all(self, p: int, slot: int, slab: int, stripes: I64, values: Words) -> None:
         coefficient = self.code.coefficients[p][slot]
         first = p * self.stripes[slab]
         if values.dtype == np.uint32:
@@ -271,7 +270,7 @@ class Host:
         with self.lock:
             self._decodes[wanted.number] = _Decode(wanted, p, total)
 
-    def syndrome(self, number: int) -> tuple[U8 | U32, dict[int, Bools]] | None:
+    def syndrome(self, number: int) -> tuple[Words, dict[int, Bools]] | None:
         """The sum of the unknown rows of each stripe, and by slot which those are.
 
         None until every member has spoken. Whatever members change after that is in both the
@@ -323,7 +322,7 @@ class Host:
                 _accumulate(decode.total, places[here], values[here], coefficient)
 
 
-def _accumulate(total: U8 | U32, at: I64, values: U8 | U32, coefficient: int) -> None:
+def _accumulate(total: Words, at: I64, values: Words, coefficient: int) -> None:
     """Adds products to an accumulator; each row of it at most once."""
     if values.dtype == np.uint32:
         galois.add_product(total, at, 0, values, 0, at.size, np.uint32(coefficient))

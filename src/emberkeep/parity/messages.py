@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ import numpy.typing as npt
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
+Words = npt.NDArray[Any]
+"""Records, as 32-bit words, or marks, as bytes."""
 Bools = npt.NDArray[np.bool_]
 
 Layer: TypeAlias = Literal["records", "marks"]
@@ -100,7 +102,7 @@ class Values:
 
     decode: int
     slot: int
-    values: U8 | U32
+    values: Words
     unknown: Bools
 
     @property
