@@ -12,6 +12,7 @@ from emberkeep.parity.codes import Placement
 from emberkeep.parity.host import Host
 from emberkeep.parity.messages import (
     I64,
+    LAYERS,
     Bools,
     Changed,
     Differences,
@@ -116,11 +117,11 @@ class Guard:
         slot = (self.index - 1 - self.placement.group_on(host, p)) % self.placement.n
         with self.lock:
             every = np.arange(start, stop) * self.placement.k + slot
-            if any(self.rows.unknown(slab, layer, every).any() for layer in _LAYERS):
+            if any(self.rows.unknown(slab, layer, every).any() for layer in LAYERS):
                 return False
             stripes = self.rows.trained(slab, slot, start, stop)
             rows = stripes * self.placement.k + slot
-            records, marks = (self.rows.values(slab, layer, rows) for layer in _LAYERS)
+            records, marks = (self.rows.values(slab, layer, rows) for layer in LAYERS)
             self._send(Fill(host, p, slab, slot, start, stop, stripes, records, marks))
             return True
 
@@ -139,9 +140,6 @@ class Guard:
     def reveal(self) -> None:
         with self.lock:
             self.rows.reveal()
-
-
-_LAYERS: tuple[Layer, Layer] = ("records", "marks")
 
 
 def begin(guards: Iterable[Guard]) -> None:

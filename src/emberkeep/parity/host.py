@@ -15,6 +15,7 @@ from emberkeep.memory import lazy_zeros
 from emberkeep.parity.codes import Code, Placement, products
 from emberkeep.parity.messages import (
     I64,
+    LAYERS,
     U8,
     U32,
     Bools,
@@ -179,15 +180,12 @@ class Host:
 
     def _add_changed(self, source: int, part: Changed) -> None:
         for p, slot in self.placement.slots_on(source, self.index):
-            low, high = int(part.bounds[slot]), int(part.bounds[slot + 1])
-            if low < high:
-                self._add(
-                    p, slot, part.slab, source, part.stripes[low:high], part.records[low:high]
-                )
-                self.updates += high - low
-            low, high = int(part.marked_bounds[slot]), int(part.marked_bounds[slot + 1])
-            if low < high:
-                self._add(p, slot, part.slab, source, part.marked[low:high], part.marks[low:high])
+            for layer in LAYERS:
+                bounds, stripes, values = part.of_layer(layer)
+                low, high = int(bounds[slot]), int(bounds[slot + 1])
+                if low < high:
+                    self._add(p, slot, part.slab, source, stripes[low:high], values[low:high])
+            self.updates += int(part.bounds[slot + 1] - part.bounds[slot])
 
     def _add(self, p: int, slot: int, slab: int, source: int, stripes: I64, values: Words) -> None:
         if self._filled:
@@ -308,12 +306,9 @@ class Host:
             slot = (source - 1 - wanted.group) % self.placement.n
             if wanted.slab != part.slab or slot not in decode.unknown:
                 continue
-            if wanted.layer == "records":
-                mine = slice(int(part.bounds[slot]), int(part.bounds[slot + 1]))
-                stripes, values = part.stripes[mine], part.records[mine]
-            else:
-                mine = slice(int(part.marked_bounds[slot]), int(part.marked_bounds[slot + 1]))
-                stripes, values = part.marked[mine], part.marks[mine]
+            bounds, stripes, values = part.of_layer(wanted.layer)
+            mine = slice(int(bounds[slot]), int(bounds[slot + 1]))
+            stripes, values = stripes[mine], values[mine]
             places = np.searchsorted(wanted.stripes, stripes)
             places = np.minimum(places, wanted.stripes.size - 1)
             here = wanted.stripes[places] == stripes

@@ -22,6 +22,7 @@ Words = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 
 Layer: TypeAlias = Literal["records", "marks"]
+LAYERS: tuple[Layer, Layer] = ("records", "marks")
 State: TypeAlias = tuple[int, ...]
 PushNumber: TypeAlias = tuple[str, int]
 
@@ -55,6 +56,12 @@ class Changed:
     marked: I64
     marked_bounds: I64
     marks: U8
+
+    def of_layer(self, layer: Layer) -> tuple[I64, I64, Words]:
+        """Bounds by slot, stripes and differences of one layer."""
+        if layer == "records":
+            return self.bounds, self.stripes, self.records
+        return self.marked_bounds, self.marked, self.marks
 
     @property
     def nbytes(self) -> int:
