@@ -27,6 +27,7 @@ LAYERS: list[list[str]] = [
     ["nn"],
     ["data"],
     ["strategies"],
+    ["serving"],
     ["recovery"],
     ["difference", "export", "follower", "inspection"],
     ["contents"],
