@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,33 @@ class Subject(Protocol):
         ...
 
 
+class Target(Protocol):
+    """What rows are loaded into: a subject, or a part of one."""
+
+    def load_table_state(self, state: Json) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def delete(self, table: str, ids: I64) -> int: ...
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
+
+
+@runtime_checkable
+class LoadsItself(Protocol):
+    """A subject whose rows are in other processes: they read the version themselves."""
+
+    def reaches(self, url: str) -> bool:
+        """Whether they can open that store; otherwise the rows are read here and sent."""
+        ...
+
+    def load_version(self, repository: Repository, chain: Sequence[Manifest], pool: Pool) -> None:
+        """As `load_rows` does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A version that was brought back."""
@@ -87,18 +114,37 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    subject.clear()
-    for earlier in chain:
-        for chunk in ahead_of(rows_of(repository, earlier, pool)):
-            if chunk.planes is None:
-                subject.delete(chunk.table, chunk.ids)
-            else:
-                subject.install(chunk.table, chunk.ids, chunk.planes)
-        if earlier.layout["kind"] == "full":
-            subject.forget_changes(keep_since_baseline=False)
-    subject.forget_changes(keep_since_baseline=True)
-    subject.load_table_state(manifest.layout["tables"])
+    if isinstance(subject, LoadsItself) and subject.reaches(repository.store.url):
+        subject.load_version(repository, chain, pool)
+    else:
+        load_rows(repository, chain, subject, pool)
     return restored
+
+
+def load_rows(
+    repository: Repository,
+    chain: Sequence[Manifest],
+    target: Target,
+    pool: Pool,
+    *,
+    shard: tuple[int, int] | None = None,
+) -> None:
+    """Replaces the rows of the target by those of the last version of the chain.
+
+    With `shard`, (index, count), files of other shards are not read where the versions were saved
+    by so many; the target passes over what is not its own.
+    """
+    target.clear()
+    for earlier in chain:
+        for chunk in ahead_of(rows_of(repository, earlier, pool, shard=shard)):
+            if chunk.planes is None:
+                target.delete(chunk.table, chunk.ids)
+            else:
+                target.install(chunk.table, chunk.ids, chunk.planes)
+        if earlier.layout["kind"] == "full":
+            target.forget_changes(keep_since_baseline=False)
+    target.forget_changes(keep_since_baseline=True)
+    target.load_table_state(chain[-1].layout["tables"])
 
 
 def shortened(differences: Sequence[str], most: int = 6) -> str:
@@ -107,9 +153,18 @@ def shortened(differences: Sequence[str], most: int = 6) -> str:
     return "; ".join([*differences[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
-def rows_of(repository: Repository, manifest: Manifest, pool: Pool) -> Iterator[Chunk]:
-    """The rows that one version wrote itself, file by file."""
+def rows_of(
+    repository: Repository,
+    manifest: Manifest,
+    pool: Pool,
+    *,
+    shard: tuple[int, int] | None = None,
+) -> Iterator[Chunk]:
+    """The rows that one version wrote itself, file by file; see `load_rows` for `shard`."""
     for file in manifest.of_kind(KIND):
+        if shard is not None and manifest.layout["shards"] == shard[1]:
+            if file.metadata["shard"] != shard[0]:
+                continue
         yield from read_chunks(file.name, repository.stream(file), pool)
 
 

@@ -181,16 +181,22 @@ class Connection:
             self._reader.cancel()
 
     def close(self) -> None:
+        """Ends the connection; what is still awaited is given up."""
         import pyarrow as pa
 
-        self.due = None
+        idle, writer, reader = self.due is None, self._writer, self._reader
+        self._writer = self._reader = None
         try:
-            if self._writer is not None:
-                self._reader.cancel()
+            if writer is not None:
+                if not idle:
+                    reader.cancel()
+                writer.close()
+        except pa.ArrowException:
+            pass
+        try:
             self._client.close()
         except pa.ArrowException:
             pass
-        self._writer = self._reader = None
 
     def _call_options(self, deadline: timedelta | None) -> Any:
         import pyarrow.flight as flight

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep import errors
-from emberkeep.errors import EmberkeepError, ProtocolError
+from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
 from emberkeep.slab import F32, I64, RowIds
 from emberkeep.tables import Normal, Table, Uniform
 
@@ -43,7 +43,7 @@ _HEADER = struct.Struct("<4sBxHHHxxxxQQQd")
 _FRAME = struct.Struct("<4sI")
 _FRAME_MAGIC = b"EKF1"
 _ALIGNMENT = 8
-_KINDS = {"float32", "int32", "int64", "uint64", "bool"}
+_KINDS = {"float32", "float64", "int32", "int64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +223,18 @@ def refusal(error: BaseException, epoch: int) -> Bytes:
     return blob
 
 
-def _expect(blob: Bytes, kind: int) -> int:
-    """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
+def check_reply(blob: Bytes) -> None:
+    """Raises what a refusal tells of."""
     if blob.size < _HEADER.size:
         raise ProtocolError(f"a reply of {blob.size} bytes is shorter than its header")
-    magic, found, groups, *_ = _HEADER.unpack_from(blob)
-    if magic == _MAGIC and found == REFUSED:
+    if blob[4] == REFUSED:
         raise error_from(_json(blob[_HEADER.size :].tobytes()))
+
+
+def _expect(blob: Bytes, kind: int) -> int:
+    """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
+    check_reply(blob)
+    magic, found, groups, *_ = _HEADER.unpack_from(blob)
     if magic != _MAGIC or found != kind:
         raise ProtocolError(f"a reply of kind {found} where {kind} was expected")
     return int(groups)
@@ -307,6 +312,8 @@ def _json(content: bytes) -> Json:
 
 def describe_error(error: BaseException) -> Json:
     """An error as plain data. Errors of emberkeep come back as what they were."""
+    if isinstance(error, ShardLostError):  # replaced while it worked on this
+        return {"error": "ServerError", "message": f"the server's shard is gone: {error}"}
     if isinstance(error, EmberkeepError):
         return {"error": type(error).__name__, "message": str(error)}
     return {"error": "EmberkeepError", "message": f"the server failed: {error!r}"}

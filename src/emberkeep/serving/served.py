@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +68,7 @@ class ServedShard:
         self._snapshots: Sequence[Snapshot] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
+        self._job: tuple[int, Future[Json]] | None = None
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
@@ -89,6 +91,7 @@ class ServedShard:
             "freeze": self._freeze,
             "chunks": self._chunks,
             "write": self._write,
+            "work": self._work,
             "cancel": self._cancel,
             "close": self._close,
             "load": self._load,
@@ -115,6 +118,10 @@ class ServedShard:
             self.metrics.refused += 1
             return refusal(error, 0 if epoch is None else epoch.number)
 
+    def failed(self, error: BaseException) -> None:
+        """Tells of an error that nobody foresaw."""
+        self._tell("failed", {"error": repr(error)})
+
     # -- actions ---------------------------------------------------------------------------------
 
     def act(self, kind: str, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -122,7 +129,7 @@ class ServedShard:
         action = self._actions.get(kind)
         if action is None:
             raise ProtocolError(f"there is no action {kind!r}"[:100])
-        with self._working(always=kind in ("status", "close", "cancel")):
+        with self._working(always=kind in ("status", "work", "close", "cancel")):
             try:
                 yield from action(header, arrays)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -269,6 +276,10 @@ class ServedShard:
     def _freeze(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
         with self._lock:
+            # Still open: who froze these rows knows nothing of them any more.
+            if self._snapshot_epoch == epoch.number:
+                for snapshot in self._snapshots:
+                    snapshot.close(())
             self._snapshots = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
             self._snapshot_epoch = epoch.number
             self._cancelled = threading.Event()
@@ -285,32 +296,72 @@ class ServedShard:
                 )
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Writes the frozen rows as pieces of a version, straight to the store."""
-        snapshots = self._frozen(header)
+        """Begins to write the frozen rows as pieces of a version, straight to the store."""
+        snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
+        codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
+        pool = Pool(int(header["threads"]), nice=int(header["nice"]))
+        files = FileWriter(
+            open_store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
+            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+        )  # fmt: skip
         for snapshot in snapshots:
             snapshot.rename(header["names"])
-        files = FileWriter(
-            open_store(header["url"]),
-            VersionId.parse(header["version"]),
-            header["nonce"],
-            first=int(header["first"]),
-            block_nbytes=int(header["block_nbytes"]),
-        )
+
+        def write() -> Json:
+            with files:
+                write_pieces(
+                    files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
+                    nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
+                )  # fmt: skip
+            return {"files": [file.to_json() for file in files.written]}
+
+        self._begin("wrote", header, write)
+        yield {}, _NONE
+
+    def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins to replace all rows by this shard's part of a version."""
+        epoch = self._checked(header)
+        repository = Repository.open(open_store(header["url"]))
+        version = VersionId.parse(header["version"])
+        target = _Own(epoch, {told: name for name, told in header["names"].items()})
+
+        def load() -> Json:
+            chain = repository.chain(version)
+            place = (epoch.shard.index, epoch.shards)
+            load_rows(repository, chain, target, self._pool, shard=place)
+            return {}
+
+        self._begin("loaded", header, load)
+        yield {}, _NONE
+
+    def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
+        """Long work in a thread of its own; `work` tells what became of it."""
+        job: Future[Json] = Future()
         started = time.perf_counter()
-        with files:
-            write_pieces(
-                files,
-                snapshots,
-                {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()},
-                Pool(int(header["threads"]), nice=int(header["nice"])),
-                piece_nbytes=int(header["piece_nbytes"]),
-                nice=int(header["nice"]),
-                shard=self._checked(header).shard.index,
-                cancelled=self._cancelled,
-            )
-        self._tell("wrote", {"version": header["version"], "files": len(files.written),
-                             "seconds": round(time.perf_counter() - started, 3)})  # fmt: skip
-        yield {"files": [file.to_json() for file in files.written]}, _NONE
+
+        def run() -> None:
+            try:
+                with self._working():
+                    done = work()
+            except BaseException as error:
+                job.set_exception(error)
+                self._tell("failed", {"what": event, "error": str(error)})
+                return
+            job.set_result(done)
+            seconds = round(time.perf_counter() - started, 3)
+            self._tell(event, {"version": header["version"], "seconds": seconds})
+
+        with self._lock:
+            if self._job is not None and not self._job[1].done():
+                raise ServerError("the server is still at work on something else")
+            self._job = (int(header["epoch"]), job)
+        threading.Thread(target=run, name=f"emberkeep-{event}", daemon=True).start()
+
+    def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        if self._job is None or self._job[0] != int(header["epoch"]):
+            raise EpochError(f"no work was begun in epoch {header['epoch']}")
+        job = self._job[1]
+        yield ({"done": True, **job.result()} if job.done() else {"done": False}), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._frozen(header)
@@ -329,18 +380,6 @@ class ServedShard:
         if int(header["epoch"]) != self._snapshot_epoch:
             raise EpochError(f"nothing is frozen in epoch {header['epoch']}")
         return self._snapshots
-
-    def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Replaces all rows by this shard's part of a version."""
-        epoch = self._checked(header)
-        repository = Repository.open(open_store(header["url"]))
-        version = VersionId.parse(header["version"])
-        names = {told: name for name, told in header["names"].items()}
-        started = time.perf_counter()
-        load_rows(repository, repository.chain(version), _Own(epoch, names), self._pool)
-        self._tell("loaded", {"version": header["version"], "epoch": epoch.number,
-                              "seconds": round(time.perf_counter() - started, 3)})  # fmt: skip
-        yield {}, _NONE
 
     # -- ending ----------------------------------------------------------------------------------
 
@@ -407,10 +446,6 @@ class _Own:
     def __init__(self, epoch: Epoch, names: Mapping[str, str]) -> None:
         self._epoch = epoch
         self._names = names
-
-    @property
-    def shard_of(self) -> tuple[int, int]:
-        return self._epoch.shard.index, self._epoch.shards
 
     def clear(self) -> None:
         self._epoch.shard.clear()
