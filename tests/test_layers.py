@@ -45,7 +45,7 @@ LAYERS: list[list[str]] = [
     ["tracking", "codecs", "blobs", "tables"],
     ["pool"],
     ["kernels"],
-    ["config", "memory", "metrics", "overheads"],
+    ["config", "memory", "metrics", "overheads", "prometheus"],
     ["errors"],
 ]
 

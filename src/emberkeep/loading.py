@@ -162,10 +162,9 @@ def rows_of(
 ) -> Iterator[Chunk]:
     """The rows that one version wrote itself, file by file; see `load_rows` for `shard`."""
     for file in manifest.of_kind(KIND):
-        if shard is not None and manifest.layout["shards"] == shard[1]:
-            if file.metadata["shard"] != shard[0]:
-                continue
-        yield from read_chunks(file.name, repository.stream(file), pool)
+        apart = shard is not None and manifest.layout["shards"] == shard[1]
+        if not apart or (shard is not None and file.metadata["shard"] == shard[0]):
+            yield from read_chunks(file.name, repository.stream(file), pool)
 
 
 def check_schema(saved: Json, present: Json) -> None:

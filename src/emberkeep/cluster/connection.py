@@ -11,10 +11,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from emberkeep.cluster.security import HEADER, Security, read_pem, split_address
@@ -186,17 +186,13 @@ class Connection:
 
         idle, writer, reader = self.due is None, self._writer, self._reader
         self._writer = self._reader = None
-        try:
-            if writer is not None:
+        if writer is not None:
+            with suppress(pa.ArrowException):
                 if not idle:
                     reader.cancel()
                 writer.close()
-        except pa.ArrowException:
-            pass
-        try:
+        with suppress(pa.ArrowException):
             self._client.close()
-        except pa.ArrowException:
-            pass
 
     def _call_options(self, deadline: timedelta | None) -> Any:
         import pyarrow.flight as flight

@@ -1,7 +1,7 @@
 """A cluster whose shards are servers: pulls and pushes over Arrow Flight, all shards at once.
 
-One process *coordinates*: it gives servers their epochs, keeps their leases alive, cuts versions and
-brings lost shards back. Others may join as workers. In a synchronous job of several ranks every
+One process *coordinates*: it gives servers their epochs, keeps their leases alive, cuts versions
+and brings lost shards back. Others may join as workers. In a synchronous job of several ranks every
 shard joins the ranks' parts of a step and applies them once.
 """
 
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +42,6 @@ from emberkeep.cluster.wire import (
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
-    EpochError,
     ServerError,
     ShardLostError,
     StateError,
@@ -119,7 +119,7 @@ class FlightCluster(Cluster):
             RemoteShard(i, hosts.address(i), self.security, self.timing, self._incarnation)
             for i in range(hosts.count)
         ]
-        super().__init__(tables, optimizer, shards, seed=seed, pool=pool)  # type: ignore[arg-type]
+        super().__init__(tables, optimizer, shards, seed=seed, pool=pool)
         self._dims = tuple(self.tables[group[0]].dim for group in self.groups)
         self._limits_G = [
             np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
@@ -143,10 +143,10 @@ class FlightCluster(Cluster):
         until = time.monotonic() + 1.5 * self.timing.lease.total_seconds()
         while True:
             try:
-                statuses = self._at_once([lambda s=shard: self._reach(s) for shard in self.handles])
+                statuses = self._at_once([partial(self._reach, shard) for shard in self.handles])
                 epoch = 1 + max(status["epoch"] for status in statuses)
                 self._at_once(
-                    [lambda s=shard: s.admit(epoch, self._about()) for shard in self.handles]
+                    [partial(shard.admit, epoch, self._about()) for shard in self.handles]
                 )
                 break
             except ServerError:
@@ -226,7 +226,7 @@ class FlightCluster(Cluster):
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
         self._drop_ahead()
         with self._push_lock:
-            self._at_once([lambda i=i: self._renew(self.handles[i]) for i in named])
+            self._at_once([partial(self._renew, self.handles[i]) for i in named])
             if len(named) == len(self.handles):
                 self._start_round()  # full recovery: nothing of the old pushes is left
 
@@ -269,8 +269,9 @@ class FlightCluster(Cluster):
         """Every server reads its own rows of a version, all at once."""
         told = dict(names or {table.name: table.name for table in self.tables})
         self._drop_ahead()
+        self._present()
         self._at_once(
-            [lambda s=shard: s.load_version(repository, chain, told) for shard in self._present()]  # type: ignore[union-attr]
+            [partial(shard.load_version, repository, chain, told) for shard in self.handles]
         )
 
     def reaches(self, url: str) -> bool:
@@ -390,23 +391,20 @@ class FlightCluster(Cluster):
             self._number += 1
 
     @surviving
-    def _push(
-        self, number: int, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float
-    ) -> None:
+    def _push(self, number: int, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
         self._before("push")
         with self._push_lock:
             rows = self._await_ahead()
             self._serving()
             routed = self._routed(wanted)
-            about = {"number": number, "lr": lr}
             patience = self.timing.deadline
             if self.world > 1:
                 patience += self.timing.joining
             kind = CHECK if self._refusable else PUSH
-            blobs = self._requests(kind, routed, grads, **about)
+            blobs = self._requests(kind, routed, grads, number=number, lr=lr)
             replies = self._exchange(blobs, patience)
             if self._refusable:
-                blobs = self._requests(APPLY, routed, **about)
+                blobs = self._requests(APPLY, routed, number=number, lr=lr)
                 replies = self._exchange(blobs, patience)
             self._complete(rows, replies)
 
@@ -472,7 +470,7 @@ class FlightCluster(Cluster):
                 world=self.world,
                 lr=lr,
                 wanted=[] if kind == APPLY else [parts[s][0] for parts in routed],
-                grads=[rows_UD[parts[s][1]] for rows_UD, parts in zip(grads, routed)],
+                grads=[rows_UD[routed[g][s][1]] for g, rows_UD in enumerate(grads)],
             )
             blobs.append(pack_request(request))
         return blobs

@@ -353,7 +353,7 @@ class RemoteRows:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("the snapshot was cancelled for a newer one")
                 ids = arrays.pop("")
-                table = self._names.get(told["table"], told["table"])
+                table = str(self._names.get(told["table"], told["table"]))
                 yield Chunk(table, ids, None if told["tombstones"] else arrays)
         except ServerError:
             raise ShardLostError((shard.index,)) from None

@@ -75,7 +75,7 @@ def pack_request(request: Request) -> Bytes:
     size = _HEADER.size + 8 * sum(ids.offsets.size + ids.ids.size for ids in wanted)
     blob = np.empty(size + sum(part.nbytes for part in grads), np.uint8)
     _HEADER.pack_into(
-        blob, 0, _MAGIC, request.kind, len(wanted), request.rank, request.world, request.epoch,
+        blob.data, 0, _MAGIC, request.kind, len(wanted), request.rank, request.world, request.epoch,
         request.incarnation, request.number, request.lr,
     )  # fmt: skip
     words = blob[_HEADER.size : size].view(np.int64)
@@ -95,7 +95,9 @@ def unpack_request(blob: Bytes, shape: Shape) -> Request:
     """The request, its arrays copied: what arrives is neither aligned nor writable."""
     if blob.size < _HEADER.size:
         raise ProtocolError(f"a request of {blob.size} bytes is shorter than its header")
-    magic, kind, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(blob)
+    magic, kind, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(
+        blob.data
+    )
     if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY):
         raise ProtocolError("this is not a request of emberkeep's protocol 1")
     if not math.isfinite(lr) or world < 1 or rank >= world:
@@ -154,7 +156,7 @@ def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tupl
     """An empty reply to a pull, and the parts of it that the rows are to be written into."""
     sizes = [rows * dim * 4 for rows, dim in zip(rows_G, dims_G, strict=True)]
     blob = np.empty(_HEADER.size + sum(sizes), np.uint8)
-    _HEADER.pack_into(blob, 0, _MAGIC, ROWS, len(sizes), 0, 1, epoch, 0, 0, 0.0)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, ROWS, len(sizes), 0, 1, epoch, 0, 0, 0.0)
     out, at = [], _HEADER.size
     for size, dim in zip(sizes, dims_G, strict=True):
         out.append(blob[at : at + size].view(np.float32).reshape(-1, dim))
@@ -188,7 +190,7 @@ def done_reply(epoch: int, number: int, changed: Sequence[Changed] = ()) -> Byte
     """A push was applied; `changed` completes the prefetched pull, if there was one."""
     size = _HEADER.size + sum(8 + 8 * c.positions.size + c.rows_UD.nbytes for c in changed)
     blob = np.empty(size, np.uint8)
-    _HEADER.pack_into(blob, 0, _MAGIC, DONE, len(changed), 0, 1, epoch, 0, number, 0.0)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, DONE, len(changed), 0, 1, epoch, 0, number, 0.0)
     at = _HEADER.size
     for part in changed:
         count = np.array([part.positions.size])
@@ -218,7 +220,7 @@ def refusal(error: BaseException, epoch: int) -> Bytes:
     """An error as a reply."""
     told = json.dumps(describe_error(error)).encode()
     blob = np.empty(_HEADER.size + len(told), np.uint8)
-    _HEADER.pack_into(blob, 0, _MAGIC, REFUSED, 0, 0, 1, epoch, 0, 0, 0.0)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, REFUSED, 0, 0, 1, epoch, 0, 0, 0.0)
     blob[_HEADER.size :] = np.frombuffer(told, np.uint8)
     return blob
 
@@ -234,7 +236,7 @@ def check_reply(blob: Bytes) -> None:
 def _expect(blob: Bytes, kind: int) -> int:
     """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
     check_reply(blob)
-    magic, found, groups, *_ = _HEADER.unpack_from(blob)
+    magic, found, groups, *_ = _HEADER.unpack_from(blob.data)
     if magic != _MAGIC or found != kind:
         raise ProtocolError(f"a reply of kind {found} where {kind} was expected")
     return int(groups)
@@ -267,7 +269,7 @@ def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
     blob: Bytes = np.frombuffer(content, np.uint8)
     if not _FRAME.size <= blob.size <= MAX_FRAME_NBYTES:
         raise ProtocolError(f"a frame has 8 bytes to {MAX_FRAME_NBYTES}, not {blob.size}")
-    magic, length = _FRAME.unpack_from(blob)
+    magic, length = _FRAME.unpack_from(blob.data)
     if magic != _FRAME_MAGIC or length > blob.size - _FRAME.size:
         raise ProtocolError("this is not a frame of emberkeep's protocol 1")
     told = _json(blob[_FRAME.size : _FRAME.size + length].tobytes())

@@ -112,7 +112,9 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
                 reply = self.served.answer(blob_of(chunk.data), session)
                 last = False
             except (ProtocolError, pa.ArrowException, ValueError) as error:
-                told = error if isinstance(error, ProtocolError) else ProtocolError(str(error)[:200])
+                told = (
+                    error if isinstance(error, ProtocolError) else ProtocolError(str(error)[:200])
+                )
                 reply, last = refusal(told, 0), True
             except Exception as error:  # a bug must end one request, not the server
                 self.served.failed(error)
