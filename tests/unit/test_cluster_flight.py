@@ -13,8 +13,11 @@ from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
 from emberkeep.tables import Optimizer, Table
 from tests.contracts.cluster import ClusterContract
-from tests.contracts.engine import EngineContract, Reference
+from tests.contracts.engine import OPTIMIZERS, EngineContract, Reference
 from tests.servers import Farm, FarmHosts
+
+
+QUICK = ("adagrad", "adam by row")
 
 
 class Clusters:
@@ -72,6 +75,17 @@ class TestOneServer(OnServers, EngineContract):
         self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
     ) -> FlightCluster:
         return self.clusters.open(tables, optimizer, shards=1, seed=seed, threads=threads)
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            pytest.param(spec, id=name, marks=() if name in QUICK else pytest.mark.soak)
+            for name, spec in OPTIMIZERS.items()
+        ],
+    )
+    def test_any_history_equals_the_reference_bit_for_bit(self, optimizer: Optimizer) -> None:
+        """Unchanged; most of the optimizers are left to the long tests."""
+        super().test_any_history_equals_the_reference_bit_for_bit(optimizer=optimizer)
 
     def reference(self, cluster: Any) -> Reference:
         """Initial values are asked in process: they are the same, and this is quicker."""
