@@ -16,7 +16,6 @@ from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import OPTIMIZERS, EngineContract, Reference
 from tests.servers import Farm, FarmHosts
 
-
 QUICK = ("adagrad", "adam by row")
 
 
