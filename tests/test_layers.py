@@ -27,7 +27,6 @@ LAYERS: list[list[str]] = [
     ["nn"],
     ["data"],
     ["strategies"],
-    ["serving"],
     ["recovery"],
     ["difference", "export", "follower", "inspection"],
     ["contents"],
@@ -42,10 +41,10 @@ LAYERS: list[list[str]] = [
     ["slab"],
     ["snapshot"],
     ["slots"],
-    ["tracking", "codecs", "blobs", "tables"],
+    ["tracking", "priority", "codecs", "blobs", "tables"],
     ["pool"],
     ["kernels"],
-    ["config", "memory", "metrics", "overheads", "prometheus"],
+    ["config", "memory", "metrics", "overheads"],
     ["errors"],
 ]
 
