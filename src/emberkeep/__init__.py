@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from emberkeep.keeper import Keeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
-    from emberkeep.strategies import check_n_run, incremental
+    from emberkeep.overheads import Job
+    from emberkeep.strategies import check_n_run, cpr, incremental, partial
     from emberkeep.tables import (
         SGD,
         Adagrad,
@@ -39,7 +40,8 @@ _HOMES = {
     "keeper": ("Keeper",),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
-    "strategies": ("check_n_run", "incremental"),
+    "overheads": ("Job",),
+    "strategies": ("check_n_run", "cpr", "incremental", "partial"),
     "tables": (
         "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Uniform",
     ),
@@ -57,6 +59,7 @@ __all__ = [
     "Embeddings",
     "EmberkeepError",
     "Follower",
+    "Job",
     "Keeper",
     "Momentum",
     "Normal",
@@ -66,9 +69,11 @@ __all__ = [
     "Uniform",
     "__version__",
     "check_n_run",
+    "cpr",
     "fail_at",
     "incremental",
     "local",
+    "partial",
     "random_failures",
 ]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,23 @@ from emberkeep.errors import (
     FencedError,
     NoVersionError,
     SaveError,
+    ShardLostError,
+    StateError,
     StorageError,
 )
-from emberkeep.loading import DENSE, Fits, Restored, Subject, check_schema, load
+from emberkeep.loading import (
+    DENSE,
+    Fits,
+    Restored,
+    Subject,
+    Target,
+    Whose,
+    check_schema,
+    load,
+    load_shard,
+)
 from emberkeep.pool import Pool
+from emberkeep.priority import Priority
 from emberkeep.repository import (
     DEFAULT_RETENTION,
     Collector,
@@ -47,9 +60,8 @@ from emberkeep.repository.ahead import Ahead, Worker
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
-from emberkeep.repository.writer import FileWriter
-from emberkeep.snapshot import FrozenRows, FrozenShards
-from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
+from emberkeep.snapshot import FrozenShards
+from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
 
@@ -66,12 +78,16 @@ class Strategy:
     - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
       falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
     - `quantize_optimizer` stores element-wise accumulators in 8 bits too.
+    - `priority` saves the rows that matter most between whole versions: of every
+      `priority.rounds` saves the first is whole, as `layout` says, the others are prioritised.
+      Those hold no instant: they bring single shards back, nothing else.
     """
 
     layout: Layout = "intermittent"
     bits: int | None = None
     expected_restores: int | None = None
     quantize_optimizer: bool = False
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -147,9 +163,10 @@ class Extras:
 class Saving:
     """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
 
-    def __init__(self, step: int, pause: timedelta) -> None:
+    def __init__(self, step: int, pause: timedelta, *, whole: bool = True) -> None:
         self.step = step
         self.pause = pause
+        self.whole = whole
         self.started = time.perf_counter()
         self.copied: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
@@ -159,39 +176,14 @@ class Saving:
 
 @dataclass(slots=True)
 class _Chain:
-    """The baseline that increments count from, and how large they were beside it."""
+    """The baseline that increments count from, and how large they were beside it; the prioritised
+    versions since the newest whole one."""
 
     baseline: VersionId | None = None
     newest: VersionId | None = None
+    prioritised: list[VersionId] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
-
-
-@runtime_checkable
-class Elsewhere(Protocol):
-    """Frozen rows in another process, which writes them to the store itself."""
-
-    def reaches(self, url: str) -> bool:
-        """Whether that process can open the store; otherwise the rows are fetched and written."""
-        ...
-
-    def write(
-        self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
-        piece_nbytes: int, cancelled: threading.Event,
-    ) -> None:  # fmt: skip
-        """Returns when the rows are in the store, and their files part of the draft."""
-        ...
-
-
-def write_pieces(
-    files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
-    pool: Pool, *, piece_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-) -> None:  # fmt: skip
-    """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
-    chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
-    for piece in pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard}):
-        with Ahead(piece.stream(), nice) as stream:
-            files.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
 
 class Checkpointer:
@@ -215,13 +207,14 @@ class Checkpointer:
         self.strategy = strategy or Strategy()
         self.settings = settings or Settings()
         check_schema(repository.schema, subject.schema())
-        subject.track()
+        subject.track(self.strategy.priority)
         self.writer = Writer.open(repository)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
         self._restores = repository.restores()
         self._chain = _Chain()
+        self._whole: Manifest | None = None
         self._saving: Saving | None = None
         self._worker = Worker("emberkeep-save", self.settings.nice)
         self._failures: list[BaseException] = []
@@ -230,11 +223,33 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------------
 
+    @property
+    def whole(self) -> Manifest | None:
+        """The newest whole version that was written or brought back here."""
+        return self._whole
+
+    @property
+    def due_whole(self) -> bool:
+        """Whether the next regular version is a whole one."""
+        priority, chain = self.strategy.priority, self._chain
+        return (
+            priority is None
+            or chain.newest is None
+            or len(chain.prioritised) >= priority.rounds - 1
+        )
+
     def save(
-        self, step: int, extras: Extras | None = None, *, strategy: Strategy | None = None
+        self,
+        step: int,
+        extras: Extras | None = None,
+        *,
+        strategy: Strategy | None = None,
+        whole: bool = True,
     ) -> Saving:
         """Freezes the rows as they are now and returns; the version is written beside training.
 
+        Unless it has to be `whole`, it is a prioritised one where the strategy has such and the
+        turn of a whole one has not come: its rows are frozen a moment later, each for itself.
         Raises what made earlier background saves fail, once there were `max_failures` of them or
         another process has taken over.
         """
@@ -247,11 +262,14 @@ class Checkpointer:
         since = (
             None if anew else SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
         )
+        if not whole and not self.due_whole:
+            since = PRIORITISED
         start = time.perf_counter()
         # Nothing may raise between the freeze and the write, which ends the snapshots.
         tables = self.subject.table_state()
         snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
-        saving = Saving(step, timedelta(seconds=time.perf_counter() - start))
+        pause = timedelta(seconds=time.perf_counter() - start)
+        saving = Saving(step, pause, whole=since != PRIORITISED)
         self._saving = saving
         self._worker.do(
             partial(
@@ -273,11 +291,11 @@ class Checkpointer:
 
     @property
     def committed_step(self) -> int | None:
-        """The step of the last save, once it is committed."""
+        """The step of the last save, once it is committed, if it was a whole one."""
         saving = self._saving
         if saving is None or not saving.committed.done() or saving.committed.exception():
             return None
-        return saving.step
+        return saving.step if saving.whole else None
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no save is under way, however it ends; False if that takes longer."""
@@ -332,6 +350,8 @@ class Checkpointer:
                 saving, snapshots, extras, since, codecs, tables, strategy
             )
             advanced = [SINCE_VERSION] if since else [SINCE_VERSION, SINCE_BASELINE]
+            if since == PRIORITISED:
+                advanced = [PRIORITISED]
         except BaseException as error:
             outcome: BaseException | Manifest = error
         else:
@@ -346,7 +366,8 @@ class Checkpointer:
             return
         if not saving.copied.done():
             saving.copied.set_exception(outcome)
-        if not isinstance(outcome, CancelledError):
+        # Rows that were lost are no fault of the store: whoever recovers them saves again.
+        if not isinstance(outcome, CancelledError | ShardLostError):
             self._failures.append(outcome)
             warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
             self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
@@ -360,8 +381,10 @@ class Checkpointer:
         needs: list[VersionId] = []
         if since is not None:
             needs = [v for v in (chain.baseline,) if v is not None]
-            if since == SINCE_VERSION and chain.newest is not None:
+            if since != SINCE_BASELINE and chain.newest is not None:
                 needs = [chain.newest]
+            if since == PRIORITISED:
+                needs = [*needs, *chain.prioritised][-1:]
         with self.writer.begin(needs=needs) as draft:
             self._write_shards(draft, saving, snapshots, codecs)
             saving.copied.set_result(None)
@@ -392,43 +415,36 @@ class Checkpointer:
 
     def _follow(self, manifest: Manifest) -> None:
         """The chain after a version."""
+        if not manifest.whole:
+            self._chain.prioritised.append(manifest.version)
+            return
+        self._whole = manifest
         nbytes = sum(file.size for file in manifest.of_kind(KIND))
         if manifest.layout["kind"] == "full":
-            self._chain = _Chain(manifest.version, manifest.version, [], max(1, nbytes))
+            self._chain = _Chain(manifest.version, manifest.version, [], [], max(1, nbytes))
         else:
             base = manifest.layout["baseline_nbytes"]
             sizes = [*manifest.layout["sizes"], nbytes / base]
-            self._chain = _Chain(manifest.baseline, manifest.version, sizes, base)
+            self._chain = _Chain(manifest.baseline, manifest.version, [], sizes, base)
 
     def _write_shards(
         self, draft: Draft, saving: Saving, snapshots: FrozenShards,
         codecs: dict[str, Codec],
     ) -> None:  # fmt: skip
-        """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
-        once, while this process writes what it holds."""
-        settings = self.settings
-        elsewhere = [
-            rows
-            for slabs in snapshots
-            for rows in slabs
-            if isinstance(rows, Elsewhere) and rows.reaches(draft.url)
-        ]
-        with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
-            writing = [
-                threads.submit(
-                    rows.write, draft, codecs, threads=settings.threads, nice=settings.nice,
-                    piece_nbytes=settings.piece_nbytes, cancelled=saving.cancelled,
-                )
-                for rows in elsewhere
-            ]  # fmt: skip
-            for shard, slabs in enumerate(snapshots):
-                here = [rows for rows in slabs if rows not in elsewhere]
-                write_pieces(
-                    draft, here, codecs, self._pool, piece_nbytes=settings.piece_nbytes,
-                    nice=settings.nice, shard=shard, cancelled=saving.cancelled,
-                )  # fmt: skip
-            for written in writing:
-                written.result()
+        """One stream of pieces per shard; copying and encoding run ahead of the upload."""
+        for shard, slabs in enumerate(snapshots):
+            chunks = (
+                chunk for slab in slabs for chunk in slab.chunks(_CHUNK_ROWS, saving.cancelled)
+            )
+            for piece in pieces(
+                chunks,
+                codecs,
+                self._pool,
+                piece_nbytes=self.settings.piece_nbytes,
+                metadata={"shard": shard},
+            ):
+                with Ahead(piece.stream(), self.settings.nice) as stream:
+                    draft.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
     def _collect(self) -> None:
         try:
@@ -480,7 +496,8 @@ class Checkpointer:
         fall_back: bool = False,
         fits: Fits | None = None,
     ) -> Restored | None:
-        """Brings a version back, the newest unless one is named; None from an empty repository.
+        """Brings a version back, the newest whole one unless another is named; None from an empty
+        repository.
 
         What is damaged is `DamageError`, unless `fall_back` allows the newest undamaged version
         before it; `lost` then names those that were passed over. `fits` may refuse a version
@@ -492,11 +509,18 @@ class Checkpointer:
         versions = list(self.repository.versions())
         if version is not None:
             chosen = self.repository.version(version)
+            if not self.repository.manifest(chosen).whole:
+                raise StateError(
+                    f"version {chosen} is a prioritised one: it holds no instant and serves to "
+                    "bring single shards back; restore a whole version"
+                )
             versions = [v for v in versions if v <= chosen]
         lost: list[VersionId] = []
         while versions:
             target = versions.pop()
             try:
+                if not self.repository.manifest(target).whole:
+                    continue
                 restored = self._restore(target, fits)
             except DamageError:
                 if not fall_back or not versions:
@@ -524,4 +548,20 @@ class Checkpointer:
                 self._follow(earlier)
         else:
             self._chain = _Chain()
+        self._whole = manifest
         return restored
+
+    def restore_shard(self, target: Target, shard: int, whose: Whose) -> Manifest | None:
+        """Brings the newest saved rows of one shard back into its replacement.
+
+        Of the versions that this process wrote or restored: its trackers follow from them. None
+        where there is none, and the shard begins where it began.
+        """
+        if self._whole is None:
+            return None
+        newest = (self._chain.prioritised or [self._whole.version])[-1]
+        with Pin(self.repository, newest):
+            manifest = load_shard(self.repository, newest, target, shard, whose, self._pool)
+        self.repository.record_restore(newest)
+        self._restores += 1
+        return manifest

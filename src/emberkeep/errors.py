@@ -142,28 +142,3 @@ class ParityLossError(EmberkeepError):
     """More shards are lost than parity can bring back; the repository is what is left."""
 
     exit_code = 51
-
-
-class ProtocolError(EmberkeepError):
-    """A message is not what the protocol says; nothing was done."""
-
-    exit_code = 40
-
-
-class ServerError(EmberkeepError):
-    """A shard server does not answer in time, or refuses to serve; whether a push took effect is
-    found out when it is sent again."""
-
-    exit_code = 41
-
-
-class EpochError(ServerError):
-    """A message names another epoch than the server has: one of the two was replaced."""
-
-    exit_code = 42
-
-
-class SecurityError(EmberkeepError):
-    """A connection that would not be safe, or is not allowed; nothing was opened."""
-
-    exit_code = 43

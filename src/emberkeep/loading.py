@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import StateError
 from emberkeep.pool import Pool
+from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.ahead import ahead_of
 from emberkeep.repository.documents import Json
@@ -22,24 +23,8 @@ I64 = npt.NDArray[np.int64]
 DENSE = "dense"
 
 
-class Subject(Protocol):
-    """What is protected: tables whose rows can be frozen, written and replaced."""
-
-    def schema(self) -> Json:
-        """Tables, planes and where untrained rows come from; a restore must agree with it."""
-        ...
-
-    def track(self) -> None:
-        """Starts to follow changes."""
-        ...
-
-    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
-        """Freezes all rows at one instant; snapshots by shard. Returns at once."""
-        ...
-
-    def table_state(self) -> Json:
-        """What tables know beside their rows, such as their step."""
-        ...
+class Target(Protocol):
+    """Rows that a version can be loaded into."""
 
     def load_table_state(self, state: Json) -> None: ...
 
@@ -60,30 +45,23 @@ class Subject(Protocol):
         ...
 
 
-class Target(Protocol):
-    """What rows are loaded into: a subject, or a part of one."""
+class Subject(Target, Protocol):
+    """What is protected: tables whose rows can be frozen, written and replaced."""
 
-    def load_table_state(self, state: Json) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
-
-    def delete(self, table: str, ids: I64) -> int: ...
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
-
-
-@runtime_checkable
-class LoadsItself(Protocol):
-    """A subject whose rows are in other processes: they read the version themselves."""
-
-    def reaches(self, url: str) -> bool:
-        """Whether they can open that store; otherwise the rows are read here and sent."""
+    def schema(self) -> Json:
+        """Tables, planes and where untrained rows come from; a restore must agree with it."""
         ...
 
-    def load_version(self, repository: Repository, chain: Sequence[Manifest], pool: Pool) -> None:
-        """As `load_rows` does."""
+    def track(self, priority: Priority | None = None) -> None:
+        """Starts to follow changes, and if asked to which rows matter most."""
+        ...
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
+        """Freezes all rows at one instant; snapshots by shard. Returns at once."""
+        ...
+
+    def table_state(self) -> Json:
+        """What tables know beside their rows, such as their step."""
         ...
 
 
@@ -97,6 +75,7 @@ class Restored:
 
 
 Fits = Callable[[Restored], object]
+Whose = Callable[[Manifest], bool]
 
 
 def load(
@@ -114,37 +93,47 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    if isinstance(subject, LoadsItself) and subject.reaches(repository.store.url):
-        subject.load_version(repository, chain, pool)
-    else:
-        load_rows(repository, chain, subject, pool)
+    subject.clear()
+    _install(subject, chain, lambda earlier: rows_of(repository, earlier, pool))
+    subject.load_table_state(manifest.layout["tables"])
     return restored
 
 
-def load_rows(
-    repository: Repository,
-    chain: Sequence[Manifest],
-    target: Target,
-    pool: Pool,
-    *,
-    shard: tuple[int, int] | None = None,
-) -> None:
-    """Replaces the rows of the target by those of the last version of the chain.
+def load_shard(
+    repository: Repository, version: VersionId, target: Target, shard: int, whose: Whose, pool: Pool
+) -> Manifest:
+    """Brings the newest saved value of every row of one shard into an empty replacement of it.
 
-    With `shard`, (index, count), files of other shards are not read where the versions were saved
-    by so many; the target passes over what is not its own.
+    Where files hold the rows of one shard each, only those of this one are read: `whose` says
+    whether a version was saved by the shards that there are now. The target passes over rows that
+    are not its own. Trackers are left as the ids of the versions say: what a prioritised version
+    brought has changed since the last whole one.
     """
-    target.clear()
-    for earlier in chain:
-        for chunk in ahead_of(rows_of(repository, earlier, pool, shard=shard)):
+    chain = repository.chain(version)
+
+    def rows(earlier: Manifest) -> Iterator[Chunk]:
+        return rows_of(repository, earlier, pool, shard if whose(earlier) else None)
+
+    _install(target, chain, rows)
+    target.load_table_state(chain[-1].layout["tables"])
+    return chain[-1]
+
+
+def _install(
+    target: Target, chain: Sequence[Manifest], rows: Callable[[Manifest], Iterator[Chunk]]
+) -> None:
+    """Loads versions one over the other, oldest first."""
+    last_whole = max((at for at, earlier in enumerate(chain) if earlier.whole), default=-1)
+    for at, earlier in enumerate(chain):
+        for chunk in ahead_of(rows(earlier)):
             if chunk.planes is None:
                 target.delete(chunk.table, chunk.ids)
             else:
                 target.install(chunk.table, chunk.ids, chunk.planes)
         if earlier.layout["kind"] == "full":
             target.forget_changes(keep_since_baseline=False)
-    target.forget_changes(keep_since_baseline=True)
-    target.load_table_state(chain[-1].layout["tables"])
+        if at == last_whole:
+            target.forget_changes(keep_since_baseline=True)
 
 
 def shortened(differences: Sequence[str], most: int = 6) -> str:
@@ -154,17 +143,13 @@ def shortened(differences: Sequence[str], most: int = 6) -> str:
 
 
 def rows_of(
-    repository: Repository,
-    manifest: Manifest,
-    pool: Pool,
-    *,
-    shard: tuple[int, int] | None = None,
+    repository: Repository, manifest: Manifest, pool: Pool, shard: int | None = None
 ) -> Iterator[Chunk]:
-    """The rows that one version wrote itself, file by file; see `load_rows` for `shard`."""
+    """The rows that one version wrote itself, or one shard of it, file by file."""
     for file in manifest.of_kind(KIND):
-        apart = shard is not None and manifest.layout["shards"] == shard[1]
-        if not apart or (shard is not None and file.metadata["shard"] == shard[0]):
-            yield from read_chunks(file.name, repository.stream(file), pool)
+        if shard is not None and file.metadata.get("shard", shard) != shard:
+            continue
+        yield from read_chunks(file.name, repository.stream(file), pool)
 
 
 def check_schema(saved: Json, present: Json) -> None:

@@ -11,9 +11,11 @@ import numpy.typing as npt
 from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
 from emberkeep.pool import ForkLock, Pool
+from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
-from emberkeep.snapshot import Snapshot, freeze
+from emberkeep.snapshot import FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, check_tables
+from emberkeep.tracking import PRIORITISED
 
 State = Literal["serving", "recovering", "lost"]
 
@@ -202,19 +204,28 @@ class Shard:
                 slab, t = self._places[name]
                 slab.steps_T[t] = its["steps"]
                 if t in slab.slots:
-                    slab.slots[t].next_tick = its["tick"]
+                    slab.slots[t].go_on_from(its["tick"])
 
-    def track(self) -> None:
+    def track(self, priority: Priority | None = None) -> None:
         """Starts to follow changes; every row that was trained before counts as changed."""
+        chosen = prioritised([table.slots for table in self.tables])
+        large = [self.tables[t].name for t in chosen]
         with self._lock:
             self._must_live()
             for slab in self.slabs:
-                slab.track()
+                slab.track(priority, large)
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[Snapshot]:
+    @property
+    def ranking_nbytes(self) -> int:
+        """What it takes to know which rows matter most."""
+        return sum(slab.ranking.nbytes for slab in self.slabs if slab.ranking is not None)
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]:
         """Freezes the rows of every slab; the cluster keeps pushes out meanwhile."""
         with self._lock:
             self._must_serve()
+            if since == PRIORITISED:
+                return [slab.prioritised(buffer_nbytes) for slab in self.slabs]
             return freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes)
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:

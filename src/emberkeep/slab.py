@@ -8,7 +8,7 @@ fact last looked).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ from emberkeep.errors import GradientError, IdError, ShardLostError, StateError,
 from emberkeep.kernels import initial, optimizers, rows
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock, Pool, spans
+from emberkeep.priority import Priority, Ranking, Span, ranking
 from emberkeep.slots import Slots
-from emberkeep.snapshot import Arrays, RowSource, Snapshot, TableRange
+from emberkeep.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.tables import (
     SGD,
     Adagrad,
@@ -67,23 +68,6 @@ class Push:
     unknown_T: list[int]
 
 
-def outside(table: Table, identity: int) -> IdError:
-    """An id that a fixed table does not have."""
-    assert table.rows is not None
-    return IdError(
-        f"table {table.name!r} has rows 0..{table.rows - 1}, id {identity} is outside; hash ids to "
-        "the table's size or use rows=None"
-    )
-
-
-def not_finite(table: Table, identity: int) -> GradientError:
-    """A gradient that would ruin a row."""
-    return GradientError(
-        f"the gradient of table {table.name!r}, id {identity}, is not finite; no row was changed. "
-        "Lower the learning rate, clip gradients, or use a GradScaler under mixed precision"
-    )
-
-
 class Slab:
     """The rows of some tables on one shard.
 
@@ -105,7 +89,9 @@ class Slab:
     ) -> None:
         self.lock = lock or ForkLock()
         self.tracker: Tracker | None = None
+        self.ranking: Ranking | None = None
         self.snapshot: Snapshot | None = None
+        self.lost: ShardLostError | None = None
         self.tables = tuple(tables)
         self.optimizer = optimizer
         self.dim = self.tables[0].dim
@@ -218,7 +204,10 @@ class Slab:
             raise self._outside(int(tables_F[feature]), int(ids_N[bad]))
 
     def _outside(self, table: int, identity: int) -> IdError:
-        return outside(self.tables[table], identity)
+        return IdError(
+            f"table {self.tables[table].name!r} has rows 0..{self.limits_T[table] - 1}, id "
+            f"{identity} is outside; hash ids to the table's size or use rows=None"
+        )
 
     def read(self, table: int, ids: I64) -> Planes:
         """All planes of rows of one table, cut at one instant; untouched rows as they begin."""
@@ -270,11 +259,39 @@ class Slab:
             for t, table in enumerate(self.tables)
         ]
 
-    def track(self) -> None:
-        """Starts to follow changes for snapshots; every touched row counts as changed."""
+    def track(self, priority: Priority | None = None, large: Collection[str] = ()) -> None:
+        """Starts to follow changes for snapshots; every touched row counts as changed.
+
+        With `priority` also which rows of the `large` tables matter most.
+        """
         if self.tracker is None:
             self.tracker = Tracker(self.touched.size)
             np.bitwise_or(self.dirty, self.touched, out=self.dirty)
+        if priority is not None and self.ranking is None:
+            tables = [
+                Span(t, int(self.bases_T[t]), self.slots_T[t])
+                for t, table in enumerate(self.tables)
+                if table.name in large
+            ]
+            self.ranking = ranking(
+                priority,
+                tables,
+                rows=self.rows,
+                bases_T=self.bases_T,
+                weight_RD=self.planes["weight"],
+                pool=self.pool,
+            )
+
+    def prioritised(self, buffer_nbytes: int) -> PrioritisedRows:
+        """The rows that matter most, of small tables all, to be frozen when they are read."""
+        assert self.ranking is not None
+        whole = self._no_rows()
+        large = {span.index for span in self.ranking.tables}
+        for t in range(len(self.tables)):
+            if t not in large:
+                first = int(self.bases_T[t]) >> 6
+                whole[first : first + ((self.slots_T[t] + 63) >> 6)] = np.uint64(2**64 - 1)
+        return PrioritisedRows(self, whole, buffer_nbytes)
 
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""
@@ -305,7 +322,11 @@ class Slab:
         self._run(wanted.ids.size, check)
         if worst:
             bad = min(worst)
-            raise not_finite(self.tables[wanted.table_of(bad)], int(wanted.ids[bad]))
+            raise GradientError(
+                f"the gradient of table {self.tables[wanted.table_of(bad)].name!r}, id "
+                f"{wanted.ids[bad]}, is not finite; no row was changed. Lower the learning rate, "
+                "clip gradients, or use a GradScaler under mixed precision"
+            )
 
     def _check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         table = self.tables[t]
@@ -334,9 +355,12 @@ class Slab:
         update = self._update(wanted, places, grads_UD, lr)
 
         fresh = np.empty(found.size, np.int64)
+        ranked = self.ranking
 
         def apply(start: int, stop: int) -> None:
             self._prepare(wanted, places, start, stop, fresh)
+            if ranked is not None:
+                ranked.updating(found, start, stop)
             update(start, stop)
             if self.optimizer.max_norm is not None:
                 optimizers.clip_rows(
@@ -345,6 +369,8 @@ class Slab:
 
         self._run(wanted.ids.size, apply)
         self._after_write(found, places)
+        if ranked is not None:
+            ranked.updated(found, wanted.offsets)
 
     def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows of one table, all planes together; they become touched and dirty."""
@@ -395,12 +421,15 @@ class Slab:
         self._empty_slots()
         if self.tracker is not None:
             self.tracker.reset()
+        if self.ranking is not None:
+            self.ranking.take_all()
 
     def drop(self, lost: ShardLostError) -> None:
         """Lets go of all memory; a snapshot under way ends with the error."""
         if self.snapshot is not None:
             self.snapshot.abandon(lost)
-        self.snapshot = self.tracker = None
+        self.lost = lost
+        self.snapshot = self.tracker = self.ranking = None
         self.planes, self.slots = {}, {}
         self.touched = self.dirty = np.empty(0, np.uint64)
         self.ids = np.empty(0, np.int64)
@@ -415,6 +444,8 @@ class Slab:
         assert self.tracker is not None
         self.tracker.reset(self.dirty if keep_since_baseline else None)
         self.dirty = self._no_rows()
+        if self.ranking is not None:
+            self.ranking.take_all()
 
     def delete(self, table: int, ids: I64) -> int:
         """Takes rows back to their initial state; a dynamic id leaves. Counts the trained ones."""
@@ -514,6 +545,8 @@ class Slab:
         self._before_write(found)
         rows.clear_bits(self.touched, found)
         rows.set_bits(self.dirty, found)
+        if self.ranking is not None:
+            self.ranking.removed(found)
         if table in self.slots:
             self.slots[table].remove(ids, found - int(self.bases_T[table]))
             if self.tracker is not None:

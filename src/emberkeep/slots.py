@@ -54,6 +54,11 @@ class Slots:
             self.ticks[slots] = np.arange(self.next_tick, self.next_tick + slots.size)
             self.next_tick += slots.size
 
+    def go_on_from(self, tick: int) -> None:
+        """The next tick is this one, or the first that is later than those of all rows."""
+        newest = 0 if self.ticks is None else int(self.ticks[: self.fresh].max(initial=0))
+        self.next_tick = max(tick, newest + 1)
+
     def insert(self, new: I64) -> I64:
         """Gives each new id a free slot. The caller has made sure that there are enough."""
         taken: list[I64] = []

@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import CancelledError, ShardLostError
+from emberkeep.kernels import rows as bitmaps
 from emberkeep.kernels import snapshots
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
-from emberkeep.tracking import Frozen, Tracker
+from emberkeep.priority import Ranking
+from emberkeep.tracking import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -127,7 +129,9 @@ class RowHolder(Protocol):
     touched: U64
     dirty: U64
     tracker: Tracker | None
+    ranking: Ranking | None
     snapshot: Snapshot | None
+    lost: ShardLostError | None
 
     def ranges(self) -> Sequence[TableRange]: ...
 
@@ -139,9 +143,12 @@ class Snapshot:
 
     `chunks` may be iterated once, by one thread. `buffer_nbytes` bounds the old planes that
     writers have saved and nobody has taken yet: beyond it writers wait, which `waits` counts.
+    `chosen` replaces the rows that changed by others; the ids that left are those of `since`.
     """
 
-    def __init__(self, holder: RowHolder, since: str | None, buffer_nbytes: int) -> None:
+    def __init__(
+        self, holder: RowHolder, since: str | None, buffer_nbytes: int, chosen: U64 | None = None
+    ) -> None:
         assert holder.tracker is not None
         self.holder = holder
         self.waits = 0
@@ -153,6 +160,11 @@ class Snapshot:
         selected = self._frozen[since] if since is not None else None
         self._first = _NONE if selected is None else selected.earlier
         self._second = _NONE if selected is None else selected.dirty
+        self._ranked: Any = None
+        if chosen is not None:
+            self._first = self._second = chosen
+        elif holder.ranking is not None:
+            self._ranked = holder.ranking.take_all()
         self._ranges = tuple(holder.ranges())
         self._saved: list[list[Part]] = [[] for _ in self._ranges]
         self._saved_nbytes = 0
@@ -304,6 +316,60 @@ class Snapshot:
             return
         assert self.holder.tracker is not None
         self.holder.tracker.settle(self._frozen, advanced)
+        if self._ranked is not None and SINCE_VERSION not in advanced:
+            with self.holder.lock:
+                if self.holder.ranking is not None:
+                    self.holder.ranking.put_back(self._ranked)
+
+
+class PrioritisedRows:
+    """The rows of one slab that matter most, chosen and frozen when they are read, not before.
+
+    So training never waits for the choice. Each row is whole, with all planes of one moment, which
+    comes after this was made; small tables are there with all their rows.
+    """
+
+    def __init__(self, holder: RowHolder, whole: U64, buffer_nbytes: int) -> None:
+        """`whole` has the bits of all rows of the small tables."""
+        self.holder = holder
+        self._whole = whole
+        self._buffer_nbytes = buffer_nbytes
+        self._names: dict[str, str] = {}
+        self._taken: list[Any] = []
+        self._inner: Snapshot | None = None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        self._names.update(names)
+
+    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
+        ranking = self._ranking()
+        selected = ranking.select()
+        for start in range(0, selected.size, _SLICE_WORDS):
+            with self.holder.lock:
+                self._ranking()
+                self._taken.append(ranking.take(selected[start : start + _SLICE_WORDS]))
+        with self.holder.lock:
+            self._ranking()
+            chosen: U64 = self._whole & self.holder.touched
+            bitmaps.set_bits(chosen, selected)
+            self._inner = Snapshot(self.holder, SINCE_VERSION, self._buffer_nbytes, chosen)
+            self.holder.snapshot = self._inner
+        self._inner.rename(self._names)
+        yield from self._inner.chunks(rows, cancelled)
+
+    def _ranking(self) -> Ranking:
+        if self.holder.lost is not None:
+            raise self.holder.lost
+        assert self.holder.ranking is not None
+        return self.holder.ranking
+
+    def close(self, advanced: Collection[str]) -> None:
+        if self._inner is not None:
+            self._inner.close(())
+        with self.holder.lock:
+            if PRIORITISED not in advanced and self.holder.ranking is not None:
+                for taken in self._taken:
+                    self.holder.ranking.put_back(taken)
 
 
 def _as_chunks(table: TableRange, parts: Sequence[Part]) -> Iterator[Chunk]:

@@ -16,6 +16,9 @@ from typing import Literal, TypeAlias
 from emberkeep.checkpoint import Strategy
 from emberkeep.config import duration
 from emberkeep.errors import ConfigError
+from emberkeep.overheads import Job, partial_pays
+from emberkeep.priority import Kind, Priority
+from emberkeep.recovery import Recovery
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Layout
 
@@ -43,6 +46,13 @@ class Every:
             raise ConfigError(f"every= must be 1 step or more, not {self.steps}")
         if self.time is not None and self.time <= timedelta(0):
             raise ConfigError(f"every= must be longer than no time, not {self.time}")
+
+    def divided(self, parts: int) -> Every:
+        """So many times as often."""
+        if self.steps is not None:
+            return Every(steps=max(1, round(self.steps / parts)))
+        assert self.time is not None
+        return Every(time=self.time / parts)
 
     def due(self, step: int, since_last: timedelta) -> bool:
         """Whether a version is due after `step`, so long after the last one.
@@ -108,11 +118,26 @@ def retention(keep: Keep) -> RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What versions hold and how, when they are taken, and which are kept."""
+    """What versions hold and how, when they are taken, which are kept, and what is done when shards
+    are lost.
+
+    With `recovery` a version is taken at the very beginning, so that there always is one to go
+    back to.
+    """
 
     strategy: Strategy = field(default_factory=Strategy)
     schedule: Every = field(default_factory=lambda: Every(time=timedelta(minutes=30)))
     retention: RetentionPolicy = DEFAULT_RETENTION
+    recovery: Recovery | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy.priority is not None and (
+            self.recovery is None or self.recovery.scope != "partial"
+        ):
+            raise ConfigError(
+                "prioritised versions hold no instant, so they can only bring single shards back: "
+                "they need partial recovery"
+            )
 
 
 def incremental(
@@ -123,9 +148,11 @@ def incremental(
     expected_restores: int | None = None,
     quantize_optimizer: bool = False,
     keep: Keep = 3,
+    recovery: Literal["full"] | None = None,
 ) -> Preset:
     """Versions that hold the rows that changed. Nothing is lost unless `bits=` or
-    `expected_restores=` says so; `Strategy` explains the choices."""
+    `expected_restores=` says so; `Strategy` explains the choices. With `recovery="full"` lost
+    shards take everybody back to the newest version, the first of which is taken at once."""
     return Preset(
         strategy=Strategy(
             layout=layout,
@@ -135,6 +162,7 @@ def incremental(
         ),
         schedule=schedule(every),
         retention=retention(keep),
+        recovery=None if recovery is None else Recovery(scope=recovery),
     )
 
 
@@ -160,3 +188,56 @@ def check_n_run(
         quantize_optimizer=quantize_optimizer,
         keep=keep,
     )
+
+
+def partial(
+    *,
+    every: Interval | None = None,
+    pls: float = 0.1,
+    job: Job | None = None,
+    priority: Kind | None = "ssu",
+    fraction: float = 1 / 8,
+    layout: Layout = "intermittent",
+    bits: int | None = None,
+    most_pls: float = 1.0,
+    keep: Keep = 3,
+) -> Preset:
+    """Lost shards come back alone, with their newest saved rows, and training goes on.
+
+    How much that loses on average is `pls`, the portion of lost samples: from it and the `job`
+    follows how often a version must be taken, and whether partial recovery pays at all; where it
+    does not, this is full recovery at its best interval, and `recovery.reason` says why. Or give
+    `every`, and it is taken as it is.
+
+    With `priority`, the `fraction` of the rows that matters most is saved that much more often
+    between whole versions. `most_pls` is a bound: what would exceed it is recovered fully. `keep`
+    counts whole versions.
+    """
+    if (every is None) == (job is None):
+        raise ConfigError(
+            "partial recovery needs every=, or job= from which it follows: give one of the two"
+        )
+    reason = ""
+    if job is not None:
+        verdict = partial_pays(job, pls)
+        if not verdict.pays:
+            return Preset(
+                strategy=Strategy(layout=layout, bits=bits),
+                schedule=Every(time=verdict.full_interval),
+                retention=retention(keep),
+                recovery=Recovery(scope="full", reason=verdict.reason),
+            )
+        every, reason = verdict.partial_interval, verdict.reason
+    assert every is not None
+    ranked = None if priority is None else Priority(kind=priority, fraction=fraction)
+    rounds = 1 if ranked is None else ranked.rounds
+    return Preset(
+        strategy=Strategy(layout=layout, bits=bits, priority=ranked),
+        schedule=schedule(every).divided(rounds),
+        retention=retention(keep * rounds if type(keep) is int else keep),
+        recovery=Recovery(scope="partial", most_pls=most_pls, reason=reason),
+    )
+
+
+cpr = partial
+"""The name of the paper; its defaults are `partial`'s."""

@@ -25,6 +25,8 @@ Removed = dict[int, list[I64]]
 SINCE_VERSION = "version"
 SINCE_BASELINE = "baseline"
 CURSORS = (SINCE_VERSION, SINCE_BASELINE)
+# Not a cursor: the rows that matter most among those that changed.
+PRIORITISED = "prioritised"
 
 
 @dataclass(frozen=True, slots=True)

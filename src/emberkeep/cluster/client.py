@@ -20,6 +20,7 @@ from emberkeep.cluster.failures import When
 from emberkeep.errors import ShardLostError
 from emberkeep.kernels import hashing
 from emberkeep.lookup import Lookup
+from emberkeep.priority import Priority
 from emberkeep.shard import State, plane_shapes, slab_groups
 from emberkeep.slab import F32, I64, Planes, RowIds
 from emberkeep.snapshot import FrozenRows
@@ -74,7 +75,7 @@ class ShardHandle(Protocol):
 
     def clear(self) -> None: ...
 
-    def track(self) -> None: ...
+    def track(self, priority: Priority | None = None) -> None: ...
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]: ...
 
@@ -347,11 +348,14 @@ class Cluster:
             },
         }
 
-    def track(self) -> None:
-        """Starts to follow changes; every row that was trained before counts as changed."""
+    def track(self, priority: Priority | None = None) -> None:
+        """Starts to follow changes; every row that was trained before counts as changed.
+
+        With `priority` also which rows matter most, for prioritised versions.
+        """
         with self._push_lock:
             for shard in self._present():
-                shard.track()
+                shard.track(priority)
 
     @surviving
     def freeze(self, since: str | None, buffer_nbytes: int) -> list[Sequence[FrozenRows]]:

@@ -10,6 +10,7 @@ from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.errors import ConfigError
 from emberkeep.lookup import Lookup
+from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32
 from emberkeep.tables import Optimizer, Table
@@ -72,6 +73,7 @@ class LocalCluster(Cluster):
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._tracked = False
+        self._priority: Priority | None = None
         super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
 
     def kill(self, *shards: int) -> None:
@@ -90,16 +92,17 @@ class LocalCluster(Cluster):
                     seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
                 )  # fmt: skip
                 if self._tracked:
-                    new.track()
+                    new.track(self._priority)
                 self.shards[index] = self.handles[index] = new
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
             self.shards[index].serve()
 
-    def track(self) -> None:
-        super().track()
+    def track(self, priority: Priority | None = None) -> None:
+        super().track(priority)
         self._tracked = True
+        self._priority = priority or self._priority
 
     def _before(self, scope: When) -> None:
         if not self.failures or self.lost():

@@ -2,5 +2,6 @@
 
 from emberkeep.keeper.costs import Costs
 from emberkeep.keeper.keeper import Keeper
+from emberkeep.keeper.recovering import Recovered, Recoveries
 
-__all__ = ["Costs", "Keeper"]
+__all__ = ["Costs", "Keeper", "Recovered", "Recoveries"]

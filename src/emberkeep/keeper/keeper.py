@@ -18,17 +18,18 @@ from torch import nn
 
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
-from emberkeep.errors import ConfigError, EmberkeepError, StateError
-from emberkeep.keeper.costs import Costs, Ledger
+from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
+from emberkeep.keeper.costs import Costs, Ledger, MetricsServer
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
+from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
 from emberkeep.keeper.signals import Termination
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
-from emberkeep.prometheus import MetricsServer
+from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental
 
@@ -61,11 +62,16 @@ class Keeper:
     - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
       how they are written (its retention is the strategy's).
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75.
-    - `on_event(name, details)` hears of "resumed", "saved", "save_failed" and "stopped"; the
-      middle two come from the thread that writes.
+    - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "recovered" and
+      "stopped"; the second and third come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
     - `batches_per_step` is how many batches the loop takes for each `step`.
     - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
+    - `total_steps` is how long the job is, which a strategy that recovers partially must know.
+
+    Shards that are lost come back as the strategy says: partially while a pull or push waits, and
+    the loop does not notice; fully with `recover`, or in a loop over `batches` whose body is
+    `surviving`.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Keeper:
         exclusive: bool = False,
         batches_per_step: int = 1,
         metrics_port: int | None = None,
+        total_steps: int | None = None,
     ) -> None:
         if batches_per_step < 1:
             raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
@@ -103,6 +110,8 @@ class Keeper:
             model, optimizer, state or {}, strict=strict, ranks=self._ranks.world
         )
         self._checkpointer = self._open(exclusive) if self._ranks.leads else None
+        self._recoverer = self._make_recoverer(total_steps)
+        self._went_back = False
         self._begun = False
         self._closed = False
         self._exact_step = 0
@@ -115,9 +124,7 @@ class Keeper:
                 handle = module.register_load_state_dict_pre_hook(self._rows_replaced)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         self._termination = Termination()
-        self._server = None
-        if metrics_port is not None:
-            self._server = MetricsServer(self._ledger.exposition, metrics_port)
+        self._server = None if metrics_port is None else MetricsServer(self._ledger, metrics_port)
 
     def _open(self, exclusive: bool) -> Checkpointer:
         schema = self._parts.subject.schema()
@@ -131,6 +138,31 @@ class Keeper:
             strategy=self._preset.strategy,
             settings=self._settings,
             on_event=self._hear,
+        )
+
+    def _make_recoverer(self, total_steps: int | None) -> Recoverer | None:
+        recovery, homes = self._preset.recovery or Recovery(), self._parts.subject.homes()
+        if recovery.scope == "partial":
+            if total_steps is None or total_steps < 1:
+                raise ConfigError(
+                    "partial recovery counts what is lost as a share of the job: give the keeper "
+                    "total_steps="
+                )
+            if not homes:
+                raise ConfigError(
+                    "partial recovery is for tables on shards, and the model has none: use "
+                    "emberkeep's modules with cluster=, or ek.incremental()"
+                )
+        if self._checkpointer is None or not homes:
+            return None
+        return Recoverer(
+            homes,
+            self._checkpointer,
+            recovery,
+            total_steps=total_steps,
+            steps=lambda: self.steps,
+            go_back=self._go_back,
+            tell=self._tell,
         )
 
     # -- the loop --------------------------------------------------------------------------------
@@ -155,7 +187,7 @@ class Keeper:
             if asked:
                 self._stop()
             if due_for_all:
-                self._save()
+                self._save(whole=False)
             if look:
                 self._look_ahead()
 
@@ -175,14 +207,23 @@ class Keeper:
 
     def close(self, *, save: bool = True) -> Manifest | None:
         """Ends keeping. Unless the newest version holds the present state exactly, writes one that
-        does, in float32, whatever the strategy; returns it when it is durable."""
+        does, in float32, whatever the strategy; returns it when it is durable.
+
+        If shards are lost that only a full recovery brings back, it raises `ShardLostError` and
+        stays open: `recover`, train on, and close again.
+        """
         if self._closed:
             return None
         try:
             with self._stalling():
-                return self._last_version(save)
-        finally:
+                manifest = self._last_version(save)
+        except ShardLostError:
+            raise  # it stays open: recover, train on, close
+        except BaseException:
             self._release()
+            raise
+        self._release()
+        return manifest
 
     def _last_version(self, save: bool) -> Manifest | None:
         if save:
@@ -191,8 +232,13 @@ class Keeper:
             return None if self._checkpointer is None else self._checkpointer.close()
         extras = self._extras()
         manifest = None
-        if self._checkpointer is not None:
-            manifest = self._checkpointer.close(self.steps, extras)
+        while self._checkpointer is not None:
+            try:
+                manifest = self._checkpointer.close(self.steps, extras)
+                break
+            except ShardLostError as lost:
+                if self._recoverer is None or not self._recoverer.on_loss(lost):
+                    raise
         self._ranks.barrier()
         return manifest
 
@@ -214,6 +260,84 @@ class Keeper:
         except EmberkeepError as second:
             warnings.warn(f"while {error!r} ended the run: {second}", stacklevel=2)
 
+    # -- lost shards -----------------------------------------------------------------------------
+
+    def recover(self, lost: ShardLostError | None = None) -> Recovered | None:
+        """Brings lost shards back as the strategy says; None if all of them serve.
+
+        After a full recovery everything is as it was in the newest whole version, the reader too:
+        drop the batch at hand and take the next. Raises `lost` if this keeper has no shards.
+        """
+        if self._recoverer is None:
+            if lost is not None:
+                raise lost
+            return None
+        with self._stalling():
+            return self._recoverer.recover()
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """A body that is given up when shards are lost in it and only a full recovery helps.
+
+        That recovery is made, and the loop goes on with the batch that comes after its version.
+        """
+        try:
+            yield
+        except ShardLostError as lost:
+            self.recover(lost)
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of the reader. After a full recovery they go on where its version ends.
+
+        It ends when the reader does and every shard serves.
+        """
+        if self.reader is None:
+            raise ConfigError("the keeper has no reader whose batches it could hand out")
+        while True:
+            self._went_back = False
+            for batch in self.reader:
+                yield batch
+                if self._went_back:
+                    break
+            else:
+                self.recover()
+                if not self._went_back:
+                    return
+
+    def recoveries(self) -> Recoveries | None:
+        """What failures have cost this process so far; None for a model without shards."""
+        return None if self._recoverer is None else self._recoverer.told()
+
+    def _go_back(self) -> Manifest | None:
+        manifest = self._resume(None, False, tell=False)
+        self._went_back = True
+        self._start_clock()
+        self._look_ahead()
+        return manifest
+
+    def _first_version(self) -> None:
+        """A version of the very beginning: whatever fails before the next, there is one."""
+        if self._checkpointer is None:
+            return
+        clusters = [home.cluster for home in self._parts.subject.homes()]
+        fresh = all(
+            cluster.touched_ids(table.name).size == 0
+            for cluster in clusters
+            for table in cluster.tables
+        )
+        while True:
+            try:
+                self._save()
+                self._checkpointer.wait()
+                return
+            except ShardLostError:
+                if not fresh:
+                    raise
+                for cluster in clusters:  # an empty shard is what there was
+                    lost = cluster.lost()
+                    cluster.renew(*lost)
+                    cluster.serve(*lost)
+
     # -- resuming --------------------------------------------------------------------------------
 
     def resume(self, version: int | None = None, *, fall_back: bool = False) -> Manifest | None:
@@ -226,6 +350,8 @@ class Keeper:
         with self._stalling():
             manifest = self._resume(version, fall_back)
             self._begun = True
+            if manifest is None and self._preset.recovery is not None:
+                self._first_version()
             self._start_clock()
             self._look_ahead()
             return manifest
@@ -240,7 +366,9 @@ class Keeper:
         self._look_ahead()
         return self.wait()
 
-    def _resume(self, version: int | None, fall_back: bool) -> Manifest | None:
+    def _resume(
+        self, version: int | None, fall_back: bool, *, tell: bool = True
+    ) -> Manifest | None:
         with self._agreeing("rank 0 could not bring a version back"):
             restored = None
             if self._checkpointer is not None:
@@ -261,10 +389,13 @@ class Keeper:
         self.steps = self._exact_step = self._ledger.step = manifest.step
         self._ledger.resumed += 1
         self._ledger.version = number
+        if self._recoverer is not None:
+            self._recoverer.load(manifest.counters)
         lost = [passed.number for passed in restored.lost]
         if lost:
             warnings.warn(f"versions {lost} are damaged and were passed over", stacklevel=3)
-        self._tell("resumed", {"version": number, "step": manifest.step, "lost": lost})
+        if tell:
+            self._tell("resumed", {"version": number, "step": manifest.step, "lost": lost})
         return manifest
 
     def _fit(self, restored: Restored) -> None:
@@ -347,21 +478,25 @@ class Keeper:
                 "step, or begin_anew() to start over, or use another repository"
             )
         self._begun = True
+        if self._preset.recovery is not None and self.steps == 0:
+            self._first_version()
         self._look_ahead()
 
     def _newest(self) -> VersionId | None:
         return None if self._checkpointer is None else self._checkpointer.repository.latest()
 
-    def _save(self) -> Saving | None:
+    def _save(self, *, whole: bool = True) -> Saving | None:
+        """Cuts a version; unless it must be whole, whichever the strategy's turn is."""
         if self._checkpointer is not None:
             self._checkpointer.make_room()
             self._checkpointer.check()
+            whole = whole or self._checkpointer.due_whole
         start = time.perf_counter()
-        extras = self._extras()
+        extras = self._extras() if whole else Extras(user=self._about, counters=self._counters())
         self._saved_at = time.monotonic()
         if self._checkpointer is None:
             return None
-        saving = self._checkpointer.save(self.steps, extras)
+        saving = self._checkpointer.save(self.steps, extras, whole=whole)
         self._ledger.paused((time.perf_counter() - start) * 1e3)
         return saving
 
@@ -378,8 +513,12 @@ class Keeper:
             dense=dense.encode,
             reader=reader.plain,
             user=self._about,
-            counters=self._ledger.counters(),
+            counters=self._counters(),
         )
+
+    def _counters(self) -> Json:
+        told = {} if self._recoverer is None else self._recoverer.counters()
+        return {**self._ledger.counters(), **told}
 
     def _generators(self, reader: Packed) -> list[Json]:
         if self._ranks.world == 1:
@@ -482,6 +621,8 @@ class Keeper:
     def _release(self) -> None:
         self._closed = True
         self._termination.close()
+        if self._recoverer is not None:
+            self._recoverer.release()
         self._parts.tables.stop_following()
         for handle in self._handles:
             handle.remove()

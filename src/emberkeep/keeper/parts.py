@@ -33,7 +33,7 @@ class Parts:
     """The modules of these."""
     whole: Mapping[str, str]
     """Tables that are saved with the dense state, whole every time, and why."""
-    subject: Subject
+    subject: Together
     """All rows: followed tables, and the clusters of emberkeep's modules."""
     dense: Dense
 

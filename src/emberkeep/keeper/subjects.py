@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.cluster.client import Cluster
 from emberkeep.loading import Subject
+from emberkeep.priority import Priority
+from emberkeep.recovery import Home
 from emberkeep.snapshot import FrozenShards
 
 I64 = npt.NDArray[np.int64]
@@ -37,6 +40,14 @@ class Together:
             for name, told in names.items()
         }
 
+    def homes(self) -> list[Home]:
+        """The clusters among the parts, with the names that their tables have here."""
+        return [
+            Home(subject, {told: name for name, told in names.items()})
+            for subject, names in zip(self._parts, self._names, strict=True)
+            if isinstance(subject, Cluster)
+        ]
+
     def schema(self) -> dict[str, Any]:
         schemas = [subject.schema() for subject in self._parts]
         return {
@@ -48,9 +59,9 @@ class Together:
             },
         }
 
-    def track(self) -> None:
+    def track(self, priority: Priority | None = None) -> None:
         for subject in self._parts:
-            subject.track()
+            subject.track(priority)
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
         share = buffer_nbytes // max(1, len(self._parts))

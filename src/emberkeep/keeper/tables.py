@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from emberkeep.errors import StateError
+from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import following
 from emberkeep.kernels import rows as bits
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
+from emberkeep.priority import Priority, Ranking
 from emberkeep.snapshot import Arrays, Planes, Snapshot, TableRange, freeze
 from emberkeep.tracking import Tracker
 
@@ -49,7 +50,9 @@ class TorchTable:
         self.optimizer = optimizer
         self.lock = lock
         self.tracker: Tracker | None = None
+        self.ranking: Ranking | None = None
         self.snapshot: Snapshot | None = None
+        self.lost: ShardLostError | None = None
         self.rows = int(weight.shape[0])
         words = (self.rows + 63) >> 6
         self.touched: U64 = np.full(words, 2**64 - 1, np.uint64)
@@ -242,7 +245,12 @@ class TorchTables:
             },
         }
 
-    def track(self) -> None:
+    def track(self, priority: Priority | None = None) -> None:
+        if priority is not None and self.tables:
+            raise ConfigError(
+                f"table {next(iter(self.tables))!r} is a module of torch's, which has no shards: "
+                "prioritised saving is for emberkeep's modules"
+            )
         for table in self.tables.values():
             table.track()
 

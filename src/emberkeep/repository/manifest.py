@@ -17,6 +17,7 @@ from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents
 from emberkeep.repository.documents import Json
 from emberkeep.repository.names import VersionId, parse_data
+from emberkeep.tracking import PRIORITISED
 
 _NONCE = re.compile(r"[0-9a-f]{16}\Z")
 
@@ -113,6 +114,12 @@ class Manifest:
     def nbytes(self) -> int:
         """The size of the files that this version wrote."""
         return sum(file.size for file in self.files)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds one instant. Prioritised versions do not: they hold the rows that
+        mattered most, each at a moment of its own, and serve to bring single shards back."""
+        return self.layout.get("kind") != PRIORITISED
 
     def of_kind(self, kind: str) -> tuple[FileRef, ...]:
         return tuple(file for file in self.files if file.kind == kind)

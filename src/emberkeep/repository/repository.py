@@ -149,6 +149,13 @@ class Repository:
         """The newest version, or None in an empty repository."""
         return self.history().newest
 
+    def newest_whole(self) -> VersionId | None:
+        """The newest version that holds one instant; prioritised ones are passed over."""
+        for version in reversed(self.versions()):
+            if self.manifest(version).whole:
+                return version
+        return None
+
     def history(self) -> History:
         """The versions with the listing and the lineage that they were decided from."""
         condemned = frozenset().union(*self.condemned().values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from emberkeep.cluster.local import local
 from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
 from emberkeep.errors import ConfigError
 from emberkeep.models import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
@@ -79,8 +80,10 @@ def _split(source: Source, settings: Settings) -> tuple[Window, Window]:
     return split(source, test=settings.data.test_fraction)
 
 
-def embeddings(settings: Settings, rows: Mapping[str, int | None]) -> EmbeddingBags:
-    """One table per feature."""
+def embeddings(
+    settings: Settings, rows: Mapping[str, int | None], *, steps: int = 0
+) -> EmbeddingBags:
+    """One table per feature, on shards that fail as the settings say in a run of so many steps."""
     given = settings.tables
     dynamic = given.kind == "dynamic"
     # DeepFM reads the first-order weight of an id from one more column of its row.
@@ -95,7 +98,14 @@ def embeddings(settings: Settings, rows: Mapping[str, int | None]) -> EmbeddingB
         )
         for name, ids in rows.items()
     ]
-    return EmbeddingBags(tables, optimizer=settings.optimizer.spec(), seed=settings.run.seed)
+    shards = settings.cluster.shards
+    failures = settings.failures.schedule(shards=shards, steps=steps)
+    return EmbeddingBags(
+        tables,
+        optimizer=settings.optimizer.spec(),
+        cluster=local(shards=shards, failures=failures),
+        seed=settings.run.seed,
+    )
 
 
 def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 from emberkeep.blobs import open_store
 from emberkeep.data import Reader
 from emberkeep.errors import StateError
-from emberkeep.keeper import Costs, Keeper
+from emberkeep.keeper import Costs, Keeper, Recoveries
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook
 from emberkeep.train.settings import Settings
@@ -36,6 +36,7 @@ class Progress:
         """Of the last tenth of all steps."""
         self.resumed_step: int | None = None
         self.costs: Costs | None = None
+        self.recoveries: Recoveries | None = None
 
     def add(self, loss: float, samples: int) -> None:
         self.steps += 1
@@ -46,7 +47,8 @@ class Progress:
         return {"steps": self.steps, "losses": np.array(self.losses, np.float64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.steps = self.resumed_step = state_dict["steps"]
+        self.steps = state_dict["steps"]
+        self.losses.clear()
         self.losses.extend(state_dict["losses"].tolist())
 
 
@@ -79,11 +81,13 @@ class Keeping:
             state={"progress": progress},
             about=about,
             on_event=self._tell,
+            total_steps=progress.total,
         )
         if self.fresh:
             keeper.begin_anew()
         else:
             manifest = keeper.resume()
+            progress.resumed_step = None if manifest is None else manifest.step
             if manifest is not None and progress.steps >= progress.total:
                 self._tell("finished", {"version": manifest.version.number, "step": manifest.step})
         return keeper
@@ -94,9 +98,10 @@ class Keeping:
 
 
 def _telling(settings: Settings) -> Json:
-    """The settings that decide what a run computes; where and how often it is saved does not."""
+    """The settings that decide what a run computes; where and how often it is saved and which of
+    its shards are made to fail does not."""
     told: Json = json.loads(json.dumps(settings.to_dict()))
-    del told["checkpoint"]
+    del told["checkpoint"], told["failures"]
     return told
 
 

@@ -50,7 +50,8 @@ def run(settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False) 
 
 def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool) -> Result:
     inputs = build.inputs(settings)
-    bags = build.embeddings(settings, inputs.rows)
+    steps = -(-(inputs.train.count() or 0) // settings.run.batch_size)
+    bags = build.embeddings(settings, inputs.rows, steps=steps)
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
     batch_size = settings.run.batch_size
@@ -95,6 +96,7 @@ def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool) -> Result:
         digest=digest(bags, network),
         resumed_step=progress.resumed_step,
         checkpoints=progress.costs,
+        recoveries=progress.recoveries,
     )
     for hook in hooks:
         hook.on_end(result)
@@ -121,7 +123,8 @@ def fit(
         keeper = None
         if keeping is not None:
             keeper = stack.enter_context(keeping.begin(network, optimizers, reader, progress))
-        for batch in reader:
+
+        def train(batch: Batch) -> None:
             dense, ids, labels = _tensors(batch)
             loss = criterion(network(dense, ids), labels)
             number, lost = progress.steps + 1, loss.item()
@@ -131,6 +134,7 @@ def fit(
                     "optimizer.lr or dense_optimizer.lr"
                 )
             loss.backward()
+            # Rows first: where a shard is lost the push changes nothing, and the rest must not.
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -140,9 +144,19 @@ def fit(
             step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=lost)
             for hook in hooks:
                 hook.on_step(step)
-        if keeper is not None:
-            keeper.close()
-            progress.costs = keeper.costs()
+
+        if keeper is None:
+            for batch in reader:
+                train(batch)
+            return progress
+        while True:
+            for batch in keeper.batches():
+                with keeper.surviving():
+                    train(batch)
+            with keeper.surviving():
+                keeper.close()
+                break
+        progress.costs, progress.recoveries = keeper.costs(), keeper.recoveries()
     return progress
 
 

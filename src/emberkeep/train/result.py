@@ -6,14 +6,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from emberkeep.keeper import Costs
+from emberkeep.keeper import Costs, Recoveries
 from emberkeep.train.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to. Everything but times, memory and what checkpoints cost follows from the
-    settings, to the bit, however often the run was stopped and resumed."""
+    """What a run came to. Everything but times, memory and what checkpoints and recoveries cost
+    follows from the settings, to the bit, however often the run was stopped and resumed, and
+    however often shards failed if recovery is full."""
 
     settings: Settings
     samples: int
@@ -43,6 +44,8 @@ class Result:
     """The step after which a version was resumed; None if the run began here."""
     checkpoints: Costs | None = None
     """What this process spent on versions; None if nothing was saved."""
+    recoveries: Recoveries | None = None
+    """What failing shards cost; None if nothing was saved."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a metric that does not exist (one class only) is None, not NaN."""

@@ -5,6 +5,7 @@ Nothing here imports torch: settings are checked, printed and refused before it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from emberkeep.errors import ConfigError
 from emberkeep.tables import Optimizer, optimizer_from
 
 if TYPE_CHECKING:
+    from emberkeep.cluster.failures import Failure
     from emberkeep.strategies import Preset
+
+_FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
 
 # fmt: off
 
@@ -163,23 +167,112 @@ class CheckpointSettings:
     expected_restores: int | None = setting(
         "choose the bits for so many restores", default=None, least=0)
     keep: int = setting("how many versions are kept", default=3, least=1)
+    recovery: Literal["full", "partial"] | None = setting(
+        "what happens when shards are lost; the run ends if not set", default=None)
+    priority: Literal["mfu", "ssu", "scar"] | None = setting(
+        "also save the rows that matter most, more often (partial recovery)", default=None)
+    fraction: float = setting(
+        "how many of all rows these are (priority)", default=0.125, above=0)
+    most_pls: float = setting(
+        "the portion of lost samples beyond which recovery is full (partial recovery)",
+        default=1.0, least=0)
 
     def __post_init__(self) -> None:
         config.check(self)
+        if self.recovery != "partial" and self.priority is not None:
+            raise ConfigError('priority is for recovery = "partial": other recoveries need whole '
+                              "versions")
+        if self.recovery == "partial" and self.expected_restores is not None:
+            raise ConfigError("expected_restores is not for partial recovery: set bits")
         if self.path is not None:
             self.preset()
+        elif self.recovery is not None:
+            raise ConfigError("recovery needs versions: set path")
 
     def preset(self) -> Preset:
         """What these settings mean; a combination that cannot work is refused."""
-        from emberkeep.strategies import incremental
+        from emberkeep.strategies import incremental, partial
 
+        if self.recovery == "partial":
+            return partial(
+                every=self.every,
+                layout=self.layout,
+                bits=self.bits,
+                priority=self.priority,
+                fraction=self.fraction,
+                most_pls=self.most_pls,
+                keep=self.keep,
+            )
         return incremental(
             every=self.every,
             layout=self.layout,
             bits=self.bits,
             expected_restores=self.expected_restores,
             keep=self.keep,
+            recovery=self.recovery,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """Where rows live."""
+
+    shards: int = setting("shards in this process; each can fail alone", default=1, least=1)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureSettings:
+    """Shards that are made to fail, to see what that costs."""
+
+    at: tuple[str, ...] = setting(
+        "shards and the step in which they fail, \"2 at 40\", \"0, 3 at 100 push\"", default=())
+    count: int | None = setting("so many random failures", default=None, least=0)
+    mean_steps: float | None = setting(
+        "random failures, one every so many steps on average", default=None, above=0)
+    together: int = setting("shards that a random failure takes", default=1, least=1)
+    shape: float = setting(
+        "of the gamma distribution of the gaps; 1: exponential, less: bursts", default=1.0, above=0)
+    seed: int = setting("of random failures", default=0, least=0)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        if self.count is not None and self.mean_steps is not None:
+            raise ConfigError("count and mean_steps are two ways to say it: leave one out")
+        self.given()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.at or self.count or self.mean_steps)
+
+    def given(self) -> list[Failure]:
+        """Those that were written down."""
+        from emberkeep.cluster.failures import Failure
+
+        found = []
+        for text in self.at:
+            match = _FAILURE.fullmatch(text.strip())
+            if match is None:
+                raise ConfigError(
+                    f"at: {text!r} is no failure: write '2 at 40' or '0, 3 at 100 push'")
+            shards = tuple(int(shard) for shard in match[1].split(","))
+            found.append(Failure(
+                shards=shards, step=int(match[2]), when="push" if match[3] == "push" else "pull"))
+        return found
+
+    def schedule(self, *, shards: int, steps: int) -> list[Failure]:
+        """All failures of a run of so many steps."""
+        from emberkeep.cluster.failures import random_failures
+
+        found = self.given()
+        if self.count is not None or self.mean_steps is not None:
+            found += random_failures(
+                shards=shards, steps=steps, seed=self.seed, count=self.count,
+                mean_steps=self.mean_steps, together=self.together, shape=self.shape,
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +285,8 @@ class Settings:
     optimizer: RowOptimizerSettings = field(default_factory=RowOptimizerSettings)
     dense_optimizer: DenseOptimizerSettings = field(default_factory=DenseOptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
@@ -200,6 +295,13 @@ class Settings:
                 raise ConfigError("tables.rows is not used by synthetic data; set data.rows_total")
         elif self.tables.kind == "fixed" and self.tables.rows is None:
             raise ConfigError("tables.rows must say how many ids categories are hashed to")
+        highest = max((failure.shards[-1] for failure in self.failures.given()), default=0)
+        if highest >= self.cluster.shards or self.failures.together > self.cluster.shards:
+            raise ConfigError(
+                f"failures names more shards than cluster.shards has, {self.cluster.shards}")
+        if self.failures.any and self.checkpoint.recovery is None:
+            raise ConfigError(
+                "failures end the run unless checkpoint.recovery is set: full or partial")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,223 @@
+"""What a keeper does about lost shards: partial recoveries on the spot, full ones when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from emberkeep.checkpoint import Checkpointer
+from emberkeep.errors import NoVersionError, ShardLostError
+from emberkeep.recovery import Home, Losses, Plan, Recovery, Scope, plan, recover_partially
+from emberkeep.repository import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """One recovery that was made."""
+
+    scope: Scope
+    shards: tuple[int, ...]
+    """Those that were lost; the shards of several clusters are counted through."""
+    version: int | None
+    """Where their rows came from."""
+    step: int
+    """After which training goes on."""
+    repeated_steps: int
+    """Steps that are taken again."""
+    pls: float
+    """Of the model, from here on."""
+    seconds: float
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recoveries:
+    """What failures have cost one process so far."""
+
+    failures: int
+    """Shards that were lost."""
+    full: int
+    partial: int
+    pls: float
+    """The portion of lost samples: what partial recoveries have taken from the model, over the
+    whole job."""
+    repeated_steps: int
+    seconds: float
+    """In which training stood still for recoveries."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Recoverer:
+    """Brings lost shards of one model back.
+
+    `go_back` loads the newest whole version: rows, dense state, reader and step. `steps` tells how
+    many steps have ended.
+    """
+
+    def __init__(
+        self,
+        homes: Sequence[Home],
+        checkpointer: Checkpointer,
+        recovery: Recovery,
+        *,
+        total_steps: int | None,
+        steps: Callable[[], int],
+        go_back: Callable[[], Manifest | None],
+        tell: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._homes = homes
+        self._checkpointer = checkpointer
+        self._recovery = recovery
+        self._total_steps = total_steps
+        self._steps = steps
+        self._go_back = go_back
+        self._tell = tell
+        self.losses = Losses()
+        self._going_back = False
+        self._busy = False
+        self._failures = self._repeated_steps = 0
+        self._made: dict[Scope, int] = {"full": 0, "partial": 0}
+        self._seconds = 0.0
+        for home in homes:
+            home.cluster.on_loss = self.on_loss
+
+    def release(self) -> None:
+        for home in self._homes:
+            home.cluster.on_loss = None
+
+    def on_loss(self, lost: ShardLostError) -> bool:
+        """Whether the shards serve again. A full recovery is left to whoever can start over."""
+        if self._busy:
+            return False
+        if self._plan().scope == "partial":
+            self.recover()
+            return not self._lost()
+        return False
+
+    def recover(self) -> Recovered | None:
+        """Recovers what is lost, however often more is lost meanwhile; None if nothing is."""
+        if not self._lost() and not self._going_back:
+            return None
+        start = time.perf_counter()
+        self._busy = True
+        lost: set[int] = set()
+        try:
+            while True:
+                self._failures += sum(
+                    status.state == "lost"
+                    for home in self._homes
+                    for status in home.cluster.status()
+                )
+                decided = self._plan()
+                lost.update(decided.shards)
+                try:
+                    made = self._carry_out(decided, tuple(sorted(lost)), start)
+                except ShardLostError:
+                    continue  # one more was lost: decide anew
+                break
+        finally:
+            self._busy = False
+        self._made[made.scope] += 1
+        self._seconds += made.seconds
+        self._repeated_steps += made.repeated_steps
+        self._tell("recovered", made.to_dict())
+        return made
+
+    def _carry_out(self, decided: Plan, lost: tuple[int, ...], start: float) -> Recovered:
+        step = self._steps()
+        # A version under way may still be committed, and less would be lost.
+        self._checkpointer.join()
+        if decided.scope == "partial":
+            decided = self._plan()
+            for home, shards in self._by_home(decided.shards):
+                recover_partially(self._checkpointer, home, shards)
+            self.losses = decided.losses
+            manifest = self._checkpointer.whole
+        else:
+            self._going_back = True
+            for home in self._homes:
+                home.cluster.renew(*range(home.cluster.shard_count))
+            manifest = self._go_back()
+            if manifest is None:
+                raise NoVersionError(
+                    "shards were lost before the first version: there is nothing to go back to; "
+                    "start the run again"
+                )
+            for home in self._homes:
+                home.cluster.serve(*range(home.cluster.shard_count))
+            self._going_back = False
+        return Recovered(
+            scope=decided.scope,
+            shards=lost,
+            version=None if manifest is None else manifest.version.number,
+            step=self._steps(),
+            repeated_steps=step - self._steps(),
+            pls=self.losses.pls,
+            seconds=time.perf_counter() - start,
+            reason=decided.reason,
+        )
+
+    def _plan(self) -> Plan:
+        whole = self._checkpointer.whole
+        return plan(
+            self._recovery,
+            self.losses,
+            self._lost(),
+            shards=sum(home.cluster.shard_count for home in self._homes),
+            step=self._steps(),
+            saved=None if whole is None else whole.step,
+            total=self._total_steps,
+            going_back=self._going_back,
+        )
+
+    def _dead(self) -> int:
+        """Shards that are gone, as opposed to those that are being recovered."""
+        return sum(
+            status.state == "lost" for home in self._homes for status in home.cluster.status()
+        )
+
+    def _lost(self) -> list[int]:
+        """Shards that do not serve, counted through all clusters."""
+        found, first = [], 0
+        for home in self._homes:
+            found += [first + shard for shard in home.cluster.lost()]
+            first += home.cluster.shard_count
+        return found
+
+    def _by_home(self, shards: Sequence[int]) -> list[tuple[Home, list[int]]]:
+        found, first = [], 0
+        for home in self._homes:
+            count = home.cluster.shard_count
+            mine = [shard - first for shard in shards if first <= shard < first + count]
+            if mine:
+                found.append((home, mine))
+            first += count
+        return found
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """For the next version: what the model has lost, and how often shards failed."""
+        return {**self.losses.to_dict(), "failures": self._failures}
+
+    def load(self, counters: dict[str, Any]) -> None:
+        """The losses of a version that was brought back; failures of a run are counted on."""
+        self.losses = Losses.from_dict(counters)
+        self._failures = max(self._failures, counters.get("failures", 0))
+
+    def told(self) -> Recoveries:
+        return Recoveries(
+            failures=self._failures,
+            full=self._made["full"],
+            partial=self._made["partial"],
+            pls=self.losses.pls,
+            repeated_steps=self._repeated_steps,
+            seconds=self._seconds,
+        )

@@ -1,1 +1,0 @@
-"""Shard servers: one shard of a cluster behind Arrow Flight."""
