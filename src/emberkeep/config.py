@@ -39,6 +39,7 @@ _UNITS = {
     "d": 86400.0, "day": 86400.0,
 }  # fmt: skip
 _LONGEST = timedelta(days=100_000)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
 
 
@@ -120,6 +121,15 @@ def duration(text: str) -> timedelta:
     if rest or seconds > _LONGEST.total_seconds():
         raise ValueError(text)
     return timedelta(seconds=seconds)
+
+
+def size(text: str) -> int:
+    """`"2GB"`, `"512 MiB"`, `"1.5 TB"` in bytes; `ValueError` for anything else."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(text)
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
 
 
 def to_toml(settings: Any) -> str:

@@ -142,3 +142,9 @@ class ParityLossError(EmberkeepError):
     """More shards are lost than parity can bring back; the repository is what is left."""
 
     exit_code = 51
+
+
+class TierError(EmberkeepError):
+    """The file behind a tier failed or has no room; what was declared durable is not in doubt."""
+
+    exit_code = 40

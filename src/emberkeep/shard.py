@@ -12,19 +12,20 @@ from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
-from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
+from emberkeep.slab import F32, I64, Planes, Push, RowIds
 from emberkeep.snapshot import FrozenRows, freeze
-from emberkeep.tables import Optimizer, Table, check_tables
+from emberkeep.tables import Optimizer, Table, Tier, check_tables
+from emberkeep.tiered.slab import TieredSlab, open_slab
 from emberkeep.tracking import PRIORITISED
 
 State = Literal["serving", "recovering", "lost"]
 
 
 def slab_groups(tables: Sequence[Table]) -> list[list[int]]:
-    """Which tables share a slab: those of one dim, in the order in which dims first appear."""
-    groups: dict[int, list[int]] = {}
+    """Which tables share a slab: those of one dim and tier, in the order in which they appear."""
+    groups: dict[tuple[int, Tier | None], list[int]] = {}
     for index, table in enumerate(tables):
-        groups.setdefault(table.dim, []).append(index)
+        groups.setdefault((table.dim, table.tier), []).append(index)
     return list(groups.values())
 
 
@@ -69,17 +70,12 @@ class Shard:
         self.groups = slab_groups(self.tables)
         self._lock = ForkLock()
         self.slabs = [
-            Slab(
-                [self.tables[t] for t in group],
-                optimizer,
-                shard=index,
-                shards=count,
-                seed=seed,
-                pool=pool,
+            open_slab(
+                self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
                 lock=self._lock,
             )
             for group in self.groups
-        ]
+        ]  # fmt: skip
         self._places = {
             self.tables[t].name: (self.slabs[g], i)
             for g, group in enumerate(self.groups)
@@ -127,6 +123,13 @@ class Shard:
                     lookup.ids_N, lookup.layout.tables_F, places, start, stop, out_BFD
                 )
             )
+
+    def fetch(self, wanted: Sequence[RowIds], *, ahead: bool) -> None:
+        """Brings the rows of a batch that will be trained to memory; see `TieredSlab.fetch`."""
+        self._must_serve()
+        for slab, ids in zip(self.slabs, wanted, strict=True):
+            if isinstance(slab, TieredSlab):
+                slab.fetch(ids, ahead=ahead)
 
     def check(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False

@@ -77,6 +77,19 @@ class Slots:
         self.count += new.size
         return slots
 
+    def occupy(self, slots: I64) -> None:
+        """Takes over slots, ascending, whose ids and ticks are there already; all others are free.
+
+        For a table that is empty so far.
+        """
+        hashing.index_insert(self.entries, self.ids, self.ids[slots].copy(), slots)
+        self.count = slots.size
+        self.fresh = int(slots[-1]) + 1 if slots.size else 0
+        free = np.setdiff1d(np.arange(self.fresh), slots)
+        self.freed = [free] if free.size else []
+        if self.ticks is not None:
+            self.ticks[free] = 0
+
     def remove(self, gone: I64, slots: I64) -> None:
         """Forgets ids that are present and frees their slots."""
         hashing.index_remove(self.entries, self.ids, gone)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from emberkeep.config import size
 from emberkeep.errors import ConfigError
 
 MAX_SLOTS = 2**32 - 2
@@ -46,6 +48,35 @@ class Normal:
 Initial = Uniform | Normal
 
 
+@dataclass(frozen=True, slots=True, init=False)
+class Tier:
+    """Rows live in files below `path`, on any file system; the hot ones in `memory`.
+
+    `memory` (bytes, or "2GB", "512 MiB") is shared by all tables that name the same tier, over all
+    shards, by the size of their rows. It must hold the rows of one batch. Beside it every row
+    costs 8 bytes in memory, whether it is hot or not.
+    """
+
+    path: str
+    _: KW_ONLY
+    memory: int
+
+    def __init__(self, path: str | os.PathLike[str], *, memory: int | str) -> None:
+        if isinstance(memory, str):
+            try:
+                memory = size(memory)
+            except ValueError:
+                raise ConfigError(
+                    f"Tier: memory takes bytes or a text such as '2GB', not {memory!r}"
+                ) from None
+        if not _is_count(memory):
+            raise ConfigError(f"Tier: memory must be a number of bytes above 0, not {memory!r}")
+        if not os.fspath(path):
+            raise ConfigError("Tier: path must name a directory, not be empty")
+        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(os.fspath(path))))
+        object.__setattr__(self, "memory", memory)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A set of rows named by an integer id.
@@ -56,7 +87,8 @@ class Table:
     trained least recently (`"evict_oldest"`).
 
     `features` are the names by which a batch brings ids of this table; several features may share
-    one table. `pooling` says how the rows of one bag become one vector.
+    one table. `pooling` says how the rows of one bag become one vector. With a `tier` the rows live
+    in files, and the table may be larger than memory.
     """
 
     name: str
@@ -68,6 +100,7 @@ class Table:
     pooling: Literal["sum", "mean"] = "sum"
     init: Initial = field(default_factory=Uniform)
     on_full: Literal["error", "evict_oldest"] = "error"
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):

@@ -44,7 +44,7 @@ _REMEDIES = {
 
 
 class Disk:
-    """The system calls behind `LocalStore`, one method each."""
+    """The system calls behind `LocalStore` and tiers, one method each."""
 
     def create(self, path: str) -> int:
         """Opens a new file for writing; fails if the path exists."""
@@ -53,6 +53,23 @@ class Disk:
     def write(self, handle: int, view: memoryview) -> None:
         while view:
             view = view[os.write(handle, view) :]
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """Opens a file for reading and writing; `direct` keeps it out of the page cache."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
+        return os.open(path, flags)
+
+    def write_at(self, handle: int, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(handle, view, offset)
+            view, offset = view[written:], offset + written
+
+    def allocate(self, handle: int, offset: int, nbytes: int) -> None:
+        """Makes sure that so many bytes from `offset` on can be written: zeros until they are."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, offset, nbytes)
+        else:
+            os.ftruncate(handle, max(os.fstat(handle).st_size, offset + nbytes))
 
     def sync(self, handle: int) -> None:
         """Forces the file's bytes to the medium."""

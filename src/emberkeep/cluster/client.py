@@ -231,6 +231,17 @@ class Cluster:
                 o[r[s][1]] = part
         return out
 
+    @property
+    def tiered(self) -> bool:
+        """Whether rows live in files: `fetch` then saves pulls and pushes from waiting for them."""
+        return any(table.tier is not None for table in self.tables)
+
+    def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
+        """Says which rows will be pulled and pushed, where they live in files.
+
+        With `ahead` it returns at once, and they are read beside whatever comes next.
+        """
+
     def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:
         """Pooled bags, slab by slab."""
         pulled = self.pull([lookup.wanted for lookup in lookups])

@@ -12,7 +12,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
-from emberkeep.slab import F32
+from emberkeep.slab import F32, RowIds
 from emberkeep.tables import Optimizer, Table
 
 
@@ -113,6 +113,18 @@ class LocalCluster(Cluster):
             if failure.when == scope:
                 self.failures.remove(failure)
                 self.kill(*failure.shards)
+
+    @surviving
+    def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
+        if not self.tiered:
+            return
+        self._serving()
+        if len(self.shards) == 1:
+            self.shards[0].fetch(wanted, ahead=ahead)
+            return
+        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+        for s, shard in enumerate(self.shards):
+            shard.fetch([r[s][0] for r in routed], ahead=ahead)
 
     def _named(self, shards: Sequence[int]) -> list[int]:
         for shard in shards:

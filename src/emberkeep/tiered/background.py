@@ -1,0 +1,62 @@
+"""Threads that work for a slab and end with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from emberkeep.pool import be_nice
+
+_Owner = TypeVar("_Owner")
+
+
+class Background(Generic[_Owner]):
+    """Calls `work(owner)` whenever it is woken, until that returns False.
+
+    The thread starts with the first `wake`, holds on to its owner only while it works, and ends
+    once the owner is gone or `stop` was called.
+    """
+
+    def __init__(
+        self, owner: _Owner, work: Callable[[_Owner], bool], *, name: str, nice: int = 0
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._work = work
+        self._name = name
+        self._nice = nice
+        self._wanted = threading.Semaphore(0)
+        self._waiting = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        weakref.finalize(owner, self.stop)
+
+    def wake(self) -> None:
+        if self._stopped or self._pid != os.getpid():
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        if not self._waiting:  # woken once is enough, however often it was asked for
+            self._waiting = True
+            self._wanted.release()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wanted.release()
+
+    def _run(self) -> None:
+        be_nice(self._nice)
+        while True:
+            self._wanted.acquire()
+            self._waiting = False
+            while not self._stopped:
+                owner = self._owner()
+                if owner is None or not self._work(owner):
+                    break
+            owner = None
+            if self._stopped:
+                return

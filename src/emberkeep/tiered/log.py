@@ -1,0 +1,450 @@
+"""The file behind a tier: rows as records, appended in large writes, never overwritten in place.
+
+The file is a head (`superblock`) and segments of equal size; a segment is filled block by block
+from its start, sealed when it is full, and used again under its next *generation* once none of its
+records is needed. A record carries the life that wrote it, a *stamp* (the number of the write that
+made the row what it is) and its block's sequence number. Of the records of a row, the one with the
+highest stamp is the row. A record that was superseded is kept until its successor's stamp is
+committed: until then the committed batch still needs it.
+
+Nothing here looks at rows: which of them move where, and when, is the slab's business.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.blobs.local import Disk
+from emberkeep.errors import StateError, TierError
+from emberkeep.kernels import tier as kernels
+from emberkeep.tiered.superblock import SLOT_NBYTES, Json, Point, Superblock, decode, encode
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Bool = npt.NDArray[np.bool_]
+
+BLOCK = 4096
+START = 2 * SLOT_NBYTES
+# Reads under way at once from one thread, and the threads that stand in where there is no queue.
+DEPTH = 64
+_FREE, _ACTIVE, _SEALED = 0, 1, 2
+_MOST_RECORDS = 2**32 - 2
+
+
+def aligned(nbytes: int) -> U64:
+    """Words that direct reads and writes can use."""
+    words: U64 = np.frombuffer(
+        mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint64
+    )
+    return words[: nbytes // 8]
+
+
+def _bytes(words: U64) -> memoryview:
+    return memoryview(words.view(np.uint8).data)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How records look: the planes of a row, one after the other."""
+
+    addresses: I64
+    widths: I64
+    by_row: Bool
+    arrays: tuple[npt.NDArray[Any], ...]
+    """What the addresses point to, kept alive."""
+
+    @property
+    def record_words(self) -> int:
+        return 2 + -(-int(self.widths.sum()) // 8)
+
+    def onto(self, arrays: Sequence[npt.NDArray[Any]]) -> Layout:
+        """The same records, read to other arrays; for planes that are not by row."""
+        pairs = zip(arrays, self.by_row, self.addresses, strict=True)
+        addresses = [a if fixed else array.ctypes.data for array, fixed, a in pairs]
+        return replace(self, addresses=np.array(addresses, np.int64), arrays=tuple(arrays))
+
+
+def layout_of(framed: Sequence[npt.NDArray[Any]], by_row: Sequence[npt.NDArray[Any]]) -> Layout:
+    """Planes indexed by frame, then planes indexed by row."""
+    arrays = (*framed, *by_row)
+    return Layout(
+        np.array([array.ctypes.data for array in arrays], np.int64),
+        np.array([array.strides[0] for array in arrays], np.int64),
+        np.array([False] * len(framed) + [True] * len(by_row)),
+        arrays,
+    )
+
+
+@dataclass(slots=True)
+class Extent:
+    """Whole blocks of one segment that are about to be written."""
+
+    words: U64
+    block: int
+    records: int
+    generation: int
+    sequence: int
+    segment: int
+
+    def first(self, per_block: int) -> int:
+        return self.block * per_block
+
+
+class RowLog:
+    """One file. The slab's lock covers every method but `write`, `read` and `sync`."""
+
+    def __init__(
+        self,
+        path: str,
+        head: Superblock,
+        sequence: int,
+        layout: Layout,
+        disk: Disk,
+    ) -> None:
+        self.path = path
+        self.disk = disk
+        self.head = head
+        self.layout = layout
+        self.failed: BaseException | None = None
+        self._users = 0
+        self._idle = threading.Condition()
+        self._head_sequence = sequence
+        self.block_nbytes = -(-(kernels.HEADER + 8 * layout.record_words) // BLOCK) * BLOCK
+        self.per_block = (self.block_nbytes - kernels.HEADER) // (8 * layout.record_words)
+        self.segment_blocks = max(1, head.segment_nbytes // self.block_nbytes)
+        self.slots = self.segment_blocks * self.per_block
+        self.salt = np.uint64(head.salt)
+        self.handle, self.direct = self._open()
+        self.generations: I64 = np.zeros(head.segments, np.int64)
+        self.live: I64 = np.zeros(head.segments, np.int64)
+        self.states = np.zeros(head.segments, np.uint8)
+        self.undecided: I64 = np.zeros(head.segments, np.int64)
+        self._unwritten: I64 = np.zeros(head.segments, np.int64)
+        self._free: list[int] = []
+        self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
+        self._readers: dict[int, int] = {}
+        self._turn = 0
+        self._active = -1
+        self._filled = 0
+        self.sequence = 1
+        self._deaths: list[tuple[I64, I64]] = []
+        self.horizon: int | None = None
+        self.reads = 0
+        self.appended = 0
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def create(path: str, schema: Json, segment_nbytes: int, disk: Disk) -> tuple[Superblock, int]:
+        """A new file without rows; it stands under its name once it is whole."""
+        head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
+        staged = f"{path}.new"
+        if os.path.exists(staged):
+            disk.unlink(staged)
+        handle = disk.create(staged)
+        try:
+            disk.write(handle, memoryview(encode(head, 1).ljust(START, b"\0")))
+            disk.sync(handle)
+        finally:
+            disk.close(handle)
+        disk.rename(staged, path)
+        disk.sync_directory(os.path.dirname(path))
+        return head, 1
+
+    @staticmethod
+    def read_head(path: str) -> tuple[Superblock, int]:
+        with open(path, "rb") as file:
+            return decode(file.read(2 * SLOT_NBYTES), path)
+
+    def _open(self) -> tuple[int, bool]:
+        for direct in (True, False):
+            try:
+                handle = self.disk.open(self.path, direct=direct)
+            except OSError:
+                if not direct:
+                    raise
+                continue
+            try:
+                os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
+            except OSError:  # a file system that opens files for direct reads and refuses them
+                os.close(handle)
+                if not direct:
+                    raise
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(handle)
+                raise TierError(
+                    f"{self.path} is in use by another process or another model: end that one "
+                    "first, or name another path"
+                ) from None
+            return handle, direct
+        raise AssertionError("either way returns or raises")
+
+    def close(self) -> None:
+        """Waits for reads and writes under way, refuses later ones, and lets the file go.
+
+        Whoever opens the file next may rely on it that nothing is written to it any more.
+        """
+        with self._idle:
+            self.failed = self.failed or TierError("it was closed")
+            self._idle.wait_for(lambda: not self._users)
+            handle, self.handle = self.handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", -1) >= 0:
+            os.close(self.handle)
+
+    # -- appending -------------------------------------------------------------------------------
+
+    def make_room(self, records: int) -> None:
+        """Makes sure that so many records, in a few pieces, can be appended without failing."""
+        self.check()
+        blocks = -(-records // self.per_block) + 8
+        have = self.segment_blocks - self._filled if self._active >= 0 else 0
+        while have + len(self._free) * self.segment_blocks < blocks:
+            self._add_segment()
+
+    def extend(self, records: int) -> Extent:
+        """Room for up to so many records, at the end; whole blocks are taken."""
+        self.check()
+        if self._active < 0 or self._filled == self.segment_blocks:
+            if self._active >= 0:
+                self.states[self._active] = _SEALED
+            if not self._free:
+                self._add_segment()
+            self._active = self._free.pop()
+            self.states[self._active] = _ACTIVE
+            self.generations[self._active] += 1
+            self._filled = 0
+        wanted = -(-records // self.per_block)
+        blocks = min(wanted, self.segment_blocks - self._filled)
+        extent = Extent(
+            aligned(blocks * self.block_nbytes),
+            self._active * self.segment_blocks + self._filled,
+            min(records, blocks * self.per_block),
+            int(self.generations[self._active]),
+            self.sequence,
+            self._active,
+        )
+        self._filled += blocks
+        self.sequence += blocks
+        self.live[self._active] += extent.records
+        self._unwritten[self._active] += 1
+        self.appended += extent.records
+        return extent
+
+    def write(self, extent: Extent) -> None:
+        """Brings an extent that was filled to the file. Its bytes can be read then; see `sync`."""
+        kernels.seal(
+            extent.words, self.block_nbytes // 8, self.per_block, extent.records, self.head.life,
+            extent.sequence, extent.generation, extent.block, self.salt,
+        )  # fmt: skip
+        offset = START + extent.block * self.block_nbytes
+        with self._ending("written"):
+            self.disk.write_at(self.handle, _bytes(extent.words), offset)
+
+    def written(self, extent: Extent) -> None:
+        """Notes, under the lock, that an extent is in the file."""
+        self._unwritten[extent.segment] -= 1
+
+    def _add_segment(self) -> None:
+        number = self.states.size
+        if (number + 1) * self.slots > _MOST_RECORDS:
+            raise TierError(f"{self.path} holds as many records as one file can; use more shards")
+        nbytes = self.segment_blocks * self.block_nbytes
+        try:
+            self.disk.allocate(self.handle, START + number * nbytes, nbytes)
+        except OSError as error:
+            raise TierError(
+                f"{self.path} cannot grow: {error.strerror}; no row was lost or changed. Free "
+                "space and go on, or save checkpoints more often: space of superseded rows is used "
+                "again once a checkpoint is committed"
+            ) from None
+        for name in ("generations", "live", "undecided", "_unwritten"):
+            setattr(self, name, np.append(getattr(self, name), 0))
+        self.states = np.append(self.states, np.uint8(_FREE))
+        self._free.append(number)
+
+    def resize(self, segments: int) -> None:
+        """Takes so many segments into account, those of a file that was just opened."""
+        for name in ("generations", "live", "undecided", "_unwritten"):
+            setattr(self, name, np.zeros(segments, np.int64))
+        self.states = np.zeros(segments, np.uint8)
+
+    def adopt(self, segment: int) -> None:
+        """Of a file that was just opened: keeps a segment that has rows, frees one that has not."""
+        if self.live[segment]:
+            self.states[segment] = _SEALED
+        else:
+            self._free.append(segment)
+
+    # -- which records are needed ----------------------------------------------------------------
+
+    def supersede(self, records: I64, stamps: I64) -> None:
+        """Records whose rows have newer ones, with those stamps, that were appended just now."""
+        if not records.size:
+            return
+        segments = records // self.slots
+        if self.horizon is None:
+            np.subtract.at(self.live, segments, 1)
+            return
+        np.add.at(self.undecided, segments, 1)
+        self._deaths.append((segments, stamps))
+
+    def decide(self) -> None:
+        """Lets go of what neither the committed batch nor a later one needs."""
+        if self.horizon is None:
+            return
+        kept = []
+        for segments, stamps in self._deaths:
+            dead = stamps <= self.horizon
+            np.subtract.at(self.live, segments[dead], 1)
+            np.subtract.at(self.undecided, segments[dead], 1)
+            if not dead.all():
+                kept.append((segments[~dead], stamps[~dead]))
+        self._deaths = kept
+
+    def release(self, segment: int) -> None:
+        """A sealed segment without needed records may be used again, once its readers are gone."""
+        self.states[segment] = _FREE
+        self._limbo.append((segment, self._turn))
+        self._turn += 1
+        self._drain_limbo()
+
+    def release_dead(self) -> None:
+        dead = (self.states == _SEALED) & (self.live == 0) & (self._unwritten == 0)
+        for segment in np.flatnonzero(dead):
+            self.release(int(segment))
+
+    def begin_reading(self) -> int:
+        """From now on no segment is used again until `end_reading`."""
+        self._readers[self._turn] = self._readers.get(self._turn, 0) + 1
+        return self._turn
+
+    def end_reading(self, turn: int) -> None:
+        self._readers[turn] -= 1
+        if not self._readers[turn]:
+            del self._readers[turn]
+        self._drain_limbo()
+
+    def _drain_limbo(self) -> None:
+        oldest = min(self._readers, default=self._turn)
+        self._free.extend(segment for segment, turn in self._limbo if turn < oldest)
+        self._limbo = [entry for entry in self._limbo if entry[1] >= oldest]
+
+    def cleanable(self) -> int | None:
+        """The segment whose cleaning gives back most, if more of the file is dead than alive."""
+        sealed = (self.states == _SEALED) & (self._unwritten == 0)
+        slots = int(sealed.sum()) * self.slots
+        if slots <= 2 * int(self.live[sealed].sum()) + 4 * self.slots:
+            return None
+        candidates = np.flatnonzero(sealed & (self.undecided == 0))
+        if not candidates.size:
+            return None
+        best = int(candidates[np.argmin(self.live[candidates])])
+        return best if self.live[best] * 4 <= self.slots * 3 else None
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read_segment(self, segment: int, words: U64) -> None:
+        """All bytes of a segment; what lies beyond the end of the file is zero."""
+        nbytes = self.segment_blocks * self.block_nbytes
+        view = _bytes(words)[:nbytes]
+        offset = START + segment * nbytes
+        while view:
+            got = os.preadv(self.handle, [view], offset)
+            if not got:
+                break
+            view, offset = view[got:], offset + got
+
+    # -- what is durable -------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Everything that was written is on the medium when this returns."""
+        with self._ending("synced"):
+            self.disk.sync(self.handle)
+
+    def write_head(self, **changes: Any) -> None:
+        """Changes the head, durably. Bytes that it speaks of were synced before."""
+        head = replace(self.head, **changes)
+        sequence = self._head_sequence + 1
+        slot = aligned(SLOT_NBYTES)
+        _bytes(slot)[:] = encode(head, sequence)
+        offset = (sequence % 2) * SLOT_NBYTES
+        with self._ending("written"):
+            self.disk.write_at(self.handle, _bytes(slot), offset)
+        self.sync()
+        self.head, self._head_sequence = head, sequence
+
+    def prepare(self, point: Point) -> None:
+        """From now on the file can be taken to `point`, should everybody else get there."""
+        segments = int(self.states.size)  # those that are surely within the file once it is synced
+        self.sync()
+        self.write_head(prepared=point, segments=segments)
+
+    def commit(self) -> None:
+        """The prepared point becomes the one to come back to; what it made superfluous dies."""
+        point = self.head.prepared
+        assert point is not None
+        self.write_head(prepared=None, committed=point)
+        self.horizon = point.stamp
+
+    def check(self) -> None:
+        """Raises once the file has failed."""
+        if self.failed is not None:
+            raise TierError(
+                f"{self.path} has failed ({self.failed}) and takes no more rows: end this process, "
+                "check the disk, and resume from the last durable batch"
+            ) from self.failed
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """The file stays open meanwhile."""
+        with self._idle:
+            self.check()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """A failed write or sync is final: what the medium holds then is unknown."""
+        with self.using():
+            try:
+                yield
+            except OSError as error:
+                self.failed = error
+                raise TierError(
+                    f"{self.path} could not be {what}: {error.strerror}; this shard has ended. The "
+                    "last durable batch is safe: check the disk, then resume from it"
+                ) from error
+
+
+def check_schema(path: str, written: Json, wanted: Json) -> None:
+    """Refuses a file of another model, by name."""
+    for key in sorted({*written, *wanted}):
+        if written.get(key) != wanted.get(key):
+            raise StateError(
+                f"{path} belongs to another model: its {key} is {written.get(key)!r}, this model's "
+                f"{wanted.get(key)!r}; nothing was changed. Name another path, or build the model "
+                "as it was"
+            )

@@ -1,0 +1,220 @@
+"""Opening a tier's file: as it is new, or back at its last durable batch.
+
+Several files make up one tier: each shard has one per slab. A checkpoint is *prepared* in every
+file before it is *committed* in any. So the batch to come back to is the newest that any file has
+committed, and every other file has it committed or prepared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emberkeep.blobs.local import Disk
+from emberkeep.errors import DamageError, TierError
+from emberkeep.kernels import rows
+from emberkeep.kernels import tier as kernels
+from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
+from emberkeep.tiered.superblock import Json, Point, Superblock
+
+if TYPE_CHECKING:
+    from emberkeep.tiered.slab import TieredSlab
+
+
+# What files are made of; tests put others in their place.
+SEGMENT_NBYTES = 4 * 2**20
+DISK = Disk
+
+
+def schema(slab: TieredSlab, seed: int) -> Json:
+    """What a file must agree on with the model that opens it."""
+    return {
+        "shard": slab.shard,
+        "shards": slab.shards,
+        "planes": {name: [plane.shape[1], plane.dtype.name] for name, plane in slab.planes.items()},
+        "tables": {
+            table.name: {
+                "rows": table.rows,
+                "capacity": table.capacity,
+                "on_full": table.on_full,
+                "origin": table.origin(seed),
+            }
+            for table in slab.tables
+        },
+    }
+
+
+def durable_batch(path: str, files: Sequence[str]) -> int | None:
+    """The batch that the files of a tier come back to; None if there is none yet."""
+    heads: dict[str, Superblock | None] = {}
+    for name in files:
+        whole = os.path.join(os.path.dirname(path), name)
+        heads[name] = RowLog.read_head(whole)[0] if os.path.exists(whole) else None
+    committed = [
+        head.committed.batch for head in heads.values() if head is not None and head.committed
+    ]
+    if not committed:
+        return None
+    batch = max(committed)
+    for name, head in heads.items():
+        if head is None or head.point(batch) is None:
+            raise DamageError(
+                f"{os.path.join(os.path.dirname(path), name)} is missing or does not hold batch "
+                f"{batch}, which the other files of this tier have committed; nothing was changed. "
+                "Bring it back, or restore a version of a repository into a new tier",
+                name=name,
+            )
+    return batch
+
+
+def open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> RowLog:
+    """The file at `path`, made if need be. One that never had a durable batch is made anew."""
+    disk = DISK()
+    try:
+        if not os.path.isdir(os.path.dirname(path)):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            disk.sync_directory(os.path.dirname(os.path.dirname(path)))
+        if os.path.exists(path):
+            head, sequence = RowLog.read_head(path)
+            check_schema(path, head.schema, wanted)
+            log = RowLog(path, head, sequence, layout, disk)
+            if durable_batch(path, files) is not None:
+                return log
+            log.close()
+        else:
+            durable_batch(path, files)
+        head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, disk)
+        return RowLog(path, head, sequence, layout, disk)
+    except OSError as error:
+        raise TierError(
+            f"{path} cannot be opened: {error.strerror}; name a path on a disk that can be written"
+        ) from error
+
+
+def recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
+    """Takes a slab that was just made to the durable batch of its file, if there is one."""
+    log = slab.log
+    batch = durable_batch(log.path, files)
+    if batch is None:
+        return None
+    point = log.head.point(batch)
+    assert point is not None
+    lives = (*log.head.lives, (point.stamp, point.sequence))
+    _check_length(log, point)
+    first_life, last = _scan(slab, point, lives)
+    found = int(rows.count_bits(slab.touched, 0, slab.touched.size))
+    if found != point.rows:
+        raise DamageError(
+            f"{log.path} holds {found} rows of batch {batch}, which had {point.rows}: blocks of it "
+            "are lost; nothing was changed. Restore a version of a repository into a new tier",
+            name=log.path,
+        )
+    kernels.count_live(slab.positions, log.slots, log.live)
+    for segment in range(log.states.size):
+        log.adopt(segment)
+    log.sequence = last + 1
+    slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
+    _rebuild(slab, point)
+    kept = lives[first_life - log.head.first_life :]
+    log.write_head(prepared=None, committed=point, first_life=first_life, lives=kept)
+    log.horizon = point.stamp
+    return batch
+
+
+def _check_length(log: RowLog, point: Point) -> None:
+    nbytes = log.segment_blocks * log.block_nbytes
+    size = os.path.getsize(log.path)
+    if size < START + log.head.segments * nbytes:
+        raise DamageError(
+            f"{log.path} has {size} bytes and should have {START + log.head.segments * nbytes}: it "
+            "was cut short; nothing was changed. Bring the whole file back, or restore a version "
+            "of a repository into a new tier",
+            name=log.path,
+        )
+
+
+def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Reads all segments in parallel and keeps the newest record of each row that counts.
+
+    Returns the oldest life that has a block in the file, and the highest sequence number.
+    """
+    log = slab.log
+    extra = max(0, (os.path.getsize(log.path) - START)) // (log.segment_blocks * log.block_nbytes)
+    log.resize(max(log.head.segments, extra))
+    stamps_R = np.zeros(slab.rows, np.int64)
+    ends = np.array([stamp for stamp, _ in lives], np.int64)
+    merging = threading.Lock()
+    oldest, newest = [log.head.life + 1], [point.sequence]
+
+    def scan(segments: Sequence[int]) -> None:
+        words = aligned(log.segment_blocks * log.block_nbytes)
+        generations = np.empty(log.segment_blocks, np.int64)
+        sequences = np.empty(log.segment_blocks, np.int64)
+        block_words = log.block_nbytes // 8
+        for segment in segments:
+            words[:] = 0
+            log.read_segment(segment, words)
+            first_block = segment * log.segment_blocks
+            kernels.check_blocks(words, block_words, first_block, log.salt, generations, sequences)
+            generation = int(generations.max(initial=-1))
+            if generation <= 0:
+                continue
+            whole = generations >= 0
+            found_lives = (words[1::block_words][whole] >> np.uint64(32)).astype(np.int64)
+            _check_holes(log, segment, generations == generation, sequences, words, lives)
+            with merging:
+                oldest.append(int(found_lives.min()))
+                newest.append(int(sequences.max()))
+                log.generations[segment] = generation
+                bad = kernels.merge_records(
+                    words, block_words, log.per_block, log.layout.record_words, first_block,
+                    generations, generation, log.head.first_life, ends, point.floor, slab.rows,
+                    stamps_R, slab.positions, slab.touched, log.layout.addresses,
+                    log.layout.widths, log.layout.by_row,
+                )  # fmt: skip
+            if bad >= 0:
+                raise DamageError(f"{log.path} names row {bad}, which there is not", name=log.path)
+
+    threads = slab.pool.threads
+    slab.pool.run([partial(scan, range(i, log.states.size, threads)) for i in range(threads)])
+    return max(log.head.first_life, min(oldest)), max(newest)
+
+
+def _check_holes(
+    log: RowLog, segment: int, whole: np.ndarray, sequences: I64, words: np.ndarray,
+    lives: Sequence[tuple[int, int]],
+) -> None:  # fmt: skip
+    """A segment is filled from its start by one life: what that life had synced must be there."""
+    first = int(np.flatnonzero(whole)[0])
+    life = int(words[first * (log.block_nbytes // 8) + 1] >> np.uint64(32)) - log.head.first_life
+    if not 0 <= life < len(lives):
+        return
+    expected = sequences[first] - first + np.arange(whole.size)
+    lost = ~whole & (expected <= lives[life][1])
+    if lost.any():
+        raise DamageError(
+            f"{log.path}, segment {segment}: {int(lost.sum())} blocks that were durable are "
+            "damaged; nothing was changed. Check the disk, and restore a version of a repository "
+            "into a new tier",
+            name=log.path,
+        )
+
+
+def _rebuild(slab: TieredSlab, point: Point) -> None:
+    """What is not in records, or follows from them: slots, ticks, steps; every row is dirty."""
+    for t, slots in slab.slots.items():
+        base = int(slab.bases_T[t])
+        held = np.empty(slab.slots_T[t], np.bool_)
+        rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
+        slots.occupy(np.flatnonzero(held))
+    for t, table in enumerate(slab.tables):
+        its = point.tables[table.name]
+        slab.steps_T[t] = its["steps"]
+        if t in slab.slots:
+            slab.slots[t].next_tick = its["tick"]
+    np.bitwise_or(slab.dirty, slab.touched, out=slab.dirty)

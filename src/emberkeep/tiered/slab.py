@@ -1,0 +1,639 @@
+"""A slab whose rows live in a file, the hot ones in memory.
+
+The planes of the slab are arrays of *frames*, as many as the memory allows; every kernel of the
+engine acts on frames as it would on rows, so results are the same bits. Bitmaps stay one bit per
+row. What a frame holds is the truth about its row; a row without a frame is the newest record
+that the log has of it.
+
+A push finds all its rows in frames: whatever must be read, and whatever must be written to make
+room, is done by `fetch` (ahead of the pull, beside other work) and at the latest by `check_push`,
+before any row changes. Upkeep runs in threads of its own between the calls; see `upkeep`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.errors import ConfigError, ShardLostError, TierError
+from emberkeep.kernels import optimizers, rows
+from emberkeep.kernels import tier as kernels
+from emberkeep.memory import lazy_zeros
+from emberkeep.pool import ForkLock, Pool
+from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
+from emberkeep.tables import Optimizer, Table
+from emberkeep.tiered import opening, upkeep
+from emberkeep.tiered.background import Background
+from emberkeep.tiered.frames import FLUSHING, LOADING, Frames
+from emberkeep.tiered.log import Extent, layout_of
+from emberkeep.tiered.reading import Reads
+from emberkeep.tiered.superblock import Json, Point
+
+# What a frame costs beside its planes.
+_FRAME_NBYTES = 48
+# Rows that are read or written at a time where there may be any number of them.
+_SLICE = 16384
+# Copies for a checkpoint that may wait to be written before a push writes them itself.
+_MOST_WAITING_NBYTES = 64 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Rows on their way from the log to frames."""
+
+    records: I64
+    rows: I64
+    frames: I64
+    turn: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Frames on their way to the log; the rows stay in their frames until they are there."""
+
+    number: int
+    extents: list[Extent]
+    rows: I64
+    frames: I64
+    used: I64
+    evict: bool
+    done: threading.Event = field(default_factory=threading.Event)
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """A checkpoint under way: everything up to `stamp` goes to the log."""
+
+    batch: int
+    stamp: int
+    rows: int
+    tables: Json
+    floor: int
+    word: int = 0
+    prepared: Future[Point] = field(default_factory=Future)
+
+
+class TieredSlab(Slab):
+    """The rows of some tables on one shard, behind a cache of `memory` bytes.
+
+    Opening it brings back the last durable batch of the file at `path`, if that has one; `batch`
+    says which. A file that never had one is started anew.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        optimizer: Optimizer,
+        *,
+        path: str,
+        files: Sequence[str],
+        memory: int,
+        shard: int = 0,
+        shards: int = 1,
+        seed: int = 0,
+        pool: Pool,
+        lock: ForkLock | None = None,
+    ) -> None:
+        self._memory = memory
+        super().__init__(
+            tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
+        )
+        self.frames = Frames(self.planes["weight"].shape[0], self.rows)
+        self.positions = lazy_zeros((self.rows,), np.uint32)  # of the newest record, plus one
+        framed = [plane for name, plane in self.planes.items() if name != "used"]
+        by_row = [self.ids] if self.slots else []
+        if "used" in self.planes:
+            by_row.append(self.planes["used"])
+        self.log = opening.open_log(
+            path, files, opening.schema(self, seed), layout_of(framed, by_row)
+        )
+        self.reads = Reads(self.log)
+        self.stamp = 0
+        self.floor = 0
+        self.trained = 0  # rows that are touched
+        self.pushed = 0  # rows that were pushed, one push after the other
+        self.waits = 0
+        self.saving: Saving | None = None
+        self.reserve = 0
+        self._missed = 0
+        self._fetched = False
+        self._gone: list[I64] = []
+        self._loads: list[Load] = []
+        self._flushes: list[Flush] = []
+        self._flush_number = 0
+        self.waiting: list[Extent] = []
+        self.batch = opening.recover(self, files)
+        self._ahead: list[Load] = []
+        self._reader = Background(self, TieredSlab._read_ahead, name="emberkeep-tier-read")
+        self._upkeep = Background(self, upkeep.run, name="emberkeep-tier-upkeep", nice=5)
+
+    @property
+    def direct(self) -> bool:
+        return False
+
+    def drop(self, lost: ShardLostError) -> None:
+        self.close()
+        super().drop(lost)
+
+    def close(self) -> None:
+        """Lets the file go; what is not durable is lost."""
+        self._reader.stop()
+        self._upkeep.stop()
+        if self.saving is not None and not self.saving.prepared.done():
+            self.saving.prepared.set_exception(TierError(f"{self.log.path} was closed"))
+        self.log.close()
+
+    # -- where rows stand ------------------------------------------------------------------------
+
+    def _place_count(self) -> int:
+        widths = 4 * (self.dim + sum(self.optimizer.planes(self.dim).values()))
+        return max(1, min(self.rows, self._memory // (widths + _FRAME_NBYTES)))
+
+    @property
+    def _filled(self) -> U64:
+        return self.frames.filled
+
+    @property
+    def _changed(self) -> U64:
+        return self.frames.unsaved
+
+    def _places(self, found: I64) -> I64:
+        """Frames of rows that are about to be written whole or are in frames already."""
+        frames = self.frames.of(found)
+        new = np.flatnonzero(frames < 0)
+        touched = np.empty(found.size, np.bool_)
+        rows.test_bits(self.touched, found, touched)
+        self.trained += int(found.size - touched.sum())
+        self.frames.reserved = 0
+        if new.size:
+            frames[new] = self.frames.bind(found[new])
+        return frames
+
+    def _after_write(self, found: I64, places: I64) -> None:
+        self.stamp += 1
+        self.frames.stamps[places] = self.stamp
+        optimizers.mark(found, 0, found.size, self.touched, self.dirty)
+        self.frames.hold(places[:0], 0)
+        self._bury()
+        self._upkeep.wake()
+
+    def _held_by(self, found: I64) -> Planes:
+        planes = {
+            name: np.empty((found.size, plane.shape[1]), plane.dtype)
+            for name, plane in self.planes.items()
+        }
+        for start in range(0, found.size, _SLICE):
+            part = slice(start, start + _SLICE)
+            later = self.take(found[part], {name: v[part] for name, v in planes.items()})
+            if later is not None:
+                later()
+        return planes
+
+    def source(self) -> TieredSlab:
+        return self
+
+    def take(self, wanted: I64, out: Planes) -> Callable[[], None] | None:
+        """Copies rows out: those in frames at once, the others are read without the lock."""
+        frames = np.empty(wanted.size, np.int64)
+        missing = np.empty(wanted.size, np.int64)
+        touched = self.touched
+        count = kernels.translate(
+            self.frames.frame_of, touched, wanted, 0, self.frames.used, frames, missing
+        )
+        self._await(frames[frames >= 0])
+        for name, values in out.items():
+            index = wanted if name == "used" else frames
+            np.take(self.planes[name], index, axis=0, out=values, mode="clip")
+        if not count:
+            return None
+        missing = missing[:count].copy()
+        records = self.positions[wanted[missing]].astype(np.int64) - 1
+        turn = self.log.begin_reading()
+
+        def read() -> None:
+            names = [name for name in self.planes if name != "used"]
+            held = {
+                name: np.empty((count, self.planes[name].shape[1]), self.planes[name].dtype)
+                for name in names
+            }
+            by_row = self.log.layout.arrays[len(names) :]
+            layout = self.log.layout.onto((*held.values(), *by_row))
+            try:
+                self.reads.read(
+                    records, wanted[missing], np.arange(count), np.empty(count, np.int64), layout
+                )
+            finally:
+                with self.lock:
+                    self.log.end_reading(turn)
+            for name in out:
+                if name != "used":
+                    out[name][missing] = held[name]
+
+        return read
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def pull(self, wanted: RowIds, out_UD: F32) -> None:
+        """Weights from frames, and from the file where there is none; admits nothing."""
+        found, _ = self.resolve(wanted)
+        frames = np.empty(found.size, np.int64)
+        missing = np.empty(found.size, np.int64)
+        count = kernels.translate(
+            self.frames.frame_of, self.touched, found, 0, self.frames.used, frames, missing
+        )
+        self._await(frames[frames >= 0])
+        self._pull(wanted, frames, out_UD)
+        if count:
+            missing = missing[:count]
+            for start in range(0, count, _SLICE):
+                part = missing[start : start + _SLICE]
+                weight = np.empty((part.size, self.dim), np.float32)
+                later = self.take(found[part], {"weight": weight})
+                assert later is not None
+                later()
+                out_UD[part] = weight
+
+    def fetch(self, wanted: RowIds, *, ahead: bool = False) -> None:
+        """Brings rows that will be pulled and pushed to frames. Called without the lock.
+
+        With `ahead` it returns at once: rows are read in the background, as many as there are
+        frames free for them. Without, all are there when it returns.
+        """
+        with self.lock:
+            found, _ = self.resolve(wanted)
+            self._fetched = True
+            self.frames.turn += 1
+            frames, missing = self._look(found[found >= 0], self.frames.turn)
+            self._missed = max(missing.size, self._missed * 9 // 10)
+            self.reserve = min(2 * self._missed + 64, self.frames.count // 4)
+            if ahead:
+                missing = missing[: max(0, self.frames.free)]
+            else:
+                self._make_free(missing.size, self.frames.turn)
+                missing = missing[: max(0, self.frames.free)]  # the push tells of what does not fit
+            load = self._begin_load(missing) if missing.size else None
+            if ahead:
+                self._upkeep.wake()
+                if load is not None:
+                    self._ahead.append(load)
+                    self._reader.wake()
+                return
+        if load is not None:
+            self._perform(load)
+        with self.lock:
+            if load is not None:
+                self._settle_load(load)
+            self._await(frames[frames >= 0])
+        self._upkeep.wake()
+
+    def _look(self, found: I64, turn: int) -> tuple[I64, I64]:
+        """The frames of rows, and the touched rows that have none."""
+        frames = np.empty(found.size, np.int64)
+        missing = np.empty(found.size, np.int64)
+        count = kernels.translate(
+            self.frames.frame_of, self.touched, found, turn, self.frames.used, frames, missing
+        )
+        return frames, found[missing[:count]]
+
+    def _begin_load(self, missing: I64) -> Load:
+        frames = self.frames.bind(missing)
+        self.frames.busy[frames] |= LOADING
+        records = self.positions[missing].astype(np.int64) - 1
+        load = Load(records, missing, frames, self.log.begin_reading())
+        self._loads.append(load)
+        return load
+
+    def _perform(self, load: Load) -> None:
+        """Reads, without the lock: nobody else looks at frames that are being loaded."""
+        try:
+            self.reads.read(
+                load.records, load.rows, load.frames, self.frames.stamps, self.log.layout
+            )
+        except BaseException as error:
+            load.error = error
+        load.done.set()
+
+    def _read_ahead(self) -> bool:
+        with self.lock:
+            if not self._ahead:
+                return False
+            load = self._ahead.pop(0)
+        self._perform(load)
+        with self.lock:
+            if not load.settled and load.error is None:
+                self._settle_load(load)
+        return True
+
+    def _settle_load(self, load: Load) -> None:
+        """Under the lock, once the load is done: its rows are in their frames, or it raises."""
+        if not load.settled:
+            load.settled = True
+            self._loads.remove(load)
+            self.log.end_reading(load.turn)
+            if load.error is not None:
+                self.frames.unbind(load.frames)
+            else:
+                self.frames.busy[load.frames] &= ~np.uint8(LOADING)
+                rows.set_bits(self.frames.filled, load.frames)
+        if load.error is not None:
+            raise load.error
+
+    def _await(self, frames: I64) -> None:
+        """Waits until rows that are being read are in these frames. With the lock held: reading
+        needs no lock, and whoever waits settles it."""
+        while self._loads and (self.frames.busy[frames] & LOADING).any():
+            for load in list(self._loads):
+                if np.isin(load.frames, frames).any():
+                    self._finish(load)
+
+    def _finish(self, load: Load) -> None:
+        if load in self._ahead:  # nobody has begun to read it
+            self._ahead.remove(load)
+            self._perform(load)
+        load.done.wait()
+        self._settle_load(load)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def check_push(self, wanted: RowIds, grads_UD: F32, *, finite: bool = False) -> Push:
+        push = super().check_push(wanted, grads_UD, finite=finite)
+        self._hold(push.rows[push.rows >= 0], sum(push.unknown_T))
+        self.pushed += push.rows.size
+        return push
+
+    def _hold(self, found: I64, new: int, *, whole: bool = False) -> None:
+        """Makes room for a write of rows, and reads those that it needs; nothing can fail then.
+
+        `whole` says that rows are overwritten, so that old ones need not be read.
+        """
+        # The pull of this batch has noted what was used: its push does not do so again.
+        turn = 0 if self._fetched else self.frames.turn + 1
+        self.frames.turn += not self._fetched
+        self._fetched = False
+        frames, missing = self._look(found, turn)
+        needed = found.size + new
+        if needed > self.frames.count:
+            cost = self._memory / max(1, self.frames.count)
+            raise ConfigError(
+                f"a batch of {needed} rows does not fit the cache of {self.frames.count}: raise "
+                f"memory= to {needed * cost / 2**20:.1f} MiB or more; no row was changed"
+            )
+        here = frames[frames >= 0]
+        self._await(here)
+        self.frames.hold(here, 0)
+        self._make_free(needed - here.size, self.frames.turn + 1)
+        # Copies for a checkpoint under way, and records of rows that are deleted by this write.
+        self.log.make_room(found.size + new)
+        if missing.size and not whole:
+            load = self._begin_load(missing)
+            self._perform(load)
+            self._settle_load(load)
+            here = np.concatenate([here, load.frames])
+        self.frames.hold(here, needed - here.size)
+
+    def _make_free(self, count: int, before: int) -> None:
+        """Frees frames in the calling thread, which upkeep should have done ahead of it.
+
+        Fewer only where the others were used in turn `before` or later, or are held.
+        """
+        while self.frames.free < count:
+            self.waits += 1
+            short = count - self.frames.free
+            victims = self.frames.oldest(short, before)
+            if not victims.size:
+                if self._flushes:
+                    self._flushes[0].done.wait()
+                    self.settle_flush(self._flushes[0])
+                elif self._loads:
+                    self._finish(self._loads[0])
+                else:
+                    return
+                continue
+            flush = self.begin_flush(victims, evict=True)
+            if flush is not None:
+                self.write(flush)
+                self.settle_flush(flush)
+
+    def begin_flush(self, frames: I64, *, evict: bool) -> Flush | None:
+        """Under the lock: copies frames that the log does not hold yet to the end of the log.
+
+        With `evict`, frames that it does hold are free at once.
+        """
+        dirty = self.frames.unsaved_now(frames)
+        unsaved = frames[dirty]
+        if unsaved.size:
+            self.log.make_room(unsaved.size)
+        if evict:
+            self.frames.unbind(frames[~dirty])
+        if not unsaved.size:
+            return None
+        found = self.frames.row_of[unsaved]
+        extents = self._append(found, unsaved, self.frames.stamps[unsaved], deleted=False)
+        for bitmap in (self.frames.unsaved, self.frames.frozen):
+            rows.clear_bits(bitmap, unsaved)
+        self._flush_number += 1
+        self.frames.busy[unsaved] |= FLUSHING
+        self.frames.flush_of[unsaved] = self._flush_number
+        flush = Flush(
+            self._flush_number, extents, found, unsaved, self.frames.used[unsaved].copy(), evict
+        )
+        self._flushes.append(flush)
+        return flush
+
+    def write(self, flush: Flush) -> None:
+        """Brings a flush to the file; needs no lock."""
+        try:
+            for extent in flush.extents:
+                self.log.write(extent)
+        finally:
+            flush.done.set()
+
+    def settle_flush(self, flush: Flush) -> None:
+        """Under the lock, once it is written: frames that nobody used meanwhile are free."""
+        if flush.settled:
+            return
+        self.log.check()
+        flush.settled = True
+        self._flushes.remove(flush)
+        for extent in flush.extents:
+            self.log.written(extent)
+        frames = self.frames
+        mine = frames.flush_of[flush.frames] == flush.number
+        still = flush.frames[mine]
+        frames.busy[still] &= ~np.uint8(FLUSHING)
+        frames.flush_of[still] = 0
+        if flush.evict:
+            idle = (frames.used[still] == flush.used[mine]) & (frames.busy[still] == 0)
+            idle &= ~frames.unsaved_now(still)
+            frames.unbind(still[idle])
+
+    def _append(self, found: I64, frames: I64, stamps: I64, *, deleted: bool) -> list[Extent]:
+        """Copies rows to the end of the log, in memory so far; they are its newest records."""
+        extents = []
+        done = 0
+        while done < found.size:
+            extent = self.log.extend(found.size - done)
+            part = slice(done, done + extent.records)
+            layout = self.log.layout
+            kernels.pack(
+                extent.words, self.log.block_nbytes // 8, self.log.per_block, layout.record_words,
+                0, found[part], deleted, frames[part], stamps[part], layout.addresses,
+                layout.widths, layout.by_row,
+            )  # fmt: skip
+            mine = found[part]
+            before = self.positions[mine].astype(np.int64) - 1
+            self.log.supersede(before[before >= 0], stamps[part][before >= 0])
+            first = extent.first(self.log.per_block)
+            self.positions[mine] = np.arange(first + 1, first + 1 + extent.records)
+            extents.append(extent)
+            done += extent.records
+        return extents
+
+    def _before_write(self, written: I64) -> None:
+        super()._before_write(written)
+        if self.saving is None or not written.size:
+            return
+        frames = self.frames.of(written)
+        frames = frames[frames >= 0]
+        frozen = frames[self.frames.are(self.frames.frozen, frames)]
+        if frozen.size:
+            found, stamps = self.frames.row_of[frozen], self.frames.stamps[frozen]
+            self.waiting += self._append(found, frozen, stamps, deleted=False)
+            rows.clear_bits(self.frames.frozen, frozen)
+            if sum(extent.words.nbytes for extent in self.waiting) > _MOST_WAITING_NBYTES:
+                self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Writes what pushes had to copy, in this thread and under the lock."""
+        waiting, self.waiting = self.waiting, []
+        for extent in waiting:
+            self.log.write(extent)
+            self.log.written(extent)
+
+    def _remove(self, table: int, ids: I64, found: I64) -> None:
+        frames = self.frames.of(found)
+        self._await(frames[frames >= 0])
+        super()._remove(table, ids, found)
+        self.frames.unbind(frames[frames >= 0])
+        self.trained -= found.size
+        self._gone.append(found)
+
+    def _bury(self) -> None:
+        """Rows that were deleted and have records get one that says so."""
+        if not self._gone:
+            return
+        gone, self._gone = np.unique(np.concatenate(self._gone)), []
+        back = np.empty(gone.size, np.bool_)
+        rows.test_bits(self.touched, gone, back)
+        gone = gone[~back & (self.positions[gone] > 0)]
+        for start in range(0, gone.size, _SLICE):
+            part = gone[start : start + _SLICE]
+            stamps = np.full(part.size, self.stamp, np.int64)
+            self.waiting += self._append(part, part, stamps, deleted=True)
+            if sum(extent.words.nbytes for extent in self.waiting) > _MOST_WAITING_NBYTES:
+                self.write_waiting()
+
+    def delete(self, table: int, ids: I64) -> int:
+        self.log.make_room(ids.size)
+        count = super().delete(table, ids)
+        self.stamp += 1
+        self._bury()
+        return count
+
+    def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._check_install(table, ids, planes)
+        most = max(1, min(_SLICE, self.frames.count))
+        for start in range(0, ids.size, most):
+            part = slice(start, start + most)
+            found, unknown = self.resolve(self._one_table(table, ids[part]))
+            self._hold(found[found >= 0], sum(unknown), whole=True)
+            super().install(table, ids[part], {name: v[part] for name, v in planes.items()})
+
+    def clear(self) -> None:
+        self._await(np.arange(self.frames.count))
+        self.stamp += 1
+        self.floor = self.stamp
+        self._before_write(self.frames.row_of[self.frames.row_of >= 0])
+        self.frames.hold(np.empty(0, np.int64), 0)
+        self.frames.unbind(np.flatnonzero(self.frames.row_of >= 0))
+        held = np.flatnonzero(self.positions)
+        self.log.supersede(
+            self.positions[held].astype(np.int64) - 1, np.full(held.size, self.stamp, np.int64)
+        )
+        self.positions[held] = 0
+        self._gone, self.trained = [], 0
+        super().clear()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def checkpoint(self, batch: int, tables: Json) -> Future[Point]:
+        """Declares the rows as they are now to be those of `batch`. Returns at once.
+
+        The future is done when they are in the file, durably; `commit` makes them the batch to
+        come back to.
+        """
+        with self.lock:
+            self.log.check()
+            if self.saving is not None:
+                raise AssertionError("a slab has one checkpoint under way at a time")
+            frames = self.frames
+            frames.frozen |= frames.unsaved
+            frames.unsaved = np.zeros_like(frames.unsaved)
+            if self.log.horizon is None:
+                self.log.horizon = self.stamp
+            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor)
+            saving = self.saving
+        self._upkeep.wake()
+        return saving.prepared
+
+    def commit(self) -> None:
+        """Makes the prepared batch the one to come back to, durably."""
+        self.log.commit()
+        with self.lock:
+            assert self.log.head.committed is not None
+            self.batch = self.log.head.committed.batch
+            self.saving = None
+            self.log.decide()
+            self.log.release_dead()
+        self._upkeep.wake()
+
+
+def open_slab(
+    tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
+    seed: int, pool: Pool, lock: ForkLock,
+) -> Slab:  # fmt: skip
+    """The slab of a group of tables on one shard: in memory, or behind a cache."""
+    mine = [tables[t] for t in group]
+    tier = mine[0].tier
+    if tier is None:
+        return Slab(mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock)
+    # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
+    dims = list(dict.fromkeys(table.dim for table in tables if table.tier == tier))
+    nbytes = dict.fromkeys(dims, 0)
+    for table in tables:
+        if table.tier == tier:
+            width = table.dim + sum(optimizer.planes(table.dim).values())
+            nbytes[table.dim] += table.slots * width
+    dim = mine[0].dim
+    return TieredSlab(
+        mine, optimizer,
+        path=os.path.join(tier.path, _file(shard, dims.index(dim))),
+        files=[_file(s, d) for s in range(shards) for d in range(len(dims))],
+        memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
+        shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
+    )  # fmt: skip
+
+
+def _file(shard: int, slab: int) -> str:
+    return f"rows-{shard}-{slab}.tier"

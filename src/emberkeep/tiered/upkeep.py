@@ -1,0 +1,169 @@
+"""What a tiered slab does between pulls and pushes: evict, save, clean.
+
+Each round does a little of each under a short lock and writes without it, so that a pull never
+waits for longer than a slice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emberkeep.errors import EmberkeepError
+from emberkeep.kernels import rows
+from emberkeep.kernels import tier as kernels
+from emberkeep.tiered.log import Extent, aligned
+from emberkeep.tiered.superblock import Point
+
+if TYPE_CHECKING:
+    from emberkeep.tiered.slab import TieredSlab
+
+# Frames that are copied under one holding of the lock.
+_FRAMES = 2048
+
+
+def run(slab: TieredSlab) -> bool:
+    """One round; whether there is more to do."""
+    try:
+        more = _write_waiting(slab)
+        more = _evict(slab) or more
+        more = _save(slab) or more
+        return _clean(slab) or more
+    except EmberkeepError as error:
+        # A file that cannot grow or has failed: whoever needs room next is told. A checkpoint
+        # under way is given up, but never half of one declared whole.
+        with slab.lock:
+            saving = slab.saving
+            if saving is not None and not saving.prepared.done():
+                slab.saving = None
+                frames = slab.frames
+                frames.unsaved |= frames.frozen
+                frames.frozen = np.zeros_like(frames.frozen)
+                saving.prepared.set_exception(error)
+        return False
+
+
+def _write_waiting(slab: TieredSlab) -> bool:
+    with slab.lock:
+        waiting, slab.waiting = slab.waiting, []
+    for extent in waiting:
+        slab.log.write(extent)
+    with slab.lock:
+        for extent in waiting:
+            slab.log.written(extent)
+    return False
+
+
+def _evict(slab: TieredSlab) -> bool:
+    """Frees frames ahead of the next batch's misses, the least recently used first."""
+    with slab.lock:
+        frames = slab.frames
+        short = slab.reserve - frames.free
+        if short <= 0:
+            return False
+        # What this batch or the next has pulled stays.
+        victims = frames.oldest(min(short, _FRAMES), frames.turn - 1)
+        if not victims.size:
+            return False
+        flush = slab.begin_flush(victims, evict=True)
+    if flush is not None:
+        slab.write(flush)
+        with slab.lock:
+            slab.settle_flush(flush)
+    return True
+
+
+def _save(slab: TieredSlab) -> bool:
+    """A slice of the checkpoint under way; the last one makes it durable."""
+    with slab.lock:
+        saving, frames = slab.saving, slab.frames
+        if saving is None or saving.prepared.done():
+            return False
+        word, found = saving.word, 0
+        while word < frames.frozen.size and found < _FRAMES:
+            stop = min(frames.frozen.size, word + _FRAMES // 64)
+            found += rows.count_bits(frames.frozen, word, stop)
+            word = stop
+        listed = np.empty(found, np.int64)
+        rows.list_bits(frames.frozen, saving.word, word, listed)
+        saving.word = word
+        flush = slab.begin_flush(listed, evict=False)
+        last = word == frames.frozen.size
+    if flush is not None:
+        slab.write(flush)
+        with slab.lock:
+            slab.settle_flush(flush)
+    if not last:
+        return True
+    with slab.lock:
+        # Nothing that was appended before this point is still in memory alone.
+        slab.write_waiting()
+        point = Point(
+            batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
+            rows=saving.rows, floor=saving.floor, tables=saving.tables,
+        )  # fmt: skip
+    slab.log.prepare(point)
+    saving.prepared.set_result(point)
+    return False
+
+
+def _clean(slab: TieredSlab) -> bool:
+    """Moves the rows of one segment that is mostly dead, so that it can be used again."""
+    log = slab.log
+    with slab.lock:
+        log.release_dead()
+        segment = log.cleanable()
+        if segment is None:
+            return False
+        turn = log.begin_reading()
+    try:
+        words = aligned(log.segment_blocks * log.block_nbytes)
+        with log.using():
+            log.read_segment(segment, words)
+        moved = _move(slab, segment, words)
+    finally:
+        with slab.lock:
+            log.end_reading(turn)
+    for extent, _, _ in moved:
+        log.write(extent)
+    if log.horizon is not None and moved:
+        log.sync()  # the copies are durable before the originals may be overwritten
+    with slab.lock:
+        for extent, found, before in moved:
+            log.written(extent)
+            first = extent.first(log.per_block)
+            still = slab.positions[found] == before
+            # Rows that were written meanwhile have newer records: their copies are dead at once.
+            log.live[extent.segment] -= int((~still).sum())
+            log.live[segment] -= int(still.sum())
+            slab.positions[found[still]] = first + 1 + np.flatnonzero(still)
+        log.release_dead()
+    return True
+
+
+def _move(
+    slab: TieredSlab, segment: int, words: np.ndarray
+) -> list[tuple[Extent, np.ndarray, np.ndarray]]:
+    """Copies the newest records of a segment to the end of the log, in memory so far."""
+    log = slab.log
+    block_words, record_words = log.block_nbytes // 8, log.layout.record_words
+    first_block = segment * log.segment_blocks
+    moved = []
+    with slab.lock:
+        found, sources = np.empty(log.slots, np.int64), np.empty(log.slots, np.int64)
+        count = kernels.list_live(
+            words, block_words, log.per_block, record_words, first_block, log.segment_blocks,
+            slab.positions, found, sources,
+        )  # fmt: skip
+        log.make_room(count)
+        done = 0
+        while done < count:
+            extent = log.extend(count - done)
+            part = slice(done, done + extent.records)
+            kernels.move_records(
+                extent.words, block_words, log.per_block, record_words, 0, words, sources[part]
+            )
+            moved.append((extent, found[part], slab.positions[found[part]].copy()))
+            done += extent.records
+    return moved
