@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Normal,
         RowWiseAdagrad,
         Table,
+        Tier,
         Uniform,
     )
 
@@ -43,7 +44,8 @@ _HOMES = {
     "overheads": ("Job",),
     "strategies": ("check_n_run", "cpr", "incremental", "partial"),
     "tables": (
-        "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Uniform",
+        "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Tier",
+        "Uniform",
     ),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -66,6 +68,7 @@ __all__ = [
     "RowWiseAdagrad",
     "ShardLostError",
     "Table",
+    "Tier",
     "Uniform",
     "__version__",
     "check_n_run",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import shutil
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,16 @@ class Unsynced(Disk):
         pass
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that is possible: these tests are not about disks."""
+    if not os.path.isdir("/dev/shm"):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="emberkeep-") as path:
+        yield Path(path)
+
+
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "SEGMENT_NBYTES", 32 * 1024)
@@ -44,36 +55,23 @@ def tiered(tables: Sequence[Table], optimizer: Optimizer, path: Path, frames: in
     return [replace(table, tier=tier) for table in tables]
 
 
-class TieredContract(EngineContract):
-    """`frames` rows in memory for the tables of the first dim, and in proportion for the others."""
+class TestTiered(EngineContract):
+    """With caches from one batch to everything, one size after the other."""
 
-    frames: int
-    # What the largest batch of a test needs where that is more than `frames`.
-    needs: ClassVar[dict[str, int]] = {}
+    sizes = (30, 45, 90, 20_000)
+    # What the largest batch of a test needs where that is more.
+    needs: ClassVar[dict[str, tuple[int, ...]]] = {
+        "test_thread_counts_give_the_same_bits": (2700,),
+        "test_a_refused_push_names_table_and_id_and_changes_no_row": (70,),
+    }
 
     @pytest.fixture(autouse=True)
-    def _choose(
-        self, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-    ) -> Iterator[None]:
-        self.root = tmp_path_factory.mktemp("tier")
-        self.cache = self.needs.get(request.node.originalname, self.frames)
-        yield
-        shutil.rmtree(self.root)
+    def _choose(self, root: Path, request: pytest.FixtureRequest) -> None:
+        self.root = root
+        self.caches = itertools.cycle(self.needs.get(request.node.originalname, self.sizes))
 
     def open(
         self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
     ) -> LocalCluster:
-        made = tiered(tables, optimizer, self.root / str(next(numbers)), self.cache)
+        made = tiered(tables, optimizer, self.root / str(next(numbers)), next(self.caches))
         return local(threads=threads).open(made, optimizer, seed=seed)
-
-
-class TestRoomForEverything(TieredContract):
-    frames = 20_000
-
-
-class TestRoomForOneBatch(TieredContract):
-    frames = 30
-    needs: ClassVar[dict[str, int]] = {
-        "test_thread_counts_give_the_same_bits": 2700,
-        "test_a_refused_push_names_table_and_id_and_changes_no_row": 70,
-    }

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,33 +18,79 @@ from emberkeep.blobs.local import Disk
 from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import rows
 from emberkeep.kernels import tier as kernels
+from emberkeep.pool import ForkLock, Pool
+from emberkeep.slab import Slab
+from emberkeep.tables import Optimizer, Table
+from emberkeep.tiered import upkeep
 from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
+from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Json, Point, Superblock
-
-if TYPE_CHECKING:
-    from emberkeep.tiered.slab import TieredSlab
-
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20
 DISK = Disk
 
 
-def schema(slab: TieredSlab, seed: int) -> Json:
+def open_slab(
+    tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
+    seed: int, pool: Pool, lock: ForkLock,
+) -> Slab:  # fmt: skip
+    """The slab of a group of tables on one shard: in memory, or behind a cache.
+
+    A tiered slab comes back at the last durable batch of its file; a file that never had one is
+    started anew.
+    """
+    mine = [tables[t] for t in group]
+    tier = mine[0].tier
+    if tier is None:
+        return Slab(mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock)
+    # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
+    nbytes: dict[int, int] = {}
+    for table in tables:
+        if table.tier == tier:
+            width = table.dim + sum(optimizer.planes(table.dim).values())
+            nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
+    dim = mine[0].dim
+    files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
+    path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
+    wanted = _schema(mine, optimizer, shard, shards, seed)
+    slab = TieredSlab(
+        mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
+        memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
+        open_log=lambda layout: _open_log(path, files, wanted, layout),
+        upkeep=upkeep.run,
+    )  # fmt: skip
+    try:
+        slab.batch = _recover(slab, files)
+    except BaseException:
+        slab.close()
+        raise
+    return slab
+
+
+def _file(shard: int, slab: int) -> str:
+    return f"rows-{shard}-{slab}.tier"
+
+
+def _schema(
+    tables: Sequence[Table], optimizer: Optimizer, shard: int, shards: int, seed: int
+) -> Json:
     """What a file must agree on with the model that opens it."""
+    dim = tables[0].dim
+    origins = {
+        f"table {table.name!r}": {
+            "rows": table.rows,
+            "capacity": table.capacity,
+            "on_full": table.on_full,
+            "seed and init": table.origin(seed),
+        }
+        for table in tables
+    }
     return {
-        "shard": slab.shard,
-        "shards": slab.shards,
-        "planes": {name: [plane.shape[1], plane.dtype.name] for name, plane in slab.planes.items()},
-        "tables": {
-            table.name: {
-                "rows": table.rows,
-                "capacity": table.capacity,
-                "on_full": table.on_full,
-                "origin": table.origin(seed),
-            }
-            for table in slab.tables
-        },
+        "shard": shard,
+        "number of shards": shards,
+        "planes": {"weight": dim, **optimizer.planes(dim)},
+        **origins,
     }
 
 
@@ -72,7 +117,7 @@ def durable_batch(path: str, files: Sequence[str]) -> int | None:
     return batch
 
 
-def open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> RowLog:
+def _open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> RowLog:
     """The file at `path`, made if need be. One that never had a durable batch is made anew."""
     disk = DISK()
     try:
@@ -96,7 +141,7 @@ def open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> R
         ) from error
 
 
-def recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
+def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     """Takes a slab that was just made to the durable batch of its file, if there is one."""
     log = slab.log
     batch = durable_batch(log.path, files)

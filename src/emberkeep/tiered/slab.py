@@ -12,7 +12,6 @@ before any row changes. Upkeep runs in threads of its own between the calls; see
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,10 +28,9 @@ from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered import opening, upkeep
 from emberkeep.tiered.background import Background
 from emberkeep.tiered.frames import FLUSHING, LOADING, Frames
-from emberkeep.tiered.log import Extent, layout_of
+from emberkeep.tiered.log import Extent, Layout, RowLog, layout_of
 from emberkeep.tiered.reading import Reads
 from emberkeep.tiered.superblock import Json, Point
 
@@ -87,8 +85,8 @@ class Saving:
 class TieredSlab(Slab):
     """The rows of some tables on one shard, behind a cache of `memory` bytes.
 
-    Opening it brings back the last durable batch of the file at `path`, if that has one; `batch`
-    says which. A file that never had one is started anew.
+    `batch` is the last durable batch of its file. `upkeep` does a round of it and says whether
+    there is more to do. Make it with `opening.open_slab`.
     """
 
     def __init__(
@@ -96,9 +94,9 @@ class TieredSlab(Slab):
         tables: Sequence[Table],
         optimizer: Optimizer,
         *,
-        path: str,
-        files: Sequence[str],
         memory: int,
+        open_log: Callable[[Layout], RowLog],
+        upkeep: Callable[[TieredSlab], bool],
         shard: int = 0,
         shards: int = 1,
         seed: int = 0,
@@ -115,9 +113,7 @@ class TieredSlab(Slab):
         by_row = [self.ids] if self.slots else []
         if "used" in self.planes:
             by_row.append(self.planes["used"])
-        self.log = opening.open_log(
-            path, files, opening.schema(self, seed), layout_of(framed, by_row)
-        )
+        self.log = open_log(layout_of(framed, by_row))
         self.reads = Reads(self.log)
         self.stamp = 0
         self.floor = 0
@@ -133,10 +129,10 @@ class TieredSlab(Slab):
         self._flushes: list[Flush] = []
         self._flush_number = 0
         self.waiting: list[Extent] = []
-        self.batch = opening.recover(self, files)
+        self.batch: int | None = None
         self._ahead: list[Load] = []
         self._reader = Background(self, TieredSlab._read_ahead, name="emberkeep-tier-read")
-        self._upkeep = Background(self, upkeep.run, name="emberkeep-tier-upkeep", nice=5)
+        self._upkeep = Background(self, upkeep, name="emberkeep-tier-upkeep", nice=5)
 
     @property
     def direct(self) -> bool:
@@ -607,33 +603,3 @@ class TieredSlab(Slab):
             self.log.decide()
             self.log.release_dead()
         self._upkeep.wake()
-
-
-def open_slab(
-    tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
-    seed: int, pool: Pool, lock: ForkLock,
-) -> Slab:  # fmt: skip
-    """The slab of a group of tables on one shard: in memory, or behind a cache."""
-    mine = [tables[t] for t in group]
-    tier = mine[0].tier
-    if tier is None:
-        return Slab(mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock)
-    # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
-    dims = list(dict.fromkeys(table.dim for table in tables if table.tier == tier))
-    nbytes = dict.fromkeys(dims, 0)
-    for table in tables:
-        if table.tier == tier:
-            width = table.dim + sum(optimizer.planes(table.dim).values())
-            nbytes[table.dim] += table.slots * width
-    dim = mine[0].dim
-    return TieredSlab(
-        mine, optimizer,
-        path=os.path.join(tier.path, _file(shard, dims.index(dim))),
-        files=[_file(s, d) for s in range(shards) for d in range(len(dims))],
-        memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
-        shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
-    )  # fmt: skip
-
-
-def _file(shard: int, slab: int) -> str:
-    return f"rows-{shard}-{slab}.tier"

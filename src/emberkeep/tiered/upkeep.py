@@ -6,18 +6,14 @@ waits for longer than a slice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.kernels import rows
 from emberkeep.kernels import tier as kernels
 from emberkeep.tiered.log import Extent, aligned
+from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Point
-
-if TYPE_CHECKING:
-    from emberkeep.tiered.slab import TieredSlab
 
 # Frames that are copied under one holding of the lock.
 _FRAMES = 2048
