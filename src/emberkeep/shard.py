@@ -15,10 +15,6 @@ from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds
 from emberkeep.snapshot import FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
-from emberkeep.priority import Priority, prioritised
-from emberkeep.slab import F32, I64, Planes, Push, RowIds
-from emberkeep.snapshot import FrozenRows, freeze
-from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiered.opening import open_slab
 from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tracking import PRIORITISED
