@@ -133,7 +133,7 @@ class Ranking:
         wanted = 0
         if upper >= 0:
             lower, more, equal = self._cut(keys, upper, self.limit - above)
-            threshold = (upper << 16) + lower
+            threshold = (upper << 16) + max(0, lower)  # keys may have grown since the first look
             wanted = self.limit - above - more
         out = np.empty(self.limit, np.int64)
         taken = seen = 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.kernels import priority as kernels
 from emberkeep.pool import Pool
 from emberkeep.priority import (
     Farthest,
@@ -85,6 +86,16 @@ def test_selection_is_exact_for_any_keys(keys: list[int]) -> None:
     mine = [keys[row] for row in range(ROWS) if is_ranked(row)]
     chosen = sorted((keys[row] for row in it.select().tolist()), reverse=True)
     assert chosen == [key for key in sorted(mine, reverse=True)[: it.limit] if key]
+
+
+def test_keys_that_grow_while_they_are_read_list_no_more_than_fits() -> None:
+    keys = np.full(1000, 7, np.uint32)  # all of them above the threshold of an earlier look
+    out = np.full(20, -1, np.int64)
+    taken, _ = kernels.collect(keys, 0, 1000, 3, 0, 0, 0, 0, out[:10])
+    assert taken == 10
+    np.testing.assert_array_equal(out, [*range(10), *[-1] * 10])
+    taken, _ = kernels.collect(keys, 0, 1000, 7, 0, 0, 5, 0, out[:10])
+    assert taken == 10
 
 
 def test_equal_rows_are_chosen_from_all_tables() -> None:

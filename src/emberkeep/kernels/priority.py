@@ -162,7 +162,8 @@ def collect(
     """Lists the rows whose key is above the threshold, and `wanted` of the `equal` ones at it.
 
     Those at the threshold are taken evenly over all of them, so that no table is always first.
-    `seen` of them were met and `taken` rows listed before; returns both as they are after.
+    `seen` of them were met and `taken` rows listed before; returns both as they are after. Keys may
+    grow meanwhile: what no longer fits into `out` has its turn the next time.
     """
     limit = np.uint32(threshold)
     for i in range(start, stop):
@@ -170,10 +171,12 @@ def collect(
         if key < limit or key == 0:
             continue
         if key == limit:
-            before = seen * wanted // equal
+            before = seen * wanted // max(1, equal)
             seen += 1
-            if seen * wanted // equal == before:
+            if seen * wanted // max(1, equal) == before:
                 continue
+        if taken == out.size:
+            break
         out[taken] = i
         taken += 1
     return taken, seen
