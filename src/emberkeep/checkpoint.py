@@ -257,6 +257,8 @@ class Checkpointer:
         self.make_room()
         self.check()
         codecs = strategy.codecs(self._restores)
+        if self.subject.forgot_changes():
+            self._chain = _Chain()
         chain = self._chain
         anew = chain.baseline is None or starts_anew(strategy.layout, chain.sizes)
         since = (

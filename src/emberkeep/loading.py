@@ -44,6 +44,11 @@ class Target(Protocol):
         """
         ...
 
+    def forgot_changes(self) -> bool:
+        """Whether some changes have been forgotten since the last call: rows came back, but not
+        who had left. No increment can be trusted then, and the next version is a baseline."""
+        ...
+
 
 class Subject(Target, Protocol):
     """What is protected: tables whose rows can be frozen, written and replaced."""

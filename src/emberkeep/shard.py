@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
+from emberkeep.parity.guard import Guard
+from emberkeep.parity.messages import PushNumber
+from emberkeep.parity.slabs import Recorder, state_of
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds
@@ -20,6 +23,11 @@ from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tracking import PRIORITISED
 
 State = Literal["serving", "recovering", "lost"]
+# Brings those of a slab's rows back that parity has yet to return.
+BringBack = Callable[[int, I64], object]
+
+# Rows that are taken back to their initial state at a time, where parity must be told.
+_CLEAR_ROWS = 65536
 
 
 def slab_groups(tables: Sequence[Table]) -> list[list[int]]:
@@ -50,6 +58,10 @@ class Shard:
     `epoch` names this life of the shard: its replacement has a later one. A shard that is
     "recovering" holds nothing yet that could be served, although its initial values would look
     like an answer: until `serve` it takes rows and refuses to train or to be read.
+
+    With a `guard`, whatever changes rows is told to the hosts of their parity. A replacement whose
+    rows are still on their way back has `bring_back`: what a call needs is brought back first, and
+    the rest has to wait for nobody.
     """
 
     def __init__(
@@ -82,6 +94,78 @@ class Shard:
             for g, group in enumerate(self.groups)
             for i, t in enumerate(group)
         }
+        self.guard: Guard | None = None
+        self.bring_back: BringBack | None = None
+        self._recorders: list[Recorder] = []
+
+    @property
+    def lock(self) -> ForkLock:
+        """Rows change, and parity is told, with this lock held."""
+        return self._lock
+
+    # -- parity ----------------------------------------------------------------------------------
+
+    def protect(self, guard: Guard) -> None:
+        """From here on every change of a row is told to the guard."""
+        with self._lock:
+            self.guard = guard
+            self._recorders = [
+                Recorder(g, slab, guard.placement.k) for g, slab in enumerate(self.slabs)
+            ]
+            for slab, recorder in zip(self.slabs, self._recorders, strict=True):
+                slab.recorder = recorder
+
+    def _record(self, push: PushNumber | None = None) -> int:
+        """Tells what a write has changed; the number of that message. With the lock held."""
+        if self.guard is None:
+            return 0
+        parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
+        return self.guard.record(parts, push, state_of(self.slabs))
+
+    def _need(self, wanted: Sequence[RowIds], *, push: bool = False) -> None:
+        """Brings back what a call is about to look at; with no lock held.
+
+        A push that evicts the oldest rows has to know how old all of them are.
+        """
+        bring_back = self.bring_back
+        if bring_back is None:
+            return
+        for g, ids in enumerate(wanted):
+            with self._lock:
+                self._must_serve()
+                slab = self.slabs[g]
+                found, unknown = slab.resolve(ids)
+                evicting = [
+                    t
+                    for t, slots in slab.slots.items()
+                    if push and slots.ticks is not None
+                    and slots.count + unknown[t] > slots.capacity
+                ]  # fmt: skip
+            bring_back(g, found[found >= 0])
+            for t in evicting:
+                self._need_table(slab.tables[t].name)
+
+    def _need_table(self, table: str) -> None:
+        bring_back = self.bring_back
+        if bring_back is None:
+            return
+        with self._lock:
+            self._must_serve()
+            slab, t = self._places[table]
+            number, first = self.slabs.index(slab), int(slab.bases_T[t])
+            found = np.arange(first, first + slab.slots_T[t])
+        bring_back(number, found)
+
+    def _need_ids(self, table: str, ids: I64) -> None:
+        bring_back = self.bring_back
+        if bring_back is None:
+            return
+        with self._lock:
+            self._must_serve()
+            slab, t = self._places[table]
+            number = self.slabs.index(slab)
+            found, _ = slab.resolve(slab.one_table(t, ids))
+        bring_back(number, found[found >= 0])
 
     def _must_serve(self) -> None:
         if self.state != "serving":
@@ -104,9 +188,11 @@ class Shard:
             for slab in self.slabs:
                 slab.drop(ShardLostError((self.index,)))
             self.slabs, self._places = [], {}
+            self._recorders, self.bring_back = [], None
 
     def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
         """Writes the weights of the wanted rows, slab by slab; changes nothing."""
+        self._need(wanted)
         with self._lock:
             self._must_serve()
             for slab, ids, rows_UD in zip(self.slabs, wanted, out, strict=True):
@@ -136,6 +222,7 @@ class Shard:
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False
     ) -> list[Push]:
         """Everything that can refuse a push, before any row changes."""
+        self._need(wanted, push=True)
         with self._lock:
             self._must_serve()
             return [
@@ -143,8 +230,13 @@ class Shard:
                 for slab, ids, grads_UD in zip(self.slabs, wanted, grads, strict=True)
             ]
 
-    def apply(self, pushes: Sequence[Push], lr: float) -> None:
-        """Applies a push that was checked, with no other push in between."""
+    def apply(
+        self, pushes: Sequence[Push], lr: float, push_number: PushNumber | None = None
+    ) -> int:
+        """Applies a push that was checked, with no other push in between.
+
+        With parity, returns the number under which its hosts are told of it.
+        """
         for slab in self.slabs:
             if slab.snapshot is not None:
                 slab.snapshot.wait_for_room()
@@ -152,16 +244,20 @@ class Shard:
             self._must_serve()
             for slab, push in zip(self.slabs, pushes, strict=True):
                 slab.push(push, lr)
+            return self._record(push_number)
 
     def read(self, table: str, ids: I64) -> Planes:
         """All planes of the rows named, cut at one instant; untouched rows as they begin."""
+        ids = np.ascontiguousarray(ids, np.int64)
+        self._need_ids(table, ids)
         with self._lock:
             self._must_serve()
             slab, t = self._places[table]
-            return slab.read(t, np.ascontiguousarray(ids, np.int64))
+            return slab.read(t, ids)
 
     def read_all(self, table: str) -> tuple[I64, Planes]:
         """The ids and all planes of every trained row of a table, cut at one instant."""
+        self._need_table(table)
         with self._lock:
             self._must_serve()
             slab, t = self._places[table]
@@ -170,17 +266,24 @@ class Shard:
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows; they become touched and dirty."""
+        ids = np.ascontiguousarray(ids, np.int64)
+        self._need_ids(table, ids)
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            slab.install(t, np.ascontiguousarray(ids, np.int64), planes)
+            slab.install(t, ids, planes)
+            self._record()
 
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
+        ids = np.unique(np.asarray(ids, np.int64))
+        self._need_ids(table, ids)
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            return slab.delete(t, np.unique(np.asarray(ids, np.int64)))
+            count = slab.delete(t, ids)
+            self._record()
+            return count
 
     def touched_ids(self, table: str) -> I64:
         """The ids of a table's rows that were trained and not deleted since, ascending."""
@@ -209,6 +312,7 @@ class Shard:
                 slab.steps_T[t] = its["steps"]
                 if t in slab.slots:
                     slab.slots[t].go_on_from(its["tick"])
+            self._record()
 
     def track(self, priority: Priority | None = None) -> None:
         """Starts to follow changes; every row that was trained before counts as changed."""
@@ -226,6 +330,8 @@ class Shard:
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]:
         """Freezes the rows of every slab; the cluster keeps pushes out meanwhile."""
+        for table in self.tables:
+            self._need_table(table.name)
         with self._lock:
             self._must_serve()
             if since == PRIORITISED:
@@ -241,7 +347,23 @@ class Shard:
 
     def clear(self) -> None:
         """Takes every row back to its initial state."""
+        if self.guard is not None:
+            with self._lock:
+                trained = {name: slab.touched_ids(t) for name, (slab, t) in self._places.items()}
+            for name, ids in trained.items():
+                for start in range(0, ids.size, _CLEAR_ROWS):
+                    self.delete(name, ids[start : start + _CLEAR_ROWS])
         with self._lock:
             self._must_live()
             for slab in self.slabs:
                 slab.clear()
+            self._record()
+
+    def clear_with_parity(self) -> None:
+        """`clear` for when all shards are, and their parity with them: nobody needs to be told."""
+        with self._lock:
+            self._must_live()
+            for slab in self.slabs:
+                slab.clear()
+            for recorder in self._recorders:
+                recorder.forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,12 +68,18 @@ class Push:
     unknown_T: list[int]
 
 
+class WriteWatcher(Protocol):
+    """Who wants to see rows before they change."""
+
+    def before_write(self, written: I64) -> None: ...
+
+
 class Slab:
     """The rows of some tables on one shard.
 
     Not thread-safe by itself: the shard serialises calls with `lock`. Each call spreads its work
     over the pool, and no result depends on the number of threads. Whatever changes rows tells the
-    snapshot first, if there is one.
+    snapshot and the recorder first, if there are any.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Slab:
         self.ranking: Ranking | None = None
         self.snapshot: Snapshot | None = None
         self.lost: ShardLostError | None = None
+        self.recorder: WriteWatcher | None = None
         self.tables = tuple(tables)
         self.optimizer = optimizer
         self.dim = self.tables[0].dim
@@ -211,7 +218,7 @@ class Slab:
 
     def read(self, table: int, ids: I64) -> Planes:
         """All planes of rows of one table, cut at one instant; untouched rows as they begin."""
-        wanted = self._one_table(table, ids)
+        wanted = self.one_table(table, ids)
         found, _ = self.resolve(wanted)
         weight = np.empty((ids.size, self.dim), np.float32)
         self.pull(wanted, weight)
@@ -391,7 +398,7 @@ class Slab:
         self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
     ) -> RowIds:
         """Everything that can refuse whole rows, before any changes."""
-        wanted = self._one_table(table, ids)
+        wanted = self.one_table(table, ids)
         expected = {name for name in self.planes if self.has_plane(table, name)}
         if set(planes) != expected:
             raise StateError(
@@ -449,7 +456,7 @@ class Slab:
 
     def delete(self, table: int, ids: I64) -> int:
         """Takes rows back to their initial state; a dynamic id leaves. Counts the trained ones."""
-        found, _ = self.resolve(self._one_table(table, ids))
+        found, _ = self.resolve(self.one_table(table, ids))
         ids, found = ids[found >= 0], found[found >= 0]
         known = np.empty(found.size, np.bool_)
         rows.test_bits(self.touched, found, known)
@@ -500,18 +507,32 @@ class Slab:
                 ticks = self.planes["used"][part, 0] if table.on_full == "evict_oldest" else None
                 self.slots[t] = Slots(self.slots_T[t], self.ids[part], ticks)
 
+    def restore_slots(self) -> None:
+        """Makes the indexes of dynamic tables anew, from the ids of the rows that are touched."""
+        for t, slots in self.slots.items():
+            base = int(self.bases_T[t])
+            words = (base >> 6, (base + self.slots_T[t] + 63) >> 6)
+            found = np.empty(rows.count_bits(self.touched, *words), np.int64)
+            rows.list_bits(self.touched, *words, found)
+            slots.restore(found - base)
+
     def _run(self, count: int, work: Any) -> None:
         parts = spans(count, self.pool.threads, _LEAST_ROWS)
         self.pool.run([partial(work, start, stop) for start, stop in parts])
 
-    def _one_table(self, table: int, ids: I64) -> RowIds:
+    def one_table(self, table: int, ids: I64) -> RowIds:
+        """A request for rows of one table alone."""
         offsets = np.zeros(len(self.tables) + 1, np.int64)
         offsets[table + 1 :] = ids.size
         return RowIds(np.ascontiguousarray(ids, np.int64), offsets)
 
     def _before_write(self, written: I64) -> None:
-        if self.snapshot is not None and written.size:
+        if not written.size:
+            return
+        if self.snapshot is not None:
             self.snapshot.before_write(written)
+        if self.recorder is not None:
+            self.recorder.before_write(written)
 
     def _admit_all(self, wanted: RowIds, found: I64, unknown_T: Sequence[int]) -> None:
         """Lets the snapshot have the rows as they are, then gives new ids their slots."""

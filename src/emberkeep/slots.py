@@ -44,6 +44,15 @@ class Slots:
         self._queue: I64 = np.empty(0, np.int64)
         self._queue_ticks: I64 = np.empty(0, np.int64)
 
+    def restore(self, occupied: I64) -> None:
+        """Makes the index anew from the ids of the slots that are occupied, ascending."""
+        hashing.index_insert(self.entries, self.ids, self.ids[occupied], occupied)
+        self.count = occupied.size
+        self.fresh = int(occupied[-1]) + 1 if occupied.size else 0
+        free = np.ones(self.fresh, np.bool_)
+        free[occupied] = False
+        self.freed = [np.flatnonzero(free)]
+
     def find(self, wanted: I64, base: int, found: I64) -> int:
         """Fills `found` with base + slot, -1 for unknown ids; returns how many are unknown."""
         return int(hashing.index_find(self.entries, self.ids, wanted, base, found))

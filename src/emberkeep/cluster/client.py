@@ -57,7 +57,7 @@ class ShardHandle(Protocol):
         """Everything that can refuse a push, before any row changes; what `apply` wants."""
         ...
 
-    def apply(self, checked: Any, lr: float) -> None: ...
+    def apply(self, checked: Any, lr: float) -> object: ...
 
     def read(self, table: str, ids: I64) -> Planes: ...
 
@@ -111,7 +111,7 @@ def surviving(
             try:
                 return method(self, *args, **kwargs)
             except ShardLostError as lost:
-                if self.on_loss is None or not self.on_loss(lost):
+                if not self._bring_back(lost):
                     raise
 
     return call
@@ -145,6 +145,7 @@ class Cluster:
         self.handles: list[ShardHandle] = list(shards)
         self.groups = slab_groups(self.tables)
         self.on_loss: OnLoss | None = None
+        self._forgot = False
         self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
         self._is_dynamic = {table.name: np.array([table.dynamic]) for table in self.tables}
         self._push_lock = pools.ForkLock()
@@ -180,6 +181,10 @@ class Cluster:
     def part(self, shard: int) -> Part:
         """One shard alone, as something that a version can be loaded into."""
         return Part(self, shard)
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        """Whether lost shards serve again; with no lock held."""
+        return self.on_loss is not None and self.on_loss(lost)
 
     def _serving(self) -> list[ShardHandle]:
         for shard in self.handles:
@@ -404,8 +409,14 @@ class Cluster:
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""
         with self._push_lock:
+            self._forgot = False
             for shard in self._present():
                 shard.forget_changes(keep_since_baseline=keep_since_baseline)
+
+    def forgot_changes(self) -> bool:
+        """Whether shards came back without knowing what had been deleted; says so once."""
+        forgot, self._forgot = self._forgot, False
+        return forgot
 
     # -- details ---------------------------------------------------------------------------------
 

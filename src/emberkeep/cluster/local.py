@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
-from emberkeep.errors import ConfigError
+from emberkeep.cluster.protection import ParityStatus, Protection
+from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
+from emberkeep.parity.codes import Parity
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
-from emberkeep.slab import F32, RowIds
+from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
 
 
@@ -21,12 +30,14 @@ class Local:
     """Where rows live: `shards` shards in this process, working on `threads` threads.
 
     `threads` is the number of cores (or `EMBERKEEP_THREADS`) unless given. `failures` is a
-    schedule of shards that fail, each once.
+    schedule of shards that fail, each once. With `parity`, shards that fail come back from the
+    others, with every row as it was.
     """
 
     shards: int = 1
     threads: int | None = None
     failures: Failures = ()
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -38,20 +49,48 @@ class Local:
                 raise ConfigError(
                     f"shard {failure.shards[-1]} cannot fail: there are 0..{self.shards - 1}"
                 )
+        if self.parity is not None:
+            self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> LocalCluster:
         pool = pools.shared() if self.threads is None else pools.Pool(self.threads)
         cluster = LocalCluster(tables, optimizer, shards=self.shards, seed=seed, pool=pool)
         cluster.failures = list(self.failures)
+        if self.parity is not None:
+            cluster.protect(self.parity)
         return cluster
 
 
-def local(*, shards: int = 1, threads: int | None = None, failures: Failures = ()) -> Local:
+def local(
+    *,
+    shards: int = 1,
+    threads: int | None = None,
+    failures: Failures = (),
+    parity: Parity | None = None,
+) -> Local:
     """`shards` shards in this process: `ek.EmbeddingBags(..., cluster=ek.local(shards=8))`.
 
-    `failures=[ek.fail_at(2, step=40)]` makes some of them fail.
+    `failures=[ek.fail_at(2, step=40)]` makes some of them fail; `parity=ek.Parity(k=4, r=1)` brings
+    them back.
     """
-    return Local(shards=shards, threads=threads, failures=failures)
+    return Local(shards=shards, threads=threads, failures=failures, parity=parity)
+
+
+# Said of a push: the shard's rows came from a repository since.
+_NOT_NEEDED = -1
+
+
+@dataclass(slots=True)
+class _Numbered:
+    """A push that some shard may have to be sent again: its part for each of them."""
+
+    worker: str
+    number: int
+    lr: float
+    parts_S: list[tuple[list[RowIds], list[F32]]]
+    finite: bool
+    # The message in which each shard told its hosts; 0 until it has applied its part.
+    told_S: list[int] = field(default_factory=list)
 
 
 class LocalCluster(Cluster):
@@ -74,26 +113,44 @@ class LocalCluster(Cluster):
         """Those that are still to come."""
         self._tracked = False
         self._priority: Priority | None = None
+        self._protection: Protection | None = None
+        self._push_numbers = itertools.count(1)
+        self._unsettled: deque[_Numbered] = deque()
         super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
 
     def kill(self, *shards: int) -> None:
         """Ends these shards: their rows are gone, and so is what was not yet copied of them."""
-        for shard in self._named(shards):
-            with self._push_lock:
-                self.shards[shard].kill()
+        named = self._named(shards)
+        with self._push_lock:
+            if self._protection is not None:
+                self._protection.lose(named)
+            else:
+                for shard in named:
+                    self.shards[shard].kill()
 
     def renew(self, *shards: int) -> None:
-        for index in self._named(shards):
-            with self._push_lock:
-                old = self.shards[index]
-                old.kill()
-                new = Shard(
-                    self.tables, self.optimizer, index=index, count=len(self.shards),
-                    seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
-                )  # fmt: skip
-                if self._tracked:
-                    new.track(self._priority)
-                self.shards[index] = self.handles[index] = new
+        named = self._named(shards)
+        with self._push_lock:
+            if self._protection is not None:
+                self._protection.begin_anew(named, self._renew)
+                for push in self._unsettled:
+                    for index in named:
+                        push.told_S[index] = _NOT_NEEDED
+            else:
+                for index in named:
+                    self._renew(index)
+
+    def _renew(self, index: int) -> Shard:
+        old = self.shards[index]
+        old.kill()
+        new = Shard(
+            self.tables, self.optimizer, index=index, count=len(self.shards),
+            seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
+        )  # fmt: skip
+        if self._tracked:
+            new.track(self._priority)
+        self.shards[index] = self.handles[index] = new
+        return new
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
@@ -131,6 +188,153 @@ class LocalCluster(Cluster):
             if not 0 <= shard < len(self.shards):
                 raise ConfigError(f"there is no shard {shard}: there are 0..{len(self.shards) - 1}")
         return sorted(set(shards))
+
+    # -- parity ----------------------------------------------------------------------------------
+
+    def protect(self, parity: Parity) -> None:
+        """Begins to keep parity: what was trained before is protected before long."""
+        with self._push_lock:
+            if self._protection is not None:
+                raise ConfigError("the cluster has parity already; give it once")
+            self._serving()
+            self._protection = Protection(parity, self.shards, self.pool)
+
+    @property
+    def parity(self) -> ParityStatus | None:
+        """How well rows are protected; None without parity."""
+        return None if self._protection is None else self._protection.status()
+
+    def rebuild(self) -> None:
+        """Waits until all that was lost is back: rows and parity."""
+        if self._protection is not None:
+            self._protection.rebuild()
+
+    def close(self) -> None:
+        """Ends the threads that keep parity and rebuild it."""
+        if self._protection is not None:
+            self._protection.close()
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        if self._protection is not None and self._from_parity():
+            return True
+        return super()._bring_back(lost)
+
+    def _from_parity(self) -> bool:
+        """Brings lost shards back from the others; False if they were too many."""
+        with self._push_lock:
+            protection = self._protection
+            assert protection is not None
+            if all(shard.state != "lost" for shard in self.shards):
+                return not self.lost()  # somebody else has brought them back, or is about to
+            try:
+                back = protection.recover(self._renew)
+                self._forgot = self._tracked
+                for index in back:
+                    self.shards[index].serve()
+                    self._send_again(index)
+            except ParityLossError as error:
+                # Rows that were on their way back went with the shards that had their parity.
+                self.kill(*protection.hopeless())
+                warnings.warn(str(error), stacklevel=2)
+                return False
+            return True
+
+    def _send_again(self, index: int) -> None:
+        """Has a replacement apply what it had not told everybody before it was lost."""
+        for push in self._unsettled:
+            self._apply_part(push, index)
+
+    def push(
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+    ) -> None:
+        if self._protection is None:
+            super().push(wanted, grads, lr=lr, finite=finite)
+            return
+        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+        parts_S = [
+            (
+                [r[s][0] for r in routed],
+                [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
+            )
+            for s in range(len(self.shards))
+        ]
+        # Numbers rise for each thread that pushes: a shard tells by them what it has applied.
+        worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)
+        self._push(_Numbered(worker, number, lr, parts_S, finite))
+
+    @surviving
+    def _push(self, push: _Numbered) -> None:
+        """Applies a push, or the rest of it where a shard was lost half-way."""
+        if not push.told_S:
+            self._before("push")
+        with self._push_lock:
+            self._serving()
+            protection = self._protection
+            assert protection is not None
+            if not push.told_S:
+                checked_S = [
+                    shard.check(*part, finite=push.finite)
+                    for shard, part in zip(self.shards, push.parts_S, strict=True)
+                ]
+                push.told_S = [0] * len(self.shards)
+                self._unsettled.append(push)
+                for index, checked in enumerate(checked_S):
+                    self._apply_part(push, index, checked)
+            else:
+                for index in range(len(self.shards)):
+                    self._apply_part(push, index)
+            protection.settle()
+            self._forget_settled()
+
+    def _apply_part(
+        self, push: _Numbered, index: int, checked: Sequence[Push] | None = None
+    ) -> None:
+        """Applies a shard's part of a push, unless it has done so before."""
+        assert self._protection is not None
+        if self._protection.applied(index, push.worker) >= push.number:
+            return
+        shard = self.shards[index]
+        if checked is None:
+            checked = shard.check(*push.parts_S[index], finite=push.finite)
+        push.told_S[index] = shard.apply(checked, push.lr, (push.worker, push.number))
+
+    def _forget_settled(self) -> None:
+        """Drops the pushes that no loss can undo any more."""
+        assert self._protection is not None
+        settled_S = [self._protection.settled(index) for index in range(len(self.shards))]
+        while self._unsettled and all(
+            told and told <= settled
+            for told, settled in zip(self._unsettled[0].told_S, settled_S, strict=True)
+        ):
+            self._unsettled.popleft()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        super().install(table, ids, planes)
+        self._settle()
+
+    def delete(self, table: str, ids: I64) -> int:
+        count = super().delete(table, ids)
+        self._settle()
+        return count
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        super().load_table_state(state)
+        self._settle()
+
+    def clear(self) -> None:
+        if self._protection is None:
+            super().clear()
+            return
+        with self._push_lock:
+            self._present()
+            for shard in self.shards:
+                shard.clear_with_parity()
+            self._protection.clear()
+            self._unsettled.clear()
+
+    def _settle(self) -> None:
+        if self._protection is not None:
+            self._protection.deliver()
 
     @surviving
     def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:

@@ -101,3 +101,6 @@ class Together:
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         for subject in self._parts:
             subject.forget_changes(keep_since_baseline=keep_since_baseline)
+
+    def forgot_changes(self) -> bool:
+        return sum(subject.forgot_changes() for subject in self._parts) > 0  # each is asked

@@ -21,6 +21,7 @@ _LOW = np.uint32(0x7F7F7F7F)
 _REDUCTION = np.uint32(0x1D)
 _ONE = np.uint32(1)
 _SEVEN = np.uint32(7)
+_BIT = np.uint64(1)
 _AHEAD = 8
 
 
@@ -75,45 +76,78 @@ def group_by_slot(rows: I64, k: int, bounds: I64, order: I64) -> None:
 
 
 @kernel
+def capture(rows: I64, k: int, captured: U64, bounds: I64, out: I64) -> int:
+    """The rows whose bit in `captured` is not set yet, grouped by slot; sets the bits.
+
+    Returns how many there are; those of slot s stand at bounds[s]:bounds[s + 1].
+    """
+    bounds[:] = 0
+    kept = np.empty(rows.size, np.int64)
+    count = 0
+    for i in range(rows.size):
+        row = rows[i]
+        bit = _BIT << np.uint64(row & 63)
+        if not captured[row >> 6] & bit:
+            captured[row >> 6] |= bit
+            kept[count] = row
+            count += 1
+            bounds[row % k + 1] += 1
+    for s in range(k):
+        bounds[s + 1] += bounds[s]
+    starts = bounds.copy()
+    for i in range(count):
+        slot = kept[i] % k
+        out[starts[slot]] = kept[i]
+        starts[slot] += 1
+    return count
+
+
+@kernel
 def take_records(
-    plane_RV: U32, touched: U64, rows: I64, start: int, stop: int, column: int, out_UW: U32
+    planes: tuple[U32, ...], touched: U64, rows: I64, start: int, stop: int, out_UW: U32
 ) -> None:
-    """Copies rows of one plane to their columns of records; a row that is not trained is zeros."""
-    width = plane_RV.shape[1]
+    """Copies rows of all planes side by side; a row that is not trained is zeros."""
     for i in range(start, stop):
         row = rows[i]
         if i + _AHEAD < stop:
-            prefetch_row(plane_RV, rows[i + _AHEAD])
+            for plane_RV in planes:
+                prefetch_row(plane_RV, rows[i + _AHEAD])
         if test_bit(touched, row):
-            for w in range(width):
-                out_UW[i, column + w] = plane_RV[row, w]
+            column = 0
+            for plane_RV in planes:
+                for w in range(plane_RV.shape[1]):
+                    out_UW[i, column + w] = plane_RV[row, w]
+                column += plane_RV.shape[1]
         else:
-            for w in range(width):
-                out_UW[i, column + w] = np.uint32(0)
+            for w in range(out_UW.shape[1]):
+                out_UW[i, w] = np.uint32(0)
 
 
 @kernel
 def add_records(
-    plane_RV: U32, touched: U64, rows: I64, start: int, stop: int, column: int, out_UW: U32
+    planes: tuple[U32, ...], touched: U64, rows: I64, start: int, stop: int, out_UW: U32
 ) -> None:
-    """Adds rows of one plane to their columns of records: old records become differences."""
-    width = plane_RV.shape[1]
+    """Adds rows of all planes to records: old records become differences."""
     for i in range(start, stop):
         row = rows[i]
         if i + _AHEAD < stop:
-            prefetch_row(plane_RV, rows[i + _AHEAD])
+            for plane_RV in planes:
+                prefetch_row(plane_RV, rows[i + _AHEAD])
         if test_bit(touched, row):
-            for w in range(width):
-                out_UW[i, column + w] ^= plane_RV[row, w]
+            column = 0
+            for plane_RV in planes:
+                for w in range(plane_RV.shape[1]):
+                    out_UW[i, column + w] ^= plane_RV[row, w]
+                column += plane_RV.shape[1]
 
 
 @kernel
-def put_records(
-    plane_RV: U32, rows: I64, start: int, stop: int, column: int, records_UW: U32
-) -> None:
-    """Writes one plane's columns of records back to its rows."""
-    width = plane_RV.shape[1]
+def put_records(planes: tuple[U32, ...], rows: I64, start: int, stop: int, records_UW: U32) -> None:
+    """Writes records back to the planes of their rows."""
     for i in range(start, stop):
         row = rows[i]
-        for w in range(width):
-            plane_RV[row, w] = records_UW[i, column + w]
+        column = 0
+        for plane_RV in planes:
+            for w in range(plane_RV.shape[1]):
+                plane_RV[row, w] = records_UW[i, column + w]
+            column += plane_RV.shape[1]

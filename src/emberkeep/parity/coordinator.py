@@ -50,6 +50,7 @@ class Coordinator:
         self.guards = list(guards)
         self.lock = threading.RLock()
         self.decoded_rows = 0
+        self.decoded_nbytes = 0
         self._deliver = deliver
         self._decodes = 0
 
@@ -102,6 +103,23 @@ class Coordinator:
             for shard in lost:
                 self._join(shard, lost)
             return {shard: point for shard, (_, point) in points.items()}
+
+    def begin_anew(self, shards: Collection[int], replace: Replace) -> None:
+        """Puts empty shards in the place of others whose rows come from elsewhere.
+
+        Whatever their parity said is void: it is filled again as soon as there are rows.
+        """
+        with self.lock:
+            for guard in self.guards:
+                guard.host.drop()
+                for shard in shards:
+                    guard.source.detach(shard)
+            for shard in shards:
+                for host in self.placement.hosts(shard):
+                    self.guards[host].host.refill(shard)
+                self.guards[shard] = replace(shard, 0, Point({}, ()))
+            for shard in shards:
+                self._join(shard, shards)
 
     def _roll_back(self, shard: int, lost: Collection[int]) -> tuple[int, Point]:
         hosts = [host for host in self.placement.hosts(shard) if host not in lost]
@@ -175,8 +193,9 @@ class Coordinator:
                 values = _combined(coefficients, [s[at] for s in syndromes[: len(mine)]])
                 rows = wanted.stripes[at] * self.placement.k + slot
                 self.guards[members[slot]].install(wanted.slab, wanted.layer, rows, values)
-        if wanted.layer == "records":
-            self.decoded_rows += int((patterns > 0).sum())
+                if wanted.layer == "records":
+                    self.decoded_rows += rows.size
+                    self.decoded_nbytes += values.nbytes
 
     # -- bringing back ---------------------------------------------------------------------------
 

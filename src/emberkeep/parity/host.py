@@ -76,15 +76,18 @@ class Host:
         self._decodes: dict[int, _Decode] = {}
         # Stripes that a member has filled, by (p, slab, source); without an entry, all.
         self._filled: dict[tuple[int, int, int], int] = {}
-        self._records: list[U32] = []
-        self._marks: list[U8] = []
-        for shape, stripes in zip(self.shapes, self.stripes, strict=True):
-            rows = placement.r * stripes
-            self._records.append(lazy_zeros((rows, shape.words), np.uint32))
-            self._marks.append(lazy_zeros((rows, shape.mark_nbytes), np.uint8))
+        self._make_arrays()
         if not complete:
             for p in range(placement.r):
                 self._begin_filling(p)
+
+    def _make_arrays(self) -> None:
+        self._records: list[U32] = []
+        self._marks: list[U8] = []
+        for shape, stripes in zip(self.shapes, self.stripes, strict=True):
+            rows = self.placement.r * stripes
+            self._records.append(lazy_zeros((rows, shape.words), np.uint32))
+            self._marks.append(lazy_zeros((rows, shape.mark_nbytes), np.uint8))
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -158,6 +161,20 @@ class Host:
                     if source in self.placement.members(self.placement.group_on(self.index, p)):
                         self._begin_filling(p, anew=True)
             return Point(dict(stream.ledger), stream.state)
+
+    def refill(self, source: int) -> None:
+        """Parity that codes rows of a source begins anew: the rows came from elsewhere."""
+        with self.lock:
+            for p in range(self.placement.r):
+                if source in self.placement.members(self.placement.group_on(self.index, p)):
+                    self._begin_filling(p, anew=True)
+
+    def clear(self) -> None:
+        """All rows of all shards are untrained: so is their parity, which is whole then."""
+        with self.lock:
+            self._filled.clear()
+            self._decodes.clear()
+            self._make_arrays()
 
     def _apply(self, message: Message, stream: _Stream) -> None:
         body = message.body

@@ -1,0 +1,113 @@
+"""Messages between the shards of one process: a queue for each receiver."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+
+from emberkeep.parity.messages import Message
+from emberkeep.pool import Pool
+
+
+class Mail:
+    """Carries messages in the order in which each sender posts them.
+
+    `deliver` has everything received that was posted before it. With `start`, a thread of its own
+    does so all the time, and `wait_for_room` holds senders while more than `window_nbytes` are
+    under way.
+    """
+
+    def __init__(
+        self, receivers: int, receive: Callable[[int, Message], object], *, window_nbytes: int
+    ) -> None:
+        self.messages = 0
+        self.sent_nbytes = 0
+        self._receive = receive
+        self._window_nbytes = window_nbytes
+        self._queues: list[deque[Message]] = [deque() for _ in range(receivers)]
+        self._locks = [threading.Lock() for _ in range(receivers)]
+        self._waiting_nbytes = 0
+        self._counting = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    @property
+    def waiting(self) -> int:
+        """How many messages are on their way."""
+        return sum(len(queue) for queue in self._queues)
+
+    def post(self, receiver: int, message: Message) -> None:
+        """Takes a message; never waits."""
+        with self._counting:
+            self._queues[receiver].append(message)
+            self.messages += 1
+            self.sent_nbytes += message.body.nbytes
+            self._waiting_nbytes += message.body.nbytes
+            if self._thread is not None:
+                self._counting.notify_all()
+
+    def deliver(self, pool: Pool | None = None) -> None:
+        """Has everything received that was posted before."""
+        tasks = [partial(self._deliver_to, r) for r, queue in enumerate(self._queues) if queue]
+        if pool is None:
+            for task in tasks:
+                task()
+        else:
+            pool.run(tasks)
+        for lock in self._locks:  # what others have taken from a queue is received, too
+            with lock:
+                pass
+
+    def _deliver_to(self, receiver: int) -> None:
+        queue = self._queues[receiver]
+        with self._locks[receiver]:
+            while queue:
+                try:
+                    message = queue.popleft()
+                except IndexError:  # dropped since
+                    break
+                self._receive(receiver, message)
+                with self._counting:
+                    self._waiting_nbytes -= message.body.nbytes
+                    self._counting.notify_all()
+
+    def drop(self, shards: Collection[int]) -> None:
+        """Loses what is on its way from and to shards that are gone."""
+        for receiver, queue in enumerate(self._queues):
+            with self._locks[receiver], self._counting:
+                kept = [m for m in queue if receiver not in shards and m.source not in shards]
+                gone = sum(m.body.nbytes for m in queue) - sum(m.body.nbytes for m in kept)
+                self._waiting_nbytes -= gone
+                queue.clear()
+                queue.extend(kept)
+                self._counting.notify_all()
+
+    def start(self) -> None:
+        """Begins to deliver in the background."""
+        self._thread = threading.Thread(target=self._work, name="emberkeep-parity", daemon=True)
+        self._thread.start()
+
+    def wait_for_room(self) -> None:
+        """Holds a sender while the window is full."""
+        with self._counting:
+            self._counting.wait_for(
+                lambda: self._waiting_nbytes <= self._window_nbytes or self._ended
+            )
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        with self._counting:
+            self._ended = True
+            self._counting.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._counting:
+                self._counting.wait_for(lambda: self._ended or any(self._queues))
+                if self._ended:
+                    return
+            self.deliver()

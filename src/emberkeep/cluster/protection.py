@@ -1,0 +1,296 @@
+"""Parity over the shards of one process: their guards, their mail, and the thread that rebuilds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from emberkeep.cluster.mail import Mail
+from emberkeep.errors import ShardLostError
+from emberkeep.parity.codes import Parity, Placement
+from emberkeep.parity.coordinator import Coordinator
+from emberkeep.parity.guard import Guard, begin
+from emberkeep.parity.host import Host
+from emberkeep.parity.messages import Message, Point
+from emberkeep.parity.slabs import SlabRows, load_state, shapes_of, state_of
+from emberkeep.parity.source import Source
+from emberkeep.pool import Pool, be_nice
+from emberkeep.shard import Shard
+from emberkeep.slab import I64
+
+Renew = Callable[[int], Shard]
+
+# The thread that rebuilds gives way to training.
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityStatus:
+    """How well rows are protected right now."""
+
+    k: int
+    r: int
+    lag: int
+    """Messages that are under way: 0 says that parity is up to date."""
+    unprotected_stripes: int
+    """Parity rows that are being filled after a host was lost."""
+    missing_rows: int
+    """Rows that a replacement has not got back yet; whoever asks for one gets it at once."""
+    rebuilt_rows: int
+    """Rows brought back so far, over all losses."""
+    rebuilt_nbytes: int
+    degraded_reads: int
+    """Calls that had to wait for rows to be decoded."""
+    recoveries: int
+    messages: int
+    sent_nbytes: int
+    updates: tuple[int, ...]
+    """Parity rows updated, shard by shard."""
+
+    @property
+    def protected(self) -> bool:
+        """Whether `r` more shards may be lost."""
+        return not (self.lag or self.unprotected_stripes or self.missing_rows)
+
+
+class Protection:
+    """The parity of a cluster of this process, and what is done when shards are lost.
+
+    Rows that were trained before it began are protected once the thread that rebuilds has been
+    through them.
+    """
+
+    def __init__(self, spec: Parity, shards: Sequence[Shard], pool: Pool) -> None:
+        spec.check_shards(len(shards))
+        self.spec = spec
+        self.placement = Placement(len(shards), spec.k, spec.r)
+        self.lost: set[int] = set()
+        self._pool = pool
+        self._shapes = shapes_of([shard.slabs for shard in shards])
+        self._mail = Mail(len(shards), self._receive, window_nbytes=spec.window_nbytes)
+        self._shards = list(shards)
+        self._degraded_reads = 0
+        self._recoveries = 0
+        self._wake = threading.Condition()
+        self._sweeper: threading.Thread | None = None
+        self._asked = False
+        self._ended = False
+        trained = any(slab.touched.any() for shard in shards for slab in shard.slabs)
+        guards = [
+            self._guard(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
+            for shard in shards
+        ]
+        self.coordinator = Coordinator(self.placement, guards, self._mail.deliver)
+        begin(guards)
+        for shard, guard in zip(shards, guards, strict=True):
+            shard.protect(guard)
+        if spec.background:
+            self._mail.start()
+        if trained:
+            self._sweep()
+
+    def _guard(
+        self, shard: Shard, number: int, point: Point, *, lost: bool = False, complete: bool = False
+    ) -> Guard:
+        place = self.placement
+        return Guard(
+            source=Source(
+                shard.index, shard.epoch, place.hosts(shard.index), number=number, point=point
+            ),
+            host=Host(shard.index, place, self._shapes, complete=complete),
+            rows=SlabRows(shard.slabs, place, lost=lost),
+            placement=place,
+            lock=shard.lock,
+            post=self._mail.post,
+        )
+
+    def _receive(self, host: int, message: Message) -> None:
+        source = self.coordinator.guards[message.source].source
+        if message.epoch == source.epoch:  # else posted by a shard that was replaced since
+            held = self.coordinator.guards[host].host.receive(message)
+            source.acknowledge(host, held)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """After a push: every host holds it, or, in the background, soon will."""
+        if self.spec.background:
+            self._mail.wait_for_room()
+        else:
+            self._mail.deliver(self._pool)
+
+    def deliver(self) -> None:
+        """After any other write, which nobody would send again: every host holds it now."""
+        self._mail.deliver(self._pool)
+
+    def settled(self, shard: int) -> int:
+        """The number up to which nothing of a shard's stream can be lost any more."""
+        return self.coordinator.guards[shard].source.settled
+
+    def applied(self, shard: int, worker: str) -> int:
+        """The last push of a worker that a shard has applied."""
+        return self.coordinator.guards[shard].source.ledger.get(worker, 0)
+
+    def clear(self) -> None:
+        """All shards were cleared: so is all parity, and nothing is left to come back."""
+        with self.coordinator.lock:
+            self._mail.deliver()
+            for shard, guard in zip(self._shards, self.coordinator.guards, strict=True):
+                guard.host.clear()
+                with guard.lock:
+                    _rows(guard).give_up()
+                    guard.record((), None, state_of(shard.slabs))
+                shard.bring_back = None
+            self._mail.deliver()
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def lose(self, shards: Collection[int]) -> None:
+        """Ends shards: their memory is gone, and what they had not said with it."""
+        with self.coordinator.lock:  # nobody reads rows of them meanwhile
+            for shard in shards:
+                self._shards[shard].kill()
+            self.lost |= set(shards)
+            self._mail.drop(self.lost)
+
+    def recover(self, renew: Renew) -> list[int]:
+        """Puts replacements in the place of all lost shards, ready to serve; returns which.
+
+        Raises `ParityLossError`, with nothing changed, where parity cannot bring them back.
+        """
+        with self.coordinator.lock:
+            lost = sorted(self.lost)
+            self.coordinator.recover(lost, partial(self._replace, renew))
+            self.lost = set()
+            self.coordinator.recover_marks()
+            for index in lost:
+                shard = self._shards[index]
+                shard.bring_back = partial(self._bring_back, index)
+            self._recoveries += len(lost)
+        self._sweep()
+        return lost
+
+    def _replace(self, renew: Renew, index: int, number: int, point: Point) -> Guard:
+        shard = self._shards[index] = renew(index)
+        load_state(shard.slabs, point.state)
+        guard = self._guard(shard, number, point, lost=True)
+        shard.protect(guard)
+        return guard
+
+    def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
+        """Puts empty shards in the place of others; their rows will come from a repository."""
+
+        def replace(index: int, number: int, point: Point) -> Guard:
+            shard = self._shards[index] = renew(index)
+            guard = self._guard(shard, number, Point({}, state_of(shard.slabs)))
+            shard.protect(guard)
+            return guard
+
+        with self.coordinator.lock:
+            self._mail.drop(shards)
+            self.coordinator.begin_anew(shards, replace)
+            self.lost -= set(shards)
+        self._sweep()
+
+    def hopeless(self) -> list[int]:
+        """Shards whose missing rows went with those that are lost now."""
+        return [
+            guard.index
+            for guard in self.coordinator.guards
+            if guard.index not in self.lost and guard.lost()
+        ]
+
+    def _bring_back(self, shard: int, slab: int, rows: I64) -> None:
+        """A degraded read: decodes what a call needs and a replacement has not got back."""
+        if self.lost:
+            raise ShardLostError(sorted(self.lost))
+        guard = self.coordinator.guards[shard]
+        if guard.unknown(slab, "records", rows).any():
+            self._degraded_reads += 1
+            with self.coordinator.lock:
+                if self.lost:
+                    raise ShardLostError(sorted(self.lost))
+                for start in range(0, rows.size, self.spec.chunk_rows):
+                    part = rows[start : start + self.spec.chunk_rows]
+                    self.coordinator.recover_rows(shard, slab, part)
+
+    # -- rebuilding ------------------------------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """Brings everything back now: all rows, then all parity."""
+        while self.rebuild_chunk():
+            pass
+
+    def rebuild_chunk(self) -> bool:
+        """Brings the next rows back, or else the next parity; False when all is whole."""
+        with self.coordinator.lock:
+            if self.lost:
+                return False
+            for shard in self._shards:
+                guard = self.coordinator.guards[shard.index]
+                with guard.lock:
+                    chunk = _rows(guard).next_missing(self.spec.chunk_rows)
+                if chunk is not None:
+                    self.coordinator.recover_rows(shard.index, *chunk)
+                    return True
+                shard.bring_back = None
+            return self.coordinator.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
+
+    def _sweep(self) -> None:
+        with self._wake:
+            self._asked = True
+            if self._sweeper is None and not self._ended:
+                self._sweeper = threading.Thread(
+                    target=self._work, name="emberkeep-rebuild", daemon=True
+                )
+                self._sweeper.start()
+
+    def _work(self) -> None:
+        be_nice(_NICE)
+        while True:
+            start = time.perf_counter()
+            more = self.rebuild_chunk()
+            taken = time.perf_counter() - start
+            with self._wake:
+                # A loss may have come after the last look.
+                if self._ended or not (more or self._asked):
+                    self._sweeper = None
+                    return
+                self._asked = False
+                self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        with self._wake:
+            self._ended = True
+            self._wake.notify_all()
+            sweeper = self._sweeper
+        if sweeper is not None:
+            sweeper.join()
+        self._mail.close()
+
+    def status(self) -> ParityStatus:
+        guards = self.coordinator.guards
+        rows = [_rows(guard) for guard in guards if guard.index not in self.lost]
+        return ParityStatus(
+            k=self.spec.k,
+            r=self.spec.r,
+            lag=self._mail.waiting,
+            unprotected_stripes=sum(guard.host.unprotected_stripes for guard in guards),
+            missing_rows=sum(its.missing_rows for its in rows),
+            rebuilt_rows=self.coordinator.decoded_rows,
+            rebuilt_nbytes=self.coordinator.decoded_nbytes,
+            degraded_reads=self._degraded_reads,
+            recoveries=self._recoveries,
+            messages=self._mail.messages,
+            sent_nbytes=self._mail.sent_nbytes,
+            updates=tuple(guard.host.updates for guard in guards),
+        )
+
+
+def _rows(guard: Guard) -> SlabRows:
+    assert isinstance(guard.rows, SlabRows)
+    return guard.rows

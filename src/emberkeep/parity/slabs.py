@@ -1,0 +1,281 @@
+"""The rows of a shard's slabs as they are coded: what a write changed, and how rows come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from emberkeep.kernels import galois, rows
+from emberkeep.memory import lazy_zeros
+from emberkeep.parity.codes import Placement
+from emberkeep.parity.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
+from emberkeep.pool import spans
+from emberkeep.slab import Slab
+
+_ID_NBYTES = 8
+# Ranges of fewer rows than this are not worth a thread.
+_LEAST_ROWS = 512
+# Words of a bitmap looked at a time for rows that are not back.
+_SCAN_WORDS = 4096
+
+
+def shapes_of(slabs_N: Sequence[Sequence[Slab]]) -> list[Shape]:
+    """What is coded of each slab, given the slabs of every shard."""
+    return [
+        Shape(
+            rows=max(slab.rows for slab in same),
+            words=sum(plane.shape[1] * plane.itemsize for plane in same[0].planes.values()) // 4,
+            mark_nbytes=1 + (_ID_NBYTES if same[0].slots else 0),
+        )
+        for same in zip(*slabs_N, strict=True)
+    ]
+
+
+def state_of(slabs: Sequence[Slab]) -> State:
+    """What slabs know beside their rows: the steps of their tables, and the next ticks."""
+    return tuple(
+        value
+        for slab in slabs
+        for value in (*slab.steps_T.tolist(), *(s.next_tick for s in slab.slots.values()))
+    )
+
+
+def load_state(slabs: Sequence[Slab], state: State) -> None:
+    """The inverse of `state_of`."""
+    values = iter(state)
+    for slab in slabs:
+        slab.steps_T[:] = [next(values) for _ in slab.tables]
+        for slots in slab.slots.values():
+            slots.next_tick = next(values)
+
+
+@dataclass(slots=True)
+class _Captured:
+    """Rows as they were before a write, grouped by slot."""
+
+    rows: I64
+    bounds: I64
+    records: U32
+    marks: U8
+
+
+class Recorder:
+    """Finds out by what a write changes the rows of one slab.
+
+    Whatever is about to change rows tells `before_write`; when it is done, `take` has the
+    differences of all of them, each row once.
+    """
+
+    def __init__(self, number: int, slab: Slab, k: int) -> None:
+        self.slab = slab
+        self._number = number
+        self._k = k
+        self._planes = _words(slab)
+        self._words = sum(plane.shape[1] for plane in self._planes)
+        self._captured = lazy_zeros(slab.touched.shape, np.uint64)
+        self._parts: list[_Captured] = []
+
+    def before_write(self, written: I64) -> None:
+        """Keeps rows as they are, unless they were kept since the last `take`."""
+        found, bounds = np.empty(written.size, np.int64), np.empty(self._k + 1, np.int64)
+        count = galois.capture(written, self._k, self._captured, bounds, found)
+        if count:
+            found = found[:count]
+            records = np.empty((count, self._words), np.uint32)
+            self._run(galois.take_records, found, records)
+            self._parts.append(_Captured(found, bounds, records, self._marks(found)))
+
+    def take(self) -> Changed | None:
+        """What changed since the last call; None if nothing was about to."""
+        if not self._parts:
+            return None
+        part = self._parts[0] if len(self._parts) == 1 else self._joined()
+        self._parts = []
+        rows.clear_bits(self._captured, part.rows)
+        self._run(galois.add_records, part.rows, part.records)
+        marks = part.marks ^ self._marks(part.rows)
+        marked = np.flatnonzero(marks.any(axis=1))
+        bounds = np.searchsorted(marked, part.bounds)
+        stripes = part.rows // self._k
+        return Changed(
+            self._number, stripes, part.bounds, part.records, stripes[marked], bounds, marks[marked]
+        )
+
+    def forget(self) -> None:
+        """Lets go of what was kept."""
+        for part in self._parts:
+            rows.clear_bits(self._captured, part.rows)
+        self._parts = []
+
+    def _joined(self) -> _Captured:
+        found = np.concatenate([part.rows for part in self._parts])
+        bounds, order = np.empty(self._k + 1, np.int64), np.empty(found.size, np.int64)
+        galois.group_by_slot(found, self._k, bounds, order)
+        records = np.concatenate([part.records for part in self._parts])
+        marks = np.concatenate([part.marks for part in self._parts])
+        return _Captured(found[order], bounds, records[order], marks[order])
+
+    def _marks(self, found: I64) -> U8:
+        return marks_of(self.slab, found)
+
+    def _run(self, kernel: object, found: I64, records: U32) -> None:
+        assert callable(kernel)
+        pool, touched = self.slab.pool, self.slab.touched
+        pool.run(
+            [
+                partial(kernel, self._planes, touched, found, start, stop, records)
+                for start, stop in spans(found.size, pool.threads, _LEAST_ROWS)
+            ]
+        )
+
+
+def _words(slab: Slab) -> tuple[U32, ...]:
+    """The planes of a slab as 32-bit words."""
+    return tuple(plane.view(np.uint32) for plane in slab.planes.values())
+
+
+def marks_of(slab: Slab, found: I64) -> U8:
+    """The marks of rows: whether they are trained and, with dynamic tables, their ids."""
+    here = np.empty(found.size, np.bool_)
+    rows.test_bits(slab.touched, found, here)
+    if not slab.slots:
+        return here.view(np.uint8).reshape(-1, 1)
+    marks = np.zeros((found.size, 1 + _ID_NBYTES), np.uint8)
+    marks[:, 0] = here
+    marks[:, 1:] = slab.ids[found].view(np.uint8).reshape(-1, _ID_NBYTES)
+    marks[~here] = 0
+    return marks
+
+
+class SlabRows:
+    """The rows of one shard; those of a replacement (`lost=True`) are all to come back.
+
+    Not thread-safe by itself: whoever calls holds the shard's lock.
+    """
+
+    def __init__(self, slabs: Sequence[Slab], placement: Placement, *, lost: bool = False) -> None:
+        self._slabs = list(slabs)
+        self._k = placement.k
+        self._planes = [_words(slab) for slab in slabs]
+        self._returned: list[U8] | None = None
+        self._lost = [np.empty(0, np.uint64) for _ in slabs]
+        # How many rows of each slot are not back, slab by slab.
+        self._missing_GK = np.zeros((len(self._slabs), self._k), np.int64)
+        self._scanned = [0] * len(self._slabs)
+        if lost:
+            self._returned = [
+                np.zeros((slab.rows, 1 + (_ID_NBYTES if slab.slots else 0)), np.uint8)
+                for slab in slabs
+            ]
+
+    @property
+    def missing_rows(self) -> int:
+        """How many rows are known not to be back."""
+        return int(self._missing_GK.sum())
+
+    def values(self, slab: int, layer: Layer, wanted: I64) -> Words:
+        holder = self._slabs[slab]
+        here = np.flatnonzero(wanted < holder.rows)
+        inside = wanted if here.size == wanted.size else wanted[here]
+        if layer == "marks":
+            found: Words = marks_of(holder, inside)
+        else:
+            words = sum(plane.shape[1] for plane in self._planes[slab])
+            found = np.empty((inside.size, words), np.uint32)
+            galois.take_records(
+                self._planes[slab], holder.touched, inside, 0, inside.size, found
+            )  # fmt: skip
+        if inside is wanted:
+            return found
+        out = np.zeros((wanted.size, found.shape[1]), found.dtype)
+        out[here] = found
+        return out
+
+    def unknown(self, slab: int, layer: Layer, wanted: I64) -> Bools:
+        if self._returned is not None:
+            return np.ones(wanted.size, np.bool_)
+        out = np.zeros(wanted.size, np.bool_)
+        if layer == "records" and self._missing_GK[slab].any():
+            inside = wanted < self._slabs[slab].rows
+            here = np.empty(int(inside.sum()), np.bool_)
+            rows.test_bits(self._lost[slab], wanted[inside], here)
+            out[inside] = here
+        return out
+
+    def lost(self, slot: int | None = None) -> bool:
+        if self._returned is not None:
+            return True
+        missing = self._missing_GK if slot is None else self._missing_GK[:, slot]
+        return bool(missing.any())
+
+    def trained(self, slab: int, slot: int, start: int, stop: int) -> I64:
+        stop = min(stop, -(-(self._slabs[slab].rows - slot) // self._k))
+        stripes = np.arange(start, max(start, stop))
+        here = np.empty(stripes.size, np.bool_)
+        rows.test_bits(self._slabs[slab].touched, stripes * self._k + slot, here)
+        return stripes[here]
+
+    def install(self, slab: int, layer: Layer, wanted: I64, values: Words) -> None:
+        inside = wanted < self._slabs[slab].rows
+        if not inside.all():
+            wanted, values = wanted[inside], values[inside]
+        if self._returned is not None:
+            if layer == "marks":
+                self._returned[slab][wanted] = values
+            return
+        if layer == "marks":
+            return
+        still = self.unknown(slab, layer, wanted)
+        if not still.all():
+            wanted, values = wanted[still], values[still]
+        galois.put_records(self._planes[slab], wanted, 0, wanted.size, values)
+        rows.clear_bits(self._lost[slab], wanted)
+        self._missing_GK[slab] -= np.bincount(wanted % self._k, minlength=self._k)
+
+    def reveal(self) -> None:
+        """Marks rows as trained, and as changed for everybody who follows changes: what had been
+        followed was lost with the shard."""
+        assert self._returned is not None
+        for g, (slab, marks) in enumerate(zip(self._slabs, self._returned, strict=True)):
+            trained = np.flatnonzero(marks[:, 0])
+            rows.set_bits(slab.touched, trained)
+            rows.set_bits(slab.dirty, trained)
+            if slab.slots:
+                slab.ids[trained] = marks[trained, 1:].copy().view(np.int64)[:, 0]
+                slab.restore_slots()
+            self._lost[g] = slab.touched.copy()
+            self._missing_GK[g] = np.bincount(trained % self._k, minlength=self._k)
+        self._returned = None
+
+    def next_missing(self, limit: int) -> tuple[int, I64] | None:
+        """A slab and about so many of its rows that are not back, neighbours; None if all are."""
+        if self._returned is not None:
+            return None
+        for slab, bits in enumerate(self._lost):
+            while self._missing_GK[slab].any():
+                first = self._scanned[slab]
+                last = min(first + min(_SCAN_WORDS, -(-limit // 64)), bits.size)
+                count = rows.count_bits(bits, first, last)
+                if count:
+                    found = np.empty(count, np.int64)
+                    rows.list_bits(bits, first, last, found)
+                    return slab, found
+                self._scanned[slab] = last if last < bits.size else 0
+        return None
+
+    def missing_in(self, slab: int, start: int, stop: int) -> I64:
+        """The rows start..stop of a slab, words of 64, that are not back."""
+        if not self._missing_GK[slab].any():
+            return np.empty(0, np.int64)
+        first, last = start >> 6, (stop + 63) >> 6
+        found = np.empty(rows.count_bits(self._lost[slab], first, last), np.int64)
+        rows.list_bits(self._lost[slab], first, last, found)
+        return found
+
+    def give_up(self) -> None:
+        """Nothing is to come back any more: rows are brought from elsewhere, or begin anew."""
+        self._returned = None
+        self._missing_GK[:] = 0

@@ -1,0 +1,156 @@
+"""What every cluster with parity must do: lose shards and nothing with them.
+
+A backend is tested by a subclass that says how a cluster is opened; shards are lost with `kill`.
+Each test runs the same training twice, once without losses, and compares every row bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.errors import ShardLostError
+from emberkeep.parity.codes import Parity
+from emberkeep.tables import Adagrad, Optimizer, Table
+from tests.contracts.engine import OPTIMIZERS, grads_of, state, tables, wanted_of
+
+# Shards, k, r, and how many are lost together.
+SIZES = [(3, 2, 1, 1), (6, 4, 1, 1), (6, 4, 2, 2), (5, 3, 2, 2)]
+
+
+def batch_of(random: np.random.Generator) -> dict[str, list[int]]:
+    return {
+        "fixed": random.choice(40, 15, replace=False).tolist(),
+        "dynamic": random.choice(60, 9, replace=False).tolist(),
+        "evicting": random.choice(40, 4, replace=False).tolist(),
+        "wide": random.choice(30, 7, replace=False).tolist(),
+    }
+
+
+def push(cluster: Any, random: np.random.Generator) -> None:
+    batch = batch_of(random)
+    dims = {table.name: table.dim for table in cluster.tables}
+    grads = {n: random.standard_normal((len(i), dims[n])) for n, i in batch.items()}
+    cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
+
+
+def write(cluster: Any, random: np.random.Generator) -> None:
+    """A change that is not a push."""
+    kind = random.integers(0, 3)
+    if kind == 0:
+        cluster.delete("fixed", random.choice(40, 6, replace=False))
+        cluster.delete("dynamic", random.choice(60, 6, replace=False))
+    elif kind == 1:
+        ids = random.choice(40, 5, replace=False)
+        cluster.install("fixed", ids, cluster.read("fixed", random.choice(40, 5, replace=False)))
+    else:
+        ids = random.choice(60, 5, replace=False)
+        cluster.install("dynamic", ids, cluster.read("dynamic", (ids + 7) % 60))
+
+
+def pulled(cluster: Any, random: np.random.Generator) -> list[bytes]:
+    return [rows.tobytes() for rows in cluster.pull(wanted_of(cluster, batch_of(random)))]
+
+
+class ParityContract:
+    """Everything below holds for any cluster that `open` makes."""
+
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, parity: Parity | None
+    ) -> Any:
+        raise NotImplementedError
+
+    def run(
+        self, optimizer: Optimizer, size: tuple[int, int, int, int], seed: int, *, losses: bool,
+        steps: int = 14, **settings: Any,
+    ) -> tuple[dict[Any, Any], list[list[bytes]]]:  # fmt: skip
+        """Trains, pulls, deletes and installs; with losses, shards die at random moments."""
+        shards, k, r, together = size
+        parity = Parity(k=k, r=r, chunk_rows=16, **settings) if losses else None
+        cluster = self.open(tables(), optimizer, shards=shards, parity=parity)
+        random, chance = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        seen = []
+        for step in range(steps):
+            if losses and chance.random() < 0.35:
+                cluster.kill(*chance.choice(shards, together, replace=False).tolist())
+            if step % 4 == 3:
+                write(cluster, random)
+            seen.append(pulled(cluster, random))
+            push(cluster, random)
+            if losses and chance.random() < 0.8:
+                cluster.rebuild()  # else the next loss may find rows still missing
+        return state(cluster), seen
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_losses_leave_no_trace(self, name: str, size: tuple[int, int, int, int]) -> None:
+        spec = OPTIMIZERS[name]
+        expected = self.run(spec, size, seed=3, losses=False)
+        assert self.run(spec, size, seed=3, losses=True) == expected
+
+    def test_a_second_loss_during_a_rebuild(self) -> None:
+        random = np.random.default_rng(0)
+        clusters = [
+            self.open(tables(), Adagrad(lr=0.1), shards=6, parity=parity)
+            for parity in (Parity(k=3, r=2, chunk_rows=8, rebuild_share=1e-3), None)
+        ]
+        protected, plain = clusters
+        for step in range(20):
+            seed = int(random.integers(2**31))
+            for cluster in clusters:
+                push(cluster, np.random.default_rng(seed))
+            if step % 5 == 4:
+                protected.rebuild()
+                protected.kill(step % 6)
+                assert protected.lost() == (step % 6,)
+                assert pulled(protected, np.random.default_rng(1)) == pulled(
+                    plain, np.random.default_rng(1)
+                )
+                protected.kill((step + 1) % 6)
+        assert protected.parity.recoveries >= 4
+        assert state(protected) == state(plain)
+        protected.rebuild()
+        assert protected.parity.protected
+
+    def test_too_many_losses_are_said(self) -> None:
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=4, parity=Parity(k=3, r=1))
+        push(cluster, np.random.default_rng(0))
+        cluster.kill(0, 2)
+        with pytest.warns(UserWarning, match="more than parity"), pytest.raises(ShardLostError):
+            pulled(cluster, np.random.default_rng(0))
+
+    def test_parity_of_rows_that_were_trained_before(self) -> None:
+        random = np.random.default_rng(0)
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=4, parity=None)
+        for _ in range(5):
+            push(cluster, random)
+        before = state(cluster)
+        cluster.protect(Parity(k=3, r=1))
+        cluster.rebuild()
+        assert cluster.parity.protected
+        cluster.kill(1)
+        assert state(cluster) == before
+
+    def test_clearing_and_loading(self) -> None:
+        random = np.random.default_rng(0)
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=4, parity=Parity(k=2, r=2))
+        for _ in range(4):
+            push(cluster, random)
+        rows = {table.name: cluster.read_all(table.name) for table in cluster.tables}
+        told = cluster.table_state()
+        push(cluster, random)
+        cluster.kill(3)
+        cluster.read_all("fixed")
+        cluster.clear()
+        for name, (ids, planes) in rows.items():
+            cluster.install(name, ids, planes)
+        cluster.load_table_state(told)
+        cluster.kill(0, 1)
+        for name, (ids, planes) in rows.items():
+            found, again = cluster.read_all(name)
+            assert np.array_equal(found, ids)
+            assert all(np.array_equal(again[plane], planes[plane]) for plane in planes)
+        assert cluster.table_state() == told
