@@ -44,10 +44,8 @@ class Target(Protocol):
         """
         ...
 
-    def forgot_changes(self) -> bool:
-        """Whether some changes have been forgotten since the last call: rows came back, but not
-        who had left. No increment can be trusted then, and the next version is a baseline."""
-        ...
+
+...
 
 
 class Subject(Target, Protocol):
@@ -68,6 +66,10 @@ class Subject(Target, Protocol):
     def table_state(self) -> Json:
         """What tables know beside their rows, such as their step."""
         ...
+
+    def forgot_changes(self) -> bool:
+        """Whether some changes have been forgotten since the last call: rows came back, but not
+        who had left. No increment can be trusted then, and the next version is a baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -552,7 +552,7 @@ class TieredSlab(Slab):
         most = max(1, min(_SLICE, self.frames.count))
         for start in range(0, ids.size, most):
             part = slice(start, start + most)
-            found, unknown = self.resolve(self._one_table(table, ids[part]))
+            found, unknown = self.resolve(self.one_table(table, ids[part]))
             self._hold(found[found >= 0], sum(unknown), whole=True)
             super().install(table, ids[part], {name: v[part] for name, v in planes.items()})
 
