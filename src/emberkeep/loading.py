@@ -45,9 +45,6 @@ class Target(Protocol):
         ...
 
 
-...
-
-
 class Subject(Target, Protocol):
     """What is protected: tables whose rows can be frozen, written and replaced."""
 
@@ -70,6 +67,7 @@ class Subject(Target, Protocol):
     def forgot_changes(self) -> bool:
         """Whether some changes have been forgotten since the last call: rows came back, but not
         who had left. No increment can be trusted then, and the next version is a baseline."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from emberkeep.cluster.mail import Mail
-from emberkeep.errors import ShardLostError
+from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.coordinator import Coordinator
 from emberkeep.parity.guard import Guard, begin
@@ -65,6 +65,12 @@ class Protection:
 
     def __init__(self, spec: Parity, shards: Sequence[Shard], pool: Pool) -> None:
         spec.check_shards(len(shards))
+        for table in shards[0].tables:
+            if table.tier is not None:
+                raise ConfigError(
+                    f"table {table.name!r} lives behind a tier, whose file brings a lost shard "
+                    "back; parity over it would not fit into memory: leave out tier= or parity="
+                )
         self.spec = spec
         self.placement = Placement(len(shards), spec.k, spec.r)
         self.lost: set[int] = set()
