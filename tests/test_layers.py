@@ -27,6 +27,8 @@ LAYERS: list[list[str]] = [
     ["nn"],
     ["data"],
     ["strategies"],
+    ["cluster.ray"],
+    ["serving"],
     ["recovery"],
     ["difference", "export", "follower", "inspection"],
     ["contents"],
@@ -44,7 +46,7 @@ LAYERS: list[list[str]] = [
     ["tracking", "priority", "codecs", "blobs", "tables"],
     ["pool"],
     ["kernels"],
-    ["config", "memory", "metrics", "overheads"],
+    ["config", "memory", "metrics", "overheads", "prometheus"],
     ["errors"],
 ]
 

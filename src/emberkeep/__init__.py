@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from emberkeep.cluster.failures import fail_at, random_failures
     from emberkeep.cluster.local import local
+    from emberkeep.cluster.ray import ray_cluster
+    from emberkeep.cluster.servers import connect, servers
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
     from emberkeep.keeper import Keeper
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "cluster.failures": ("fail_at", "random_failures"),
     "cluster.local": ("local",),
+    "cluster.ray": ("ray_cluster",),
+    "cluster.servers": ("connect", "servers"),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
     "keeper": ("Keeper",),
@@ -72,12 +76,15 @@ __all__ = [
     "Uniform",
     "__version__",
     "check_n_run",
+    "connect",
     "cpr",
     "fail_at",
     "incremental",
     "local",
     "partial",
     "random_failures",
+    "ray_cluster",
+    "servers",
 ]
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,8 @@ from emberkeep.repository.ahead import Ahead, Worker
 from emberkeep.repository.documents import Json
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
-from emberkeep.snapshot import FrozenShards
+from emberkeep.repository.writer import FileWriter
+from emberkeep.snapshot import FrozenRows, FrozenShards
 from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
@@ -184,6 +185,33 @@ class _Chain:
     prioritised: list[VersionId] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """Frozen rows in another process, which writes them to the store itself."""
+
+    def reaches(self, url: str) -> bool:
+        """Whether that process can open the store; otherwise the rows are fetched and written."""
+        ...
+
+    def write(
+        self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
+        piece_nbytes: int, cancelled: threading.Event,
+    ) -> None:  # fmt: skip
+        """Returns when the rows are in the store, and their files part of the draft."""
+        ...
+
+
+def write_pieces(
+    files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
+    pool: Pool, *, piece_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
+) -> None:  # fmt: skip
+    """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
+    chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
+    for piece in pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard}):
+        with Ahead(piece.stream(), nice) as stream:
+            files.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
 
 class Checkpointer:
@@ -433,20 +461,31 @@ class Checkpointer:
         self, draft: Draft, saving: Saving, snapshots: FrozenShards,
         codecs: dict[str, Codec],
     ) -> None:  # fmt: skip
-        """One stream of pieces per shard; copying and encoding run ahead of the upload."""
-        for shard, slabs in enumerate(snapshots):
-            chunks = (
-                chunk for slab in slabs for chunk in slab.chunks(_CHUNK_ROWS, saving.cancelled)
-            )
-            for piece in pieces(
-                chunks,
-                codecs,
-                self._pool,
-                piece_nbytes=self.settings.piece_nbytes,
-                metadata={"shard": shard},
-            ):
-                with Ahead(piece.stream(), self.settings.nice) as stream:
-                    draft.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
+        """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
+        once, while this process writes what it holds."""
+        settings = self.settings
+        elsewhere = [
+            rows
+            for slabs in snapshots
+            for rows in slabs
+            if isinstance(rows, Elsewhere) and rows.reaches(draft.url)
+        ]
+        with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
+            writing = [
+                threads.submit(
+                    rows.write, draft, codecs, threads=settings.threads, nice=settings.nice,
+                    piece_nbytes=settings.piece_nbytes, cancelled=saving.cancelled,
+                )
+                for rows in elsewhere
+            ]  # fmt: skip
+            for shard, slabs in enumerate(snapshots):
+                here = [rows for rows in slabs if rows not in elsewhere]
+                write_pieces(
+                    draft, here, codecs, self._pool, piece_nbytes=settings.piece_nbytes,
+                    nice=settings.nice, shard=shard, cancelled=saving.cancelled,
+                )  # fmt: skip
+            for written in writing:
+                written.result()
 
     def _collect(self) -> None:
         try:

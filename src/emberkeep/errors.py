@@ -144,6 +144,31 @@ class ParityLossError(EmberkeepError):
     exit_code = 51
 
 
+class ProtocolError(EmberkeepError):
+    """A message is not what the protocol says; nothing was done."""
+
+    exit_code = 44
+
+
+class ServerError(EmberkeepError):
+    """A shard server does not answer in time, or refuses to serve; whether a push took effect is
+    found out when it is sent again."""
+
+    exit_code = 41
+
+
+class EpochError(ServerError):
+    """A message names another epoch than the server has: one of the two was replaced."""
+
+    exit_code = 42
+
+
+class SecurityError(EmberkeepError):
+    """A connection that would not be safe, or is not allowed; nothing was opened."""
+
+    exit_code = 43
+
+
 class TierError(EmberkeepError):
     """The file behind a tier failed or has no room; what was declared durable is not in doubt."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,26 @@ class Subject(Target, Protocol):
         ...
 
 
+@runtime_checkable
+class LoadsItself(Protocol):
+    """A subject whose rows are in other processes: they read the version themselves."""
+
+    def reaches(self, url: str) -> bool:
+        """Whether they can open that store; otherwise the rows are read here and sent."""
+        ...
+
+    def load_version(
+        self,
+        repository: Repository,
+        chain: Sequence[Manifest],
+        pool: Pool,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """As `load_rows` and `load_shard` do. `names` are those that its tables have in versions,
+        where they differ from its own."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A version that was brought back."""
@@ -98,10 +118,20 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    subject.clear()
-    _install(subject, chain, lambda earlier: rows_of(repository, earlier, pool))
-    subject.load_table_state(manifest.layout["tables"])
+    if isinstance(subject, LoadsItself) and subject.reaches(repository.store.url):
+        subject.load_version(repository, chain, pool)
+    else:
+        load_rows(repository, chain, subject, pool)
     return restored
+
+
+def load_rows(
+    repository: Repository, chain: Sequence[Manifest], target: Target, pool: Pool
+) -> None:
+    """Replaces every row of the target by those of the last version of the chain."""
+    target.clear()
+    _install(target, chain, lambda earlier: rows_of(repository, earlier, pool))
+    target.load_table_state(chain[-1].layout["tables"])
 
 
 def load_shard(
@@ -115,6 +145,9 @@ def load_shard(
     brought has changed since the last whole one.
     """
     chain = repository.chain(version)
+    if isinstance(target, LoadsItself) and target.reaches(repository.store.url):
+        target.load_version(repository, chain, pool)
+        return chain[-1]
 
     def rows(earlier: Manifest) -> Iterator[Chunk]:
         return rows_of(repository, earlier, pool, shard if whose(earlier) else None)

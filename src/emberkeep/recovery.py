@@ -18,8 +18,10 @@ import numpy.typing as npt
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.client import Cluster, Part
 from emberkeep.errors import ConfigError
+from emberkeep.loading import LoadsItself
 from emberkeep.overheads import pls_of_loss
-from emberkeep.repository import Manifest
+from emberkeep.pool import Pool
+from emberkeep.repository import Manifest, Repository
 from emberkeep.repository.documents import Json
 
 I64 = npt.NDArray[np.int64]
@@ -159,6 +161,20 @@ class _Named:
     def __init__(self, part: Part, names: Mapping[str, str]) -> None:
         self._part = part
         self._names = names
+
+    def reaches(self, url: str) -> bool:
+        return isinstance(self._part, LoadsItself) and self._part.reaches(url)
+
+    def load_version(
+        self,
+        repository: Repository,
+        chain: Sequence[Manifest],
+        pool: Pool,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        assert isinstance(self._part, LoadsItself)
+        told = {name: told for told, name in self._names.items()}
+        self._part.load_version(repository, chain, pool, told)
 
     def clear(self) -> None:
         self._part.clear()

@@ -74,6 +74,23 @@ class WriteWatcher(Protocol):
     def before_write(self, written: I64) -> None: ...
 
 
+def outside(table: Table, identity: int) -> IdError:
+    """An id that a fixed table does not have."""
+    assert table.rows is not None
+    return IdError(
+        f"table {table.name!r} has rows 0..{table.rows - 1}, id {identity} is outside; hash ids to "
+        "the table's size or use rows=None"
+    )
+
+
+def not_finite(table: Table, identity: int) -> GradientError:
+    """A gradient that would ruin a row."""
+    return GradientError(
+        f"the gradient of table {table.name!r}, id {identity}, is not finite; no row was changed. "
+        "Lower the learning rate, clip gradients, or use a GradScaler under mixed precision"
+    )
+
+
 class Slab:
     """The rows of some tables on one shard.
 
@@ -211,10 +228,7 @@ class Slab:
             raise self._outside(int(tables_F[feature]), int(ids_N[bad]))
 
     def _outside(self, table: int, identity: int) -> IdError:
-        return IdError(
-            f"table {self.tables[table].name!r} has rows 0..{self.limits_T[table] - 1}, id "
-            f"{identity} is outside; hash ids to the table's size or use rows=None"
-        )
+        return outside(self.tables[table], identity)
 
     def read(self, table: int, ids: I64) -> Planes:
         """All planes of rows of one table, cut at one instant; untouched rows as they begin."""
@@ -329,11 +343,7 @@ class Slab:
         self._run(wanted.ids.size, check)
         if worst:
             bad = min(worst)
-            raise GradientError(
-                f"the gradient of table {self.tables[wanted.table_of(bad)].name!r}, id "
-                f"{wanted.ids[bad]}, is not finite; no row was changed. Lower the learning rate, "
-                "clip gradients, or use a GradScaler under mixed precision"
-            )
+            raise not_finite(self.tables[wanted.table_of(bad)], int(wanted.ids[bad]))
 
     def _check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         table = self.tables[t]

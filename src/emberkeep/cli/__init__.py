@@ -13,6 +13,7 @@ from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
 from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
+from emberkeep.cli.serve import serve
 from emberkeep.cli.show import show
 from emberkeep.cli.tag import tag, untag
 from emberkeep.cli.train import train
@@ -22,6 +23,7 @@ from emberkeep.cli.warm import warm
 
 _PLANNING = "Planning"
 _REPOSITORIES = "Repositories"
+_CLUSTERS = "Clusters"
 
 app = typer.Typer(
     name="emberkeep",
@@ -33,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(warm)
+app.command(rich_help_panel=_CLUSTERS)(serve)
 app.command(rich_help_panel=_PLANNING)(plan)
 app.command(rich_help_panel=_REPOSITORIES)(versions)
 app.command(rich_help_panel=_REPOSITORIES)(show)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import threading
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from emberkeep.prometheus import exposition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,39 +97,4 @@ class Ledger:
                 ("step", "gauge", "steps taken", self.step),
                 ("version", "gauge", "the newest version committed or restored", self.version),
             ]  # fmt: skip
-        lines = []
-        for name, kind, text, value in told:
-            lines += [
-                f"# HELP emberkeep_{name} {text}",
-                f"# TYPE emberkeep_{name} {kind}",
-                f"emberkeep_{name} {value}",
-            ]
-        return "\n".join(lines) + "\n"
-
-
-class MetricsServer:
-    """Answers GET on the loopback interface with the ledger's exposition."""
-
-    def __init__(self, ledger: Ledger, port: int) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                content = ledger.exposition().encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Requests are nobody's news."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, name="emberkeep-metrics", daemon=True
-        ).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        return exposition(told)

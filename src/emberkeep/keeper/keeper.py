@@ -19,7 +19,7 @@ from torch import nn
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
-from emberkeep.keeper.costs import Costs, Ledger, MetricsServer
+from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
@@ -29,6 +29,7 @@ from emberkeep.keeper.signals import Termination
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
+from emberkeep.prometheus import MetricsServer
 from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental
@@ -124,7 +125,9 @@ class Keeper:
                 handle = module.register_load_state_dict_pre_hook(self._rows_replaced)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         self._termination = Termination()
-        self._server = None if metrics_port is None else MetricsServer(self._ledger, metrics_port)
+        self._server = None
+        if metrics_port is not None:
+            self._server = MetricsServer(self._ledger.exposition, metrics_port)
 
     def _open(self, exclusive: bool) -> Checkpointer:
         schema = self._parts.subject.schema()

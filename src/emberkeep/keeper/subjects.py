@@ -11,12 +11,49 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.cluster.client import Cluster
-from emberkeep.loading import Subject
+from emberkeep.loading import LoadsItself, Subject, load_rows
+from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.recovery import Home
+from emberkeep.repository import Manifest, Repository
 from emberkeep.snapshot import FrozenShards
 
 I64 = npt.NDArray[np.int64]
+
+
+class _Here:
+    """Some of several subjects as the target of a load; rows of others are passed over."""
+
+    def __init__(self, parts: Sequence[tuple[Subject, Mapping[str, str]]]) -> None:
+        self._parts = parts
+        self._homes = {
+            told: (subject, name) for subject, names in parts for name, told in names.items()
+        }
+
+    def clear(self) -> None:
+        for subject, _ in self._parts:
+            subject.clear()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        if table in self._homes:
+            subject, name = self._homes[table]
+            subject.install(name, ids, planes)
+
+    def delete(self, table: str, ids: I64) -> int:
+        if table not in self._homes:
+            return 0
+        subject, name = self._homes[table]
+        return subject.delete(name, ids)
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        for subject, names in self._parts:
+            subject.load_table_state(
+                {name: state[told] for name, told in names.items() if told in state}
+            )
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        for subject, _ in self._parts:
+            subject.forget_changes(keep_since_baseline=keep_since_baseline)
 
 
 class Together:
@@ -85,6 +122,27 @@ class Together:
         for subject, names in zip(self._parts, self._names, strict=True):
             mine = {name: state[told] for name, told in names.items() if told in state}
             subject.load_table_state(mine)
+
+    def reaches(self, url: str) -> bool:
+        """Whether the rows of some part are elsewhere, with those who can read the store."""
+        return any(isinstance(part, LoadsItself) and part.reaches(url) for part in self._parts)
+
+    def load_version(
+        self,
+        repository: Repository,
+        chain: Sequence[Manifest],
+        pool: Pool,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """What is elsewhere loads itself; the rest is loaded here."""
+        here: list[tuple[Subject, Mapping[str, str]]] = []
+        for part, told in zip(self._parts, self._names, strict=True):
+            if isinstance(part, LoadsItself) and part.reaches(repository.store.url):
+                part.load_version(repository, chain, pool, told)
+            elif part.schema()["tables"]:
+                here.append((part, told))
+        if here:
+            load_rows(repository, chain, _Here(here), pool)
 
     def clear(self) -> None:
         for subject in self._parts:

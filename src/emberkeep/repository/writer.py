@@ -11,9 +11,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 
-from emberkeep.blobs import Buffer
+from emberkeep.blobs import BlobStore, Buffer
 from emberkeep.errors import (
     DamageError,
     FencedError,
@@ -36,6 +37,9 @@ from emberkeep.repository.history import (
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository, void
+
+# Files that one writer of a part may add to a version before names could meet.
+_PART_FILES = 10**6
 
 
 class Writer:
@@ -238,7 +242,7 @@ class Draft:
         self.nonce = secrets.token_hex(8)
         self.parent = writer.newest
         self._writer = writer
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
         self._names: list[str] = []
         self._files: list[FileRef] = []
         self._open = True
@@ -260,26 +264,27 @@ class Draft:
             self._ensure_open()
             name = names.data_name(self.version, self.nonce, len(self._names), suffix)
             self._names.append(name)
-        digester = Digester(self._block_nbytes)
-        store = self._writer.repository.store
-        if isinstance(data, bytes | bytearray | memoryview):
-            digester.update(memoryview(data).cast("B"))
-            store.put(name, data)
-        else:
-            store.put(name, digester.passing(data))
-        file = FileRef(
-            name=name,
-            size=digester.size,
-            digest=digester.whole,
-            kind=kind,
-            metadata=metadata or {},
-            block_nbytes=self._block_nbytes,
-            blocks=digester.blocks,
-        )
+        file = _put(
+            self._writer.repository.store, name, data, kind=kind, metadata=metadata,
+            block_nbytes=self.block_nbytes,
+        )  # fmt: skip
         with self._lock:
             self._ensure_open()
             self._files.append(file)
         return file
+
+    @property
+    def url(self) -> str:
+        """Where the files go."""
+        return self._writer.repository.store.url
+
+    def adopt(self, files: Iterable[FileRef]) -> None:
+        """Takes files into the version that a `FileWriter` elsewhere has written for it."""
+        with self._lock:
+            self._ensure_open()
+            for file in files:
+                self._names.append(file.name)
+                self._files.append(file)
 
     def commit(
         self,
@@ -345,6 +350,76 @@ class Draft:
         traceback: TracebackType | None,
     ) -> None:
         self.abandon()
+
+
+class FileWriter:
+    """Writes files of a version that another process commits: a shard server writes its own.
+
+    `part` numbers the writers of one version: it keeps their names apart. As a context manager it
+    removes what it wrote when an error ends the work; whatever is left is gc's.
+    """
+
+    def __init__(
+        self, store: BlobStore, version: VersionId, nonce: str, *, part: int, block_nbytes: int
+    ) -> None:
+        self.written: list[FileRef] = []
+        self._store = store
+        self._version = version
+        self._nonce = nonce
+        self._first = (part + 1) * _PART_FILES
+        self._block_nbytes = block_nbytes
+
+    def add(
+        self,
+        data: Buffer | Iterable[Buffer],
+        *,
+        kind: str,
+        suffix: str,
+        metadata: Json | None = None,
+    ) -> FileRef:
+        """Streams one data file to the store, as `Draft.add` does."""
+        index = self._first + len(self.written)
+        name = names.data_name(self._version, self._nonce, index, suffix)
+        file = _put(
+            self._store, name, data, kind=kind, metadata=metadata, block_nbytes=self._block_nbytes
+        )
+        self.written.append(file)
+        return file
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            with suppress(StorageError):
+                self._store.delete([file.name for file in self.written])
+
+
+def _put(
+    store: BlobStore, name: str, data: Buffer | Iterable[Buffer], *, kind: str,
+    metadata: Json | None, block_nbytes: int,
+) -> FileRef:  # fmt: skip
+    """Streams a file to the store; digests are made on the way."""
+    digester = Digester(block_nbytes)
+    if isinstance(data, bytes | bytearray | memoryview):
+        digester.update(memoryview(data).cast("B"))
+        store.put(name, data)
+    else:
+        store.put(name, digester.passing(data))
+    return FileRef(
+        name=name,
+        size=digester.size,
+        digest=digester.whole,
+        kind=kind,
+        metadata=metadata or {},
+        block_nbytes=block_nbytes,
+        blocks=digester.blocks,
+    )
 
 
 def _seal(repository: Repository, history: History, nonce: str) -> VersionId | None:

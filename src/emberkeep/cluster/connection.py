@@ -1,0 +1,245 @@
+"""One connection to a shard server: actions, and one stream for pulls and pushes, on deadlines.
+
+Everything waits for a bounded time. A stream has no deadline of its own in Flight, so one thread
+watches all of them and cancels what is overdue.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy.typing as npt
+
+from emberkeep.cluster.security import HEADER, Security, read_pem, split_address
+from emberkeep.cluster.wire import (
+    PROTOCOL,
+    Bytes,
+    Json,
+    error_from,
+    pack_frame,
+    unpack_frame,
+)
+from emberkeep.errors import ProtocolError, SecurityError, ServerError
+
+_TICK_SECONDS = 0.05
+# A connection attempt that nobody answers ends after this; Flight's default is 20 s.
+_CONNECT_MS = 2000
+_OPTIONS = [
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Otherwise a replacement inherits how long its predecessor's address has been failing.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def row_schema() -> Any:
+    """The one column that requests and replies travel in."""
+    import pyarrow as pa
+
+    return pa.schema([("message", pa.uint8())])
+
+
+def as_batch(blob: Bytes, schema: Any) -> Any:
+    """A message as a record batch that shares its memory."""
+    import pyarrow as pa
+
+    column = pa.Array.from_buffers(pa.uint8(), blob.size, [None, pa.py_buffer(blob)])
+    return pa.RecordBatch.from_arrays([column], schema=schema)
+
+
+def blob_of(batch: Any) -> Bytes:
+    """The message of a record batch, as a view of it; anything else is `ProtocolError`."""
+    if batch is None or batch.num_columns != 1 or batch.num_rows == 0:
+        raise ProtocolError("a message is one column of bytes")
+    column = batch.column(0)
+    if column.null_count or str(column.type) != "uint8":
+        raise ProtocolError("a message is one column of bytes")
+    values: Bytes = column.to_numpy(zero_copy_only=True)
+    return values
+
+
+class Connection:
+    """A client's side of one connection. Used by one thread at a time; made again after any
+    `ServerError`. Errors that the server itself raised come out as what they are."""
+
+    def __init__(self, address: str, security: Security, incarnation: int = 0) -> None:
+        import pyarrow.flight as flight
+
+        scheme, host, port = split_address(address)
+        security.check_address(address)
+        self.address = address
+        self.due: float | None = None
+        self._incarnation = incarnation
+        headers = [] if security.token is None else [(HEADER.encode(), security.token.encode())]
+        self._headers = headers
+        options: dict[str, Any] = {"generic_options": _OPTIONS}
+        if scheme == "grpc+tls" and security.authority is not None:
+            options["tls_root_certs"] = read_pem(security.authority)
+        self._client = flight.FlightClient(f"{scheme}://{host}:{port}", **options)
+        self._writer: Any = None
+        self._reader: Any = None
+        self._schema = row_schema()
+        _watch(self)
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def act(
+        self,
+        kind: str,
+        header: Json | None = None,
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
+        *,
+        deadline: timedelta,
+    ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+        """One question, one answer."""
+        answers = list(self.stream(kind, header, arrays, deadline=deadline))
+        if len(answers) != 1:
+            raise ProtocolError(f"{kind} was answered by {len(answers)} frames")
+        return answers[0]
+
+    def stream(
+        self,
+        kind: str,
+        header: Json | None = None,
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
+        *,
+        deadline: timedelta,
+    ) -> Iterator[tuple[Json, dict[str, npt.NDArray[Any]]]]:
+        """One question, the frames of its answer."""
+        import pyarrow.flight as flight
+
+        content = pack_frame(header or {}, arrays)
+        try:
+            results = self._client.do_action(
+                flight.Action(kind, content), self._call_options(deadline)
+            )
+            for result in results:
+                answer, its = unpack_frame(result.body)
+                if "error" in answer:
+                    raise error_from(answer)
+                yield answer, its
+        except flight.FlightError as error:
+            raise self._failed(kind, error) from None
+
+    # -- pulls and pushes ------------------------------------------------------------------------
+
+    def open(self, deadline: timedelta) -> Json:
+        """Greets the server and opens the stream; returns what it says of itself."""
+        import pyarrow.flight as flight
+
+        # The action connects, on its deadline; opening a stream has none.
+        greeting, _ = self.act("status", deadline=deadline)
+        command = json.dumps({"protocol": PROTOCOL, "incarnation": self._incarnation}).encode()
+        try:
+            self._writer, self._reader = self._client.do_exchange(
+                flight.FlightDescriptor.for_command(command), self._call_options(None)
+            )
+            self._writer.begin(self._schema)
+        except flight.FlightError as error:
+            raise self._failed("opening a stream", error) from None
+        return greeting
+
+    def send(self, blob: Bytes, deadline: timedelta) -> None:
+        """Sends a request; `receive` its reply within the deadline, in the order of sending."""
+        if self._writer is None:
+            raise ServerError(f"{self.address}: there is no stream")
+        import pyarrow as pa
+
+        self.due = time.monotonic() + deadline.total_seconds()
+        try:
+            self._writer.write_batch(as_batch(blob, self._schema))
+        except pa.ArrowException as error:
+            raise self._failed("sending", error) from None
+
+    def receive(self) -> Bytes:
+        import pyarrow as pa
+
+        try:
+            blob = blob_of(self._reader.read_chunk().data)
+        except StopIteration:
+            raise ServerError(f"{self.address} has ended the stream") from None
+        except pa.ArrowException as error:
+            raise self._failed("a request", error) from None
+        return blob
+
+    def settled(self) -> None:
+        """Nothing is awaited any more."""
+        self.due = None
+
+    def cancel(self) -> None:
+        """Ends the stream, whoever waits on it; safe from any thread."""
+        self.due = None
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def close(self) -> None:
+        """Ends the connection; what is still awaited is given up."""
+        import pyarrow as pa
+
+        idle, writer, reader = self.due is None, self._writer, self._reader
+        self._writer = self._reader = None
+        if writer is not None:
+            with suppress(pa.ArrowException):
+                if not idle:
+                    reader.cancel()
+                writer.close()
+        with suppress(pa.ArrowException):
+            self._client.close()
+
+    def _call_options(self, deadline: timedelta | None) -> Any:
+        import pyarrow.flight as flight
+
+        seconds = None if deadline is None else deadline.total_seconds()
+        return flight.FlightCallOptions(timeout=seconds, headers=self._headers)
+
+    def _failed(self, what: str, error: Exception) -> ServerError | SecurityError:
+        import pyarrow.flight as flight
+
+        reason = str(error).partition(". gRPC client debug context")[0].splitlines()[0]
+        if isinstance(error, flight.FlightUnauthenticatedError):
+            return SecurityError(f"{self.address} demands a token: {reason}")
+        if isinstance(error, flight.FlightCancelledError | flight.FlightTimedOutError):
+            return ServerError(f"{self.address} did not answer {what} in time")
+        return ServerError(f"{self.address}: {what} failed: {reason}")
+
+
+_watched: weakref.WeakSet[Connection] = weakref.WeakSet()
+_watched_lock = threading.Lock()
+_watching = False
+
+
+def _watch(connection: Connection) -> None:
+    global _watching
+    with _watched_lock:
+        _watched.add(connection)
+        if not _watching:
+            _watching = True
+            threading.Thread(
+                target=_cancel_overdue, name="emberkeep-deadlines", daemon=True
+            ).start()
+
+
+def _cancel_overdue() -> None:
+    """Cancels what is overdue, as long as there is anything to watch."""
+    global _watching
+    while True:
+        time.sleep(_TICK_SECONDS)
+        with _watched_lock:
+            connections = list(_watched)
+            if not connections:
+                _watching = False
+                return
+        now = time.monotonic()
+        for connection in connections:
+            due = connection.due
+            if due is not None and now > due:
+                connection.cancel()
+        del connections

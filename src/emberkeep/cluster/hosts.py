@@ -1,0 +1,87 @@
+"""Where the servers of a cluster are, and how a dead one is replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.security import Security, split_address
+from emberkeep.errors import ConfigError, EmberkeepError, ServerError
+
+_POLL_SECONDS = 0.1
+
+
+class Hosts(Protocol):
+    """Who starts servers. A cluster asks for addresses, and for replacements."""
+
+    @property
+    def count(self) -> int: ...
+
+    def address(self, shard: int) -> str:
+        """Where the shard's server is now."""
+        ...
+
+    def replace(self, shard: int, life: str) -> str:
+        """The address of an empty server in the place of one that does not answer.
+
+        Returns once the server of that `life` can never answer again: it is known to be dead, or
+        its lease has passed. `ServerError` if no replacement comes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what this object has started."""
+        ...
+
+
+class FixedHosts:
+    """Servers at addresses that stay: somebody else starts them, and starts them again.
+
+    A server with another life at an address proves that the one before is dead: two processes
+    cannot listen on one port.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], security: Security, *, patience: timedelta
+    ) -> None:
+        if not addresses:
+            raise ConfigError("connect() needs the address of every shard server, in order")
+        for address in addresses:
+            split_address(address)
+            security.check_address(address)
+        self._addresses = tuple(addresses)
+        self._security = security
+        self._patience = patience
+
+    @property
+    def count(self) -> int:
+        return len(self._addresses)
+
+    def address(self, shard: int) -> str:
+        return self._addresses[shard]
+
+    def replace(self, shard: int, life: str) -> str:
+        address = self._addresses[shard]
+        until = time.monotonic() + self._patience.total_seconds()
+        while time.monotonic() < until:
+            connection = Connection(address, self._security)
+            try:
+                told, _ = connection.act("status", deadline=timedelta(seconds=2))
+            except EmberkeepError:
+                pass
+            else:
+                if told["life"] != life and not told["draining"]:
+                    return address
+            finally:
+                connection.close()
+            time.sleep(_POLL_SECONDS)
+        raise ServerError(
+            f"shard {shard} at {address} is gone and nobody started it again within "
+            f"{self._patience.total_seconds():g} s: start emberkeep serve there"
+        )
+
+    def close(self) -> None:
+        """The servers are not ours to end."""

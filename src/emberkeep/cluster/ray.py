@@ -1,0 +1,374 @@
+"""Shard servers placed, supervised and restarted by Ray; rows travel over Flight as elsewhere.
+
+Each server is an actor with a name: spread over the nodes, restarted wherever there is room when
+its process dies, found by its name. Workers of a job find the servers the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emberkeep import pool as pools
+from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.security import Security
+from emberkeep.errors import ConfigError, SecurityError, ServerError
+from emberkeep.tables import Optimizer, Table
+
+NAMESPACE = "emberkeep"
+_ASK_SECONDS = 5.0
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """Where rows live: servers that Ray places.
+
+    - `address` is a Ray cluster that exists ("auto": the one of this machine); without it a local
+      one is started, which ends with this process.
+    - `name` names servers that `emberkeep cluster up` has started, or will name those of this run;
+      servers that this object starts end with the cluster.
+    - `cpus` is what each server reserves; `security` is demanded when there are several nodes.
+    - `rank` of `world` makes this process one of several that train together, synchronously.
+    """
+
+    shards: int | None = None
+    address: str | None = None
+    name: str | None = None
+    cpus: float = 0.1
+    threads: int | None = None
+    security: Security = field(default_factory=Security)
+    timing: Timing = field(default_factory=Timing)
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shards is None and self.name is None:
+            raise ConfigError("ray_cluster() needs shards=, or the name= of a cluster that is up")
+        if self.shards is not None and self.shards < 1:
+            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
+        if self.cpus < 0:
+            raise ConfigError(f"cpus must be 0 or more, not {self.cpus:g}")
+        if not 0 <= self.rank < self.world:
+            raise ConfigError(f"rank is from 0 to below world, not {self.rank} of {self.world}")
+
+    def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
+        ensure_ray(self.address)
+        hosts = self._hosts()
+        try:
+            return FlightCluster(
+                tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
+                timing=self.timing, rank=self.rank, world=self.world, coordinate=self.rank == 0,
+            )  # fmt: skip
+        except BaseException:
+            hosts.close()
+            raise
+
+    def _hosts(self) -> RayHosts:
+        if self.name is not None:
+            found = find(self.name)
+            if found:
+                if self.shards not in (None, len(found)):
+                    raise ConfigError(
+                        f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
+                    )
+                return RayHosts(found)
+            if self.shards is None:
+                raise ConfigError(
+                    f"there is no cluster {self.name!r}: start it with emberkeep cluster up, or "
+                    "give shards="
+                )
+        assert self.shards is not None
+        name = self.name or f"run-{uuid.uuid4().hex[:8]}"
+        actors = start(
+            self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security
+        )
+        return RayHosts(actors, owned=True)
+
+
+def ray_cluster(
+    *,
+    shards: int | None = None,
+    address: str | None = None,
+    name: str | None = None,
+    cpus: float = 0.1,
+    threads: int | None = None,
+    security: Security | None = None,
+    timing: Timing | None = None,
+) -> RayCluster:
+    """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`."""
+    return RayCluster(
+        shards=shards, address=address, name=name, cpus=cpus, threads=threads,
+        security=security or Security(), timing=timing or Timing(),
+    )  # fmt: skip
+
+
+# -- servers as actors ---------------------------------------------------------------------------
+
+
+class _Host:
+    """The actor: its process is the server. Ray makes it again when the process dies."""
+
+    def __init__(self, threads: int | None, host: str, security: Security) -> None:
+        from emberkeep.serving.served import ServedShard
+        from emberkeep.serving.server import ShardServer
+        from emberkeep.serving.warm import warm_up
+
+        warm_up()
+        self._server = ShardServer(ServedShard(threads=threads), host=host, security=security)
+
+    def where(self) -> tuple[str, str, int]:
+        """Address, life and process."""
+        return self._server.address, self._server.served.life, os.getpid()
+
+
+def ensure_ray(address: str | None) -> None:
+    """Connects to Ray: to the cluster at `address`, or to a local one that is started for this
+    process; whoever is connected already stays so."""
+    ray = _ray()
+    if ray.is_initialized():
+        return
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    if address is None:
+        options |= {"include_dashboard": False, "address": "local"}
+    else:
+        options["address"] = address
+    try:
+        ray.init(logging_level="error", **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ServerError(f"Ray at {address or 'this machine'} cannot be used: {reason}") from None
+
+
+def start(
+    shards: int,
+    *,
+    name: str,
+    cpus: float,
+    threads: int | None,
+    security: Security,
+    detached: bool = False,
+) -> list[Any]:
+    """Starts servers, spread over the nodes. `detached` ones outlive this process."""
+    ray = _ray()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    host = "127.0.0.1"
+    if len(nodes) > 1:
+        host = ""
+        if not (security.tls and security.token):
+            raise SecurityError(
+                f"Ray has {len(nodes)} nodes, so that rows would cross the network: give "
+                "security=Security(certificate=, key=, token=, authority=)"
+            )
+    kind = ray.remote(_NodeHost if not host else _Host)
+    options = {
+        "num_cpus": cpus,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "scheduling_strategy": "SPREAD",
+        "namespace": NAMESPACE,
+        "lifetime": "detached" if detached else None,
+        "runtime_env": {"env_vars": _environment(threads)},
+    }
+    try:
+        actors = [
+            kind.options(name=f"{name}/{shard}", **options).remote(threads, host, security)
+            for shard in range(shards)
+        ]
+        ray.get([actor.where.remote() for actor in actors], timeout=_START_SECONDS)
+    except ValueError as error:
+        raise ConfigError(
+            f"cluster {name!r} is up already ({str(error).splitlines()[0]}): take another --name, "
+            "or end it with emberkeep cluster down"
+        ) from None
+    except ray.exceptions.GetTimeoutError:
+        for actor in actors:
+            ray.kill(actor)
+        raise ServerError(
+            f"{shards} servers of {cpus:g} cpus each did not start within {_START_SECONDS:g} s: "
+            "does the Ray cluster have room for them?"
+        ) from None
+    return actors
+
+
+class _NodeHost(_Host):
+    """Listens where other nodes can reach it."""
+
+    def __init__(self, threads: int | None, host: str, security: Security) -> None:
+        super().__init__(threads, _ray().util.get_node_ip_address(), security)
+
+
+def find(name: str) -> list[Any]:
+    """The servers of a cluster by name, in shard order; none if there is no such cluster."""
+    ray = _ray()
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        at, slash, shard = actor["name"].rpartition("/")
+        if actor["namespace"] == NAMESPACE and slash and at == name and shard.isdigit():
+            found[int(shard)] = ray.get_actor(actor["name"], namespace=NAMESPACE)
+    return [found[shard] for shard in sorted(found)]
+
+
+def stop(actors: Sequence[Any]) -> None:
+    """Ends servers for good."""
+    ray = _ray()
+    if ray.is_initialized():
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+
+class RayHosts:
+    """Servers that are actors. `owned` ones end with the cluster."""
+
+    def __init__(self, actors: Sequence[Any], *, owned: bool = False) -> None:
+        self._actors = list(actors)
+        self._owned = owned
+
+    @property
+    def count(self) -> int:
+        return len(self._actors)
+
+    def address(self, shard: int) -> str:
+        return self.where(shard)[0]
+
+    def pid(self, shard: int) -> int:
+        return self.where(shard)[2]
+
+    def where(self, shard: int, seconds: float = _START_SECONDS) -> tuple[str, str, int]:
+        """Address, life and process of a server; waits while Ray makes it again."""
+        ray = _ray()
+        try:
+            told: tuple[str, str, int] = ray.get(
+                self._actors[shard].where.remote(), timeout=seconds
+            )
+        except ray.exceptions.RayError as error:
+            raise ServerError(
+                f"Ray does not bring shard {shard} back: {str(error).splitlines()[0]}"
+            ) from None
+        return told
+
+    def replace(self, shard: int, life: str) -> str:
+        """Waits until Ray has made the server again; ends it first if it lives and is silent."""
+        ray = _ray()
+        until = time.monotonic() + _START_SECONDS
+        asked_to_end = False
+        while time.monotonic() < until:
+            try:
+                address, now, _ = self.where(shard, _ASK_SECONDS)
+                if now != life:
+                    return address
+            except ServerError:
+                pass
+            if not asked_to_end:
+                ray.kill(self._actors[shard], no_restart=False)
+                asked_to_end = True
+            time.sleep(_POLL_SECONDS)
+        raise ServerError(f"Ray did not bring shard {shard} back within {_START_SECONDS:g} s")
+
+    def close(self) -> None:
+        if self._owned:
+            stop(self._actors)
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+def run_workers(
+    work: Callable[[dict[str, Any]], None],
+    config: dict[str, Any],
+    *,
+    workers: int,
+    cpus: float,
+    attempts: int,
+) -> dict[str, Any]:
+    """Runs `work(config)` in `workers` processes of Ray Train with torch.distributed set up.
+
+    When a worker dies all of them are started again, at most `attempts` times in all. Returns what
+    rank 0 reported.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with tempfile.TemporaryDirectory(prefix="emberkeep-") as where:
+        trainer = TorchTrainer(
+            work,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(
+                num_workers=workers, use_gpu=False, resources_per_worker={"CPU": cpus}
+            ),
+            torch_config=TorchConfig(backend="gloo"),
+            run_config=RunConfig(
+                storage_path=where, failure_config=FailureConfig(max_failures=attempts - 1)
+            ),
+        )
+        try:
+            result = trainer.fit()
+        except Exception as error:
+            raise ServerError(f"the workers failed: {_reason(error)}") from error
+    return dict(result.metrics or {})
+
+
+def report(told: dict[str, Any]) -> None:
+    """What a worker has to say at its end; every rank must call this."""
+    import ray.train
+
+    ray.train.report(told)
+
+
+def place() -> tuple[int, int]:
+    """Rank and world size of this worker."""
+    import ray.train
+
+    context = ray.train.get_context()
+    return context.get_world_rank(), context.get_world_size()
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Ray for as long as the body lasts; a Ray that was there before stays."""
+    ray = _ray()
+    before = ray.is_initialized()
+    ensure_ray(address)
+    try:
+        yield
+    finally:
+        if not before:
+            ray.shutdown()
+
+
+# -- details -------------------------------------------------------------------------------------
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed: run pip install 'emberkeep[ray]'") from None
+    return ray
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """What servers need to know of this process: where its own sources are."""
+    told = {"EMBERKEEP_QUIET": "1", "OMP_NUM_THREADS": "1"}
+    source = str(Path(__file__).parent.parent.parent)
+    told["PYTHONPATH"] = os.pathsep.join(
+        part for part in (source, os.environ.get("PYTHONPATH", "")) if part
+    )
+    if threads is not None:
+        told["EMBERKEEP_THREADS"] = str(threads)
+    return told
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a long story that says what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)

@@ -1,0 +1,382 @@
+"""One shard on a server, as the client of a cluster sees it: a `ShardHandle` over a connection."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import FRAME_NBYTES, Bytes, Json, check_reply
+from emberkeep.codecs import Codec
+from emberkeep.errors import (
+    CancelledError,
+    ConfigError,
+    ProtocolError,
+    SecurityError,
+    ServerError,
+    ShardLostError,
+)
+from emberkeep.priority import Priority
+from emberkeep.repository import Draft, Manifest, Repository
+from emberkeep.repository.manifest import FileRef
+from emberkeep.shard import State
+from emberkeep.slab import F32, I64, Planes, RowIds
+from emberkeep.snapshot import Chunk
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_POLL_SECONDS = (0.005, 0.1)
+_BULK = ("read", "read_all", "touched_ids", "install", "clear", "delete")
+# Whether a server is there at all is known sooner than what it has to say.
+_GREETING = timedelta(seconds=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long a cluster waits.
+
+    - `deadline`: for a pull, a push or a small question; a server that takes longer is given up.
+    - `lease`: how long a server answers without hearing from its coordinator. At least `deadline`.
+    - `bulk`: for moving many rows at once.
+    - `joining`: how long a synchronous push waits for the other ranks.
+    """
+
+    deadline: timedelta = timedelta(seconds=10)
+    lease: timedelta = timedelta(seconds=15)
+    bulk: timedelta = timedelta(minutes=5)
+    joining: timedelta = timedelta(minutes=2)
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "lease", "bulk", "joining"):
+            if getattr(self, name) <= timedelta(0):
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.lease < self.deadline:
+            raise ConfigError(
+                f"lease ({self.lease}) must not be below deadline ({self.deadline}): a server that "
+                "was stopped could answer a request after it was replaced"
+            )
+
+
+class RemoteShard:
+    """Shard `index` on a server. Every answer comes within a deadline; a server that does not
+    answer, was replaced, or is shutting down is lost: `ShardLostError`.
+
+    A question whose answer was lost with the connection is asked again if the same server is still
+    there; pushes carry numbers, so that it applies them once.
+    """
+
+    def __init__(
+        self, index: int, address: str, security: Security, timing: Timing, incarnation: int
+    ) -> None:
+        self.index = index
+        self.epoch = 0
+        self.state: State = "lost"
+        self.life = ""
+        self.address = address
+        self.tables: list[Json] = []
+        self._security = security
+        self._timing = timing
+        self._incarnation = incarnation
+        self._connection: Connection | None = None
+        self._waiting = 0
+        self._lock = threading.RLock()
+
+    # -- the server ------------------------------------------------------------------------------
+
+    def connect(self, address: str | None = None) -> Json:
+        """A new connection; returns what the server says of itself."""
+        self.disconnect()
+        self.address = address or self.address
+        self._connection = Connection(self.address, self._security, self._incarnation)
+        try:
+            return self._connection.open(min(self._timing.deadline, _GREETING))
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._waiting = 0
+        if connection is not None:
+            connection.close()
+
+    def follow(self, status: Json) -> None:
+        """Takes the server as it says it is."""
+        self.life, self.epoch = status["life"], status["epoch"]
+        state = status["state"]
+        usable = not (status["draining"] or status.get("lapsed"))
+        self.state = state if usable and state in ("serving", "recovering") else "lost"
+        self.tables = status.get("tables", [])
+
+    def admit(self, epoch: int, about: Json) -> None:
+        """Begins an epoch on the server that is connected: empty, refusing to serve."""
+        header = {**about, "epoch": epoch, "shard": self.index}
+        answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
+        self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
+
+    def serve(self) -> None:
+        self._act("serve")
+        self.state = "serving"
+
+    def release(self, coordinator: str) -> None:
+        """Tells the server that the run is over, if it is there to hear it."""
+        if self.state == "lost":
+            return
+        header = {"epoch": self.epoch, "coordinator": coordinator}
+        with suppress(ServerError, SecurityError):
+            self._open().act("release", header, deadline=timedelta(seconds=2))
+        self.state = "lost"
+
+    def _open(self) -> Connection:
+        if self._connection is None:
+            self.connect()
+        assert self._connection is not None
+        return self._connection
+
+    def _revive(self) -> None:
+        """After a failure: connects again if the server is still the same; else it is lost."""
+        try:
+            status = self.connect()
+        except ServerError:
+            self.state = "lost"
+            raise ShardLostError((self.index,)) from None
+        same = status["life"] == self.life and status["epoch"] == self.epoch
+        if not same or status["draining"] or status.get("lapsed"):
+            self.disconnect()
+            self.state = "lost"
+            raise ShardLostError((self.index,))
+        self.state = "serving" if status["state"] == "serving" else "recovering"
+        if self.state != "serving":
+            raise ShardLostError((self.index,))
+
+    # -- pulls and pushes ------------------------------------------------------------------------
+
+    def send(self, blob: Bytes, deadline: timedelta) -> None:
+        self._open().send(blob, deadline)
+        self._waiting += 1
+
+    def receive(self) -> Bytes:
+        """The next reply. What the server refuses comes out as its error."""
+        connection = self._open()
+        blob = connection.receive()
+        self._waiting -= 1
+        if not self._waiting:
+            connection.settled()
+        check_reply(blob)
+        return blob
+
+    def again(self, blob: Bytes, deadline: timedelta) -> Bytes:
+        """Sends a request once more on a new connection; the server's own errors come out."""
+        self._revive()
+        try:
+            self.send(blob, deadline)
+            return self.receive()
+        except ServerError:
+            self.disconnect()
+            self.state = "lost"
+            raise ShardLostError((self.index,)) from None
+
+    def settle(self) -> None:
+        """A stream with replies that nobody took is of no use any more."""
+        if self._waiting:
+            self.disconnect()
+
+    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
+        raise NotImplementedError("rows of servers are pulled by their cluster, from all at once")
+
+    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
+        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
+
+    def apply(self, checked: Any, lr: float) -> None:
+        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def read(self, table: str, ids: I64) -> Planes:
+        return self._act("read", {"table": table}, {"ids": ids}, serving=True)[1]
+
+    def read_all(self, table: str) -> tuple[I64, Planes]:
+        frames = self._all("read_all", {"table": table})
+        planes = {name: np.concatenate([its[name] for its in frames]) for name in frames[0]}
+        return planes.pop(""), planes
+
+    def touched_ids(self, table: str) -> I64:
+        frames = self._all("touched_ids", {"table": table})
+        return np.concatenate([its["ids"] for its in frames])
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
+        step = max(1, FRAME_NBYTES // row_nbytes)
+        for start in range(0, max(1, ids.size), step):
+            part = slice(start, start + step)
+            self._act(
+                "install",
+                {"table": table},
+                {"": ids[part], **{name: values[part] for name, values in planes.items()}},
+            )
+
+    def delete(self, table: str, ids: I64) -> int:
+        return int(self._act("delete", {"table": table}, {"ids": ids})[0]["deleted"])
+
+    def table_state(self) -> Json:
+        state: Json = self._act("table_state", serving=True)[0]["tables"]
+        return state
+
+    def load_table_state(self, state: Json) -> None:
+        self._act("load_table_state", {"tables": state})
+
+    def clear(self) -> None:
+        self._act("clear")
+
+    def track(self, priority: Priority | None = None) -> None:
+        self._act("track", {"priority": None if priority is None else asdict(priority)})
+
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[RemoteRows]:
+        self._act("freeze", {"since": since, "buffer_nbytes": buffer_nbytes}, serving=True)
+        return [RemoteRows(self)]
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
+
+    def load_version(
+        self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
+    ) -> None:
+        """Lets the server read its own rows of a version."""
+        header = {
+            "url": repository.store.url, "version": str(chain[-1].version), "names": dict(names)
+        }  # fmt: skip
+        self._until_done("load", header, threading.Event())
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _act(
+        self,
+        kind: str,
+        header: Json | None = None,
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
+        *,
+        serving: bool = False,
+    ) -> tuple[Json, Arrays]:
+        answers = self._answers(kind, header, arrays, serving)
+        if len(answers) != 1:
+            raise ProtocolError(f"{kind} was answered by {len(answers)} frames")
+        return answers[0]
+
+    def _all(self, kind: str, header: Json) -> list[Arrays]:
+        return [arrays for _, arrays in self._answers(kind, header, None, True)]
+
+    def _answers(
+        self, kind: str, header: Json | None, arrays: Mapping[str, npt.NDArray[Any]] | None,
+        serving: bool,
+    ) -> list[tuple[Json, Arrays]]:  # fmt: skip
+        if self.state == "lost" or (serving and self.state != "serving"):
+            raise ShardLostError((self.index,))
+        told = {**(header or {}), "epoch": self.epoch}
+        with self._lock:
+            deadline = self._timing.bulk if kind in _BULK else self._timing.deadline
+            for attempt in (1, 2):
+                try:
+                    return list(self._open().stream(kind, told, arrays, deadline=deadline))
+                except ServerError:
+                    if attempt == 2:
+                        raise
+                    self._revive()
+        raise AssertionError
+
+    def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
+        """Starts long work on the server and asks until it has ended, each time on a deadline."""
+        told = {**header, "epoch": self.epoch}
+        connection = Connection(self.address, self._security)
+        deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
+        try:
+            connection.act(kind, told, deadline=deadline)
+            while True:
+                answer, _ = connection.act("work", told, deadline=deadline)
+                if answer["done"]:
+                    return answer
+                if cancelled.is_set():
+                    connection.act("cancel", told, deadline=deadline)
+                    raise CancelledError(f"the work of shard {self.index} was given up")
+                time.sleep(pause)
+                pause = min(_POLL_SECONDS[1], pause * 1.5)
+        except ServerError:
+            raise ShardLostError((self.index,)) from None
+        finally:
+            connection.close()
+
+
+class RemoteRows:
+    """The frozen rows of a server: it writes them to the store itself, or sends them here."""
+
+    def __init__(self, shard: RemoteShard) -> None:
+        self._shard = shard
+        self._epoch = shard.epoch
+        self._names: dict[str, str] = {}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        self._names = dict(names)
+
+    def reaches(self, url: str) -> bool:
+        """Whether a server can write there itself."""
+        return is_shared(url)
+
+    def write(
+        self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
+        piece_nbytes: int, cancelled: threading.Event,
+    ) -> None:  # fmt: skip
+        """Returns when the server has written its rows, and their files are part of the draft."""
+        header = {
+            "url": draft.url, "version": str(draft.version), "nonce": draft.nonce,
+            "block_nbytes": draft.block_nbytes, "names": self._names, "threads": threads,
+            "nice": nice, "piece_nbytes": piece_nbytes,
+            "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
+        }  # fmt: skip
+        answer = self._shard._until_done("write", header, cancelled)
+        draft.adopt([FileRef.from_json(file) for file in answer["files"]])
+
+    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
+        header = {"epoch": self._epoch, "rows": rows}
+        shard = self._shard
+        if shard.epoch != self._epoch:
+            raise ShardLostError((shard.index,))
+        connection = Connection(shard.address, shard._security)
+        try:
+            for told, arrays in connection.stream("chunks", header, deadline=shard._timing.bulk):
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError("the snapshot was cancelled for a newer one")
+                ids = arrays.pop("")
+                table = str(self._names.get(told["table"], told["table"]))
+                yield Chunk(table, ids, None if told["tombstones"] else arrays)
+        except ServerError:
+            raise ShardLostError((shard.index,)) from None
+        finally:
+            connection.close()
+
+    def close(self, advanced: Collection[str]) -> None:
+        shard = self._shard
+        if shard.epoch != self._epoch or shard.state == "lost":
+            return
+        header = {"epoch": self._epoch, "advanced": list(advanced)}
+        connection = Connection(shard.address, shard._security)
+        try:
+            connection.act("close", header, deadline=shard._timing.deadline)
+        except ServerError:
+            # Either it is gone, and its cursors with it, or the next freeze puts the rows back:
+            # a row that is saved once too often is no harm.
+            return
+        finally:
+            connection.close()
+
+
+def is_shared(url: str) -> bool:
+    """Whether other processes can open that store."""
+    return not url.startswith("memory:")

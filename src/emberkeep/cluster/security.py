@@ -1,0 +1,119 @@
+"""Who may listen where: loopback as it is, everything else with TLS and a token.
+
+A token proves that a client may talk to a server; TLS keeps it and the rows from being read, and
+proves the server to the client. Neither alone is enough on a network, so both are demanded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberkeep.errors import SecurityError
+
+TOKEN = "EMBERKEEP_TOKEN"
+"""The environment variable that holds the token where no file is named."""
+HEADER = "x-emberkeep-token"
+_LEAST_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """What a side of a connection brings. Paths name PEM files.
+
+    - A server brings `certificate` and `key`, and the `token` that it demands.
+    - A client brings the `token`, and `authority` (the certificates that it trusts) where the
+      server's certificate is not signed by one of the system's.
+    """
+
+    token: str | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and len(self.token) < _LEAST_TOKEN:
+            raise SecurityError(
+                f"a token has {_LEAST_TOKEN} characters or more: make one with "
+                "python -c 'import secrets; print(secrets.token_urlsafe())'"
+            )
+        if (self.certificate is None) != (self.key is None):
+            raise SecurityError("TLS needs a certificate and its key: name both files")
+
+    @property
+    def tls(self) -> bool:
+        """Whether a server with this speaks TLS."""
+        return self.certificate is not None
+
+    def check_listening(self, host: str) -> None:
+        """Refuses to listen beyond this machine without TLS and a token."""
+        if is_loopback(host):
+            return
+        missing = [
+            what
+            for what, absent in (
+                ("--tls-certificate and --tls-key", not self.tls),
+                (f"a token (--token-file or {TOKEN})", self.token is None),
+            )
+            if absent
+        ]
+        if missing:
+            raise SecurityError(
+                f"{host} can be reached from other machines: that needs {' and '.join(missing)}; "
+                "or listen on 127.0.0.1"
+            )
+
+    def check_address(self, address: str) -> None:
+        """Refuses to send a token, or rows, to another machine in the clear."""
+        scheme, host, _ = split_address(address)
+        if scheme == "grpc+tls" or is_loopback(host):
+            return
+        raise SecurityError(
+            f"{address} is not on this machine and without TLS: write grpc+tls://{host}:…"
+        )
+
+    def admits(self, token: str | None) -> bool:
+        """Whether a client may come in; takes the same time for every wrong token."""
+        if self.token is None:
+            return True
+        return hmac.compare_digest((token or "").encode(), self.token.encode())
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(address: str) -> tuple[str, str, int]:
+    """Scheme, host and port of `host:port`, `grpc+tcp://host:port` or `grpc+tls://host:port`."""
+    scheme, found, rest = address.rpartition("://")
+    host, colon, port = rest.rpartition(":")
+    if not colon or not host or not port.isdigit() or scheme not in ("", "grpc+tcp", "grpc+tls"):
+        raise SecurityError(
+            f"{address!r} is not the address of a server: write host:port, or grpc+tls://host:port"
+        )
+    return scheme if found else "grpc+tcp", host, int(port)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, else in the environment, else none."""
+    if path is None:
+        return os.environ.get(TOKEN) or None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecurityError(f"the token cannot be read from {path}: {error}") from None
+
+
+def read_pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SecurityError(f"{path} cannot be read: {error.strerror}") from None

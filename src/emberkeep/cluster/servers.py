@@ -1,0 +1,245 @@
+"""Clusters of shard servers: those of this machine, started and supervised here, or elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from emberkeep import pool as pools
+from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.hosts import FixedHosts
+from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.security import Security, read_token
+from emberkeep.errors import ConfigError, ServerError
+from emberkeep.tables import Optimizer, Table
+
+_START_SECONDS = 120.0
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Where rows live: `shards` servers on this machine, each a process, on the loopback interface.
+
+    They are started with the cluster, end with it, and a dead one is replaced when it is missed.
+    `spares` more are started and wait: a server knows nothing of tables before it is given a place,
+    so a spare can take any. `threads` are those of each server.
+    """
+
+    shards: int
+    spares: int = 1
+    threads: int | None = None
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
+        if self.spares < 0:
+            raise ConfigError(f"spares must be 0 or more, not {self.spares}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be 1 or more, not {self.threads}")
+
+    def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
+        hosts = ProcessHosts(self.shards, spares=self.spares, threads=self.threads)
+        try:
+            cluster = FlightCluster(
+                tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing
+            )
+        except BaseException:
+            hosts.close()
+            raise
+        weakref.finalize(cluster, hosts.close)
+        return cluster
+
+
+def servers(
+    *, shards: int, spares: int = 1, threads: int | None = None, timing: Timing | None = None
+) -> Servers:
+    """`shards` servers on this machine: `ek.EmbeddingBags(..., cluster=ek.servers(shards=4))`."""
+    return Servers(shards=shards, spares=spares, threads=threads, timing=timing or Timing())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Where rows live: servers that somebody else has started; their addresses in shard order.
+
+    `rank` of `world` makes this process one of several that train together, synchronously; rank 0
+    coordinates. With `world=1` and `coordinate=False` it joins as an asynchronous worker.
+    """
+
+    addresses: tuple[str, ...]
+    rank: int = 0
+    world: int = 1
+    coordinate: bool = True
+    security: Security = field(default_factory=Security)
+    timing: Timing = field(default_factory=Timing)
+    patience: timedelta = timedelta(minutes=2)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ConfigError(
+                f"rank must be from 0 to below world, not {self.rank} of {self.world}"
+            )
+        FixedHosts(self.addresses, self.security, patience=self.patience)
+
+    def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
+        hosts = FixedHosts(self.addresses, self.security, patience=self.patience)
+        return FlightCluster(
+            tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
+            timing=self.timing, rank=self.rank, world=self.world,
+            coordinate=self.coordinate and self.rank == 0,
+        )  # fmt: skip
+
+
+def connect(
+    addresses: Sequence[str],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    coordinate: bool = True,
+    token_file: str | os.PathLike[str] | None = None,
+    authority: str | os.PathLike[str] | None = None,
+    timing: Timing | None = None,
+    patience: timedelta = timedelta(minutes=2),
+) -> Connect:
+    """Servers started with `emberkeep serve`: `cluster=ek.connect(["host:7070", "host:7071"])`.
+
+    The token is read from `token_file`, else from the environment (`EMBERKEEP_TOKEN`); `authority`
+    names the certificates to trust. `patience` is how long a dead server may take to come back.
+    """
+    token = read_token(None if token_file is None else Path(token_file))
+    security = Security(token=token, authority=None if authority is None else Path(authority))
+    return Connect(
+        addresses=tuple(addresses), rank=rank, world=world, coordinate=coordinate,
+        security=security, timing=timing or Timing(), patience=patience,
+    )  # fmt: skip
+
+
+class ProcessHosts:
+    """Servers of this machine, children of this process: they end with it, however it ends."""
+
+    def __init__(self, shards: int, *, spares: int = 1, threads: int | None = None) -> None:
+        self._threads = threads or max(1, pools.default_threads() // shards)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._servers = [_Process(self._threads) for _ in range(shards)]
+        self._spares = [_Process(self._threads) for _ in range(spares)]
+        self._wanted_spares = spares
+        try:
+            for server in self._servers:
+                server.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def count(self) -> int:
+        return len(self._servers)
+
+    def address(self, shard: int) -> str:
+        return self._servers[shard].address
+
+    def pid(self, shard: int) -> int:
+        return self._servers[shard].pid
+
+    def replace(self, shard: int, life: str) -> str:
+        """Ends the old process for good, and puts a spare in its place."""
+        with self._lock:
+            if self._closed:
+                raise ServerError("the cluster is closed")
+            self._servers[shard].kill()
+            server = self._spares.pop(0) if self._spares else _Process(self._threads)
+            self._servers[shard] = server
+            if len(self._spares) < self._wanted_spares:
+                self._spares.append(_Process(self._threads))
+        server.wait()
+        return server.address
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            processes = [*self._servers, *self._spares]
+        for process in processes:
+            process.ask_to_end()
+        until = time.monotonic() + _END_SECONDS
+        for process in processes:
+            process.end(until)
+
+
+class _Process:
+    """One `emberkeep serve`; it starts while others do."""
+
+    def __init__(self, threads: int) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable, "-m", "emberkeep.cli", "serve", "--port", "0", "--threads",
+                str(threads), "--until-stdin-closes",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+        self._told: dict[str, Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def address(self) -> str:
+        return str(self._ready()["address"])
+
+    def wait(self) -> None:
+        self._ready()
+
+    def _ready(self) -> dict[str, Any]:
+        """What the server says when it listens."""
+        if self._told is None:
+            assert self._process.stdout is not None
+            timer = threading.Timer(_START_SECONDS, self._process.kill)
+            timer.daemon = True
+            timer.start()
+            line = self._process.stdout.readline()
+            timer.cancel()
+            if not line:
+                code = self._process.wait()
+                raise ServerError(
+                    f"a shard server ended with {code} before it was ready: run emberkeep serve to "
+                    "see why"
+                )
+            self._told = json.loads(line)
+        return self._told
+
+    def kill(self) -> None:
+        """SIGKILL, and gone when this returns; a stopped process dies too."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._close_pipes()
+
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def end(self, until: float) -> None:
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,349 @@
+"""What clients and shard servers say to each other: our own bytes, never a pickle.
+
+Two kinds of message. *Frames* carry everything but training: a JSON header and named arrays.
+*Requests* and *replies* carry pulls and pushes: a fixed header and the arrays of each slab, in one
+buffer that is the only column of an Arrow record batch, so that Flight sends it from where it is.
+Every size is held against the length of the message before anything is allocated for it; what
+does not add up is `ProtocolError`, and nothing has happened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep import errors
+from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
+from emberkeep.slab import F32, I64, RowIds
+from emberkeep.tables import Normal, Table, Uniform
+
+Json = dict[str, Any]
+Bytes = npt.NDArray[np.uint8]
+
+PROTOCOL = 1
+MAX_ROWS = 2**24
+"""Rows that one pull or push may name."""
+MAX_FRAME_NBYTES = 2**28
+FRAME_NBYTES = 2**24
+"""Rows that are moved in bulk travel in frames of about this size."""
+
+# Kinds of requests and replies.
+PULL, PREFETCH, PUSH, CHECK, APPLY = 1, 2, 3, 4, 5
+ROWS, DONE, REFUSED = 129, 130, 131
+
+_MAGIC = b"EKR1"
+_HEADER = struct.Struct("<4sBxHHHxxxxQQQd")
+_FRAME = struct.Struct("<4sI")
+_FRAME_MAGIC = b"EKF1"
+_ALIGNMENT = 8
+_KINDS = {"float32", "float64", "int32", "int64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What requests must look like for the tables of a run: tables and dim of each slab."""
+
+    tables_G: tuple[int, ...]
+    dims_G: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A pull or a push. `number` counts the pushes of one incarnation of a worker, from 1."""
+
+    kind: int
+    epoch: int
+    incarnation: int = 0
+    number: int = 0
+    rank: int = 0
+    world: int = 1
+    lr: float = 0.0
+    wanted: Sequence[RowIds] = ()
+    grads: Sequence[F32] = ()
+
+
+def pack_request(request: Request) -> Bytes:
+    """One buffer; `unpack_request` is its inverse."""
+    wanted, grads = request.wanted, request.grads
+    size = _HEADER.size + 8 * sum(ids.offsets.size + ids.ids.size for ids in wanted)
+    blob = np.empty(size + sum(part.nbytes for part in grads), np.uint8)
+    _HEADER.pack_into(
+        blob.data, 0, _MAGIC, request.kind, len(wanted), request.rank, request.world, request.epoch,
+        request.incarnation, request.number, request.lr,
+    )  # fmt: skip
+    words = blob[_HEADER.size : size].view(np.int64)
+    at = 0
+    for ids in wanted:
+        for part in (ids.offsets, ids.ids):
+            words[at : at + part.size] = part
+            at += part.size
+    at = size
+    for rows_UD in grads:
+        blob[at : at + rows_UD.nbytes].view(np.float32)[:] = rows_UD.reshape(-1)
+        at += rows_UD.nbytes
+    return blob
+
+
+def unpack_request(blob: Bytes, shape: Shape) -> Request:
+    """The request, its arrays copied: what arrives is neither aligned nor writable."""
+    if blob.size < _HEADER.size:
+        raise ProtocolError(f"a request of {blob.size} bytes is shorter than its header")
+    magic, kind, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(
+        blob.data
+    )
+    if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY):
+        raise ProtocolError("this is not a request of emberkeep's protocol 1")
+    if not math.isfinite(lr) or world < 1 or rank >= world:
+        raise ProtocolError(f"a request of rank {rank} of {world} with lr {lr} cannot be")
+    about = {"kind": kind, "epoch": epoch, "incarnation": incarnation, "number": number,
+             "rank": rank, "world": world, "lr": lr}  # fmt: skip
+    if kind == APPLY:
+        if groups or blob.size != _HEADER.size:
+            raise ProtocolError("a request to apply brings nothing with it")
+        return Request(**about)
+    if groups != len(shape.tables_G):
+        raise ProtocolError(f"{groups} slabs were named, there are {len(shape.tables_G)}")
+    reader = _Reader(blob, _HEADER.size)
+    wanted = [_row_ids(reader, tables) for tables in shape.tables_G]
+    grads = []
+    if kind in (PUSH, CHECK):
+        for ids, dim in zip(wanted, shape.dims_G, strict=True):
+            grads.append(reader.take(ids.ids.size * dim, np.float32).reshape(-1, dim))
+    reader.end()
+    return Request(**about, wanted=wanted, grads=grads)
+
+
+def _row_ids(reader: _Reader, tables: int) -> RowIds:
+    offsets = reader.take(tables + 1, np.int64)
+    rows = int(offsets[-1])
+    if offsets[0] != 0 or rows > MAX_ROWS or (np.diff(offsets) < 0).any():
+        raise ProtocolError(f"offsets must rise from 0 to at most {MAX_ROWS}, and do not")
+    return RowIds(reader.take(rows, np.int64), offsets)
+
+
+class _Reader:
+    """Takes arrays off a message, never past its end."""
+
+    def __init__(self, blob: Bytes, at: int) -> None:
+        self._blob = blob
+        self._at = at
+
+    def take(self, count: int, kind: Any) -> npt.NDArray[Any]:
+        nbytes = count * np.dtype(kind).itemsize
+        if count < 0 or nbytes > self._blob.size - self._at:
+            raise ProtocolError(f"a message of {self._blob.size} bytes cannot hold what it names")
+        out = np.empty(count, kind)
+        out.view(np.uint8)[:] = self._blob[self._at : self._at + nbytes]
+        self._at += nbytes
+        return out
+
+    def end(self) -> None:
+        if self._at != self._blob.size:
+            raise ProtocolError(f"{self._blob.size - self._at} bytes are left over in a message")
+
+
+# -- replies -------------------------------------------------------------------------------------
+
+
+def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tuple[Bytes, list[F32]]:
+    """An empty reply to a pull, and the parts of it that the rows are to be written into."""
+    sizes = [rows * dim * 4 for rows, dim in zip(rows_G, dims_G, strict=True)]
+    blob = np.empty(_HEADER.size + sum(sizes), np.uint8)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, ROWS, len(sizes), 0, 1, epoch, 0, 0, 0.0)
+    out, at = [], _HEADER.size
+    for size, dim in zip(sizes, dims_G, strict=True):
+        out.append(blob[at : at + size].view(np.float32).reshape(-1, dim))
+        at += size
+    return blob, out
+
+
+def unpack_rows(blob: Bytes, rows_G: Sequence[int], dims_G: Sequence[int]) -> list[F32]:
+    """The rows of a reply, as views of it where it is aligned."""
+    expected = _HEADER.size + sum(4 * rows * dim for rows, dim in zip(rows_G, dims_G, strict=True))
+    _expect(blob, ROWS)
+    if blob.size != expected:
+        raise ProtocolError(f"a reply of {blob.size} bytes where {expected} were expected")
+    out, at = [], _HEADER.size
+    for rows, dim in zip(rows_G, dims_G, strict=True):
+        part = blob[at : at + 4 * rows * dim]
+        out.append(np.frombuffer(part, np.float32).reshape(rows, dim))
+        at += part.size
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Rows of a prefetched pull that a push has changed: where they stand, and what they are."""
+
+    positions: I64
+    rows_UD: F32
+
+
+def done_reply(epoch: int, number: int, changed: Sequence[Changed] = ()) -> Bytes:
+    """A push was applied; `changed` completes the prefetched pull, if there was one."""
+    size = _HEADER.size + sum(8 + 8 * c.positions.size + c.rows_UD.nbytes for c in changed)
+    blob = np.empty(size, np.uint8)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, DONE, len(changed), 0, 1, epoch, 0, number, 0.0)
+    at = _HEADER.size
+    for part in changed:
+        count = np.array([part.positions.size])
+        for values in (count, part.positions, part.rows_UD):
+            blob[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
+            at += values.nbytes
+    return blob
+
+
+def unpack_done(blob: Bytes, dims_G: Sequence[int]) -> list[Changed]:
+    """What a push changed of the prefetched pull, slab by slab; nothing if there was none."""
+    groups = _expect(blob, DONE)
+    if groups not in (0, len(dims_G)):
+        raise ProtocolError(f"a reply of {groups} slabs where there are {len(dims_G)}")
+    reader, changed = _Reader(blob, _HEADER.size), []
+    for dim in dims_G[:groups]:
+        (count,) = reader.take(1, np.int64)
+        positions = reader.take(int(count), np.int64)
+        changed.append(
+            Changed(positions, reader.take(int(count) * dim, np.float32).reshape(-1, dim))
+        )
+    reader.end()
+    return changed
+
+
+def refusal(error: BaseException, epoch: int) -> Bytes:
+    """An error as a reply."""
+    told = json.dumps(describe_error(error)).encode()
+    blob = np.empty(_HEADER.size + len(told), np.uint8)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, REFUSED, 0, 0, 1, epoch, 0, 0, 0.0)
+    blob[_HEADER.size :] = np.frombuffer(told, np.uint8)
+    return blob
+
+
+def check_reply(blob: Bytes) -> None:
+    """Raises what a refusal tells of."""
+    if blob.size < _HEADER.size:
+        raise ProtocolError(f"a reply of {blob.size} bytes is shorter than its header")
+    if blob[4] == REFUSED:
+        raise error_from(_json(blob[_HEADER.size :].tobytes()))
+
+
+def _expect(blob: Bytes, kind: int) -> int:
+    """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
+    check_reply(blob)
+    magic, found, groups, *_ = _HEADER.unpack_from(blob.data)
+    if magic != _MAGIC or found != kind:
+        raise ProtocolError(f"a reply of kind {found} where {kind} was expected")
+    return int(groups)
+
+
+# -- frames --------------------------------------------------------------------------------------
+
+
+def pack_frame(header: Json, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> bytes:
+    """A JSON header and named arrays as one message."""
+    arrays = arrays or {}
+    told = json.dumps(
+        {
+            "header": header,
+            "arrays": [[name, a.dtype.name, list(a.shape)] for name, a in arrays.items()],
+        }
+    ).encode()
+    parts: list[bytes] = [_FRAME.pack(_FRAME_MAGIC, len(told)), told]
+    at = len(parts[0]) + len(told)
+    for values in arrays.values():
+        gap = -at % _ALIGNMENT
+        content = np.ascontiguousarray(values).tobytes()
+        parts += [b"\0" * gap, content]
+        at += gap + len(content)
+    return b"".join(parts)
+
+
+def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+    """The header and the arrays, copied."""
+    blob: Bytes = np.frombuffer(content, np.uint8)
+    if not _FRAME.size <= blob.size <= MAX_FRAME_NBYTES:
+        raise ProtocolError(f"a frame has 8 bytes to {MAX_FRAME_NBYTES}, not {blob.size}")
+    magic, length = _FRAME.unpack_from(blob.data)
+    if magic != _FRAME_MAGIC or length > blob.size - _FRAME.size:
+        raise ProtocolError("this is not a frame of emberkeep's protocol 1")
+    told = _json(blob[_FRAME.size : _FRAME.size + length].tobytes())
+    header, specs = told.get("header"), told.get("arrays")
+    if not isinstance(header, dict) or not isinstance(specs, list):
+        raise ProtocolError("a frame has a header and arrays")
+    at = _FRAME.size + length
+    arrays = {}
+    for spec in specs:
+        name, kind, shape = _array_spec(spec)
+        at += -at % _ALIGNMENT
+        if at > blob.size:
+            raise ProtocolError(f"a frame of {blob.size} bytes cannot hold what it names")
+        values = _Reader(blob, at).take(math.prod(shape), kind)
+        arrays[name] = values.reshape(shape)
+        at += values.nbytes
+    if at != blob.size:
+        raise ProtocolError(f"{blob.size - at} bytes are left over in a frame")
+    return header, arrays
+
+
+def _array_spec(spec: Any) -> tuple[str, str, tuple[int, ...]]:
+    match spec:
+        case [str(name), str(kind), [*shape]] if kind in _KINDS and len(shape) in (1, 2):
+            if all(type(size) is int and 0 <= size <= MAX_FRAME_NBYTES for size in shape):
+                return name, kind, tuple(shape)
+    raise ProtocolError(f"an array is [name, kind, shape], not {spec!r}"[:200])
+
+
+def _json(content: bytes) -> Json:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ProtocolError("the header of a message is not JSON") from None
+    if not isinstance(value, dict):
+        raise ProtocolError("the header of a message is not a JSON object")
+    return value
+
+
+# -- errors and specs ----------------------------------------------------------------------------
+
+
+def describe_error(error: BaseException) -> Json:
+    """An error as plain data. Errors of emberkeep come back as what they were."""
+    if isinstance(error, ShardLostError):  # replaced while it worked on this
+        return {"error": "ServerError", "message": f"the server's shard is gone: {error}"}
+    if isinstance(error, EmberkeepError):
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": "EmberkeepError", "message": f"the server failed: {error!r}"}
+
+
+def error_from(told: Json) -> EmberkeepError:
+    """The inverse of `describe_error`; a class that is unknown here becomes the root."""
+    kind = getattr(errors, str(told.get("error")), EmberkeepError)
+    if not (isinstance(kind, type) and issubclass(kind, EmberkeepError)):
+        kind = EmberkeepError
+    return kind(str(told.get("message")))
+
+
+def describe_table(table: Table) -> Json:
+    kind = "normal" if isinstance(table.init, Normal) else "uniform"
+    return {
+        **asdict(table),
+        "features": list(table.features),
+        "init": {"kind": kind, **asdict(table.init)},
+    }
+
+
+def table_from(told: Json) -> Table:
+    """The inverse of `describe_table`."""
+    try:
+        settings = dict(told)
+        init = dict(settings.pop("init"))
+        kind: type[Normal] | type[Uniform] = Normal if init.pop("kind") == "normal" else Uniform
+        return Table(settings.pop("name"), init=kind(**init), **settings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"this does not describe a table: {error}") from None

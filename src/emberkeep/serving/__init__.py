@@ -1,0 +1,1 @@
+"""Shard servers: one shard of a cluster behind Arrow Flight."""

@@ -1,0 +1,266 @@
+"""One epoch of a served shard: its rows, who coordinates it, and what was pushed in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from emberkeep.cluster.wire import (
+    APPLY,
+    CHECK,
+    Bytes,
+    Changed,
+    Json,
+    Request,
+    Shape,
+    done_reply,
+    rows_reply,
+)
+from emberkeep.errors import EpochError, ProtocolError, ServerError
+from emberkeep.kernels import hashing, rows
+from emberkeep.lookup import unique_ids
+from emberkeep.memory import lazy_zeros
+from emberkeep.pool import Pool
+from emberkeep.serving.pushes import Ledger, Meeting, Part, join
+from emberkeep.shard import Shard
+from emberkeep.slab import F32, I64, U64, RowIds
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """A pull that was answered before the push that it follows: whose rows may change yet."""
+
+    wanted: Sequence[RowIds]
+    found_G: Sequence[I64]
+
+
+@dataclass(slots=True)
+class Session:
+    """What the server knows of one stream."""
+
+    prefetched: Prefetched | None = None
+
+
+class Epoch:
+    """A shard from the moment that a coordinator gave it an epoch until it gets the next one.
+
+    Pushes are applied one at a time, each once: `Ledger` knows what was applied, and a push that
+    was answered is applied. Requests are refused when the coordinator was not heard of for the
+    lease: another server may be in this one's place by then.
+    """
+
+    def __init__(
+        self, number: int, shard: Shard, *, shards: int, coordinator: str, lease_seconds: float,
+        patience_seconds: float, pool: Pool, tables: list[Json],
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.tables = tables
+        self.shard = shard
+        self.shards = shards
+        self.coordinator = coordinator
+        self.lease_seconds = lease_seconds
+        self.heard = time.monotonic()
+        self.shape = Shape(
+            tuple(len(group) for group in shard.groups),
+            tuple(shard.tables[group[0]].dim for group in shard.groups),
+        )
+        self._patience_seconds = patience_seconds
+        self._pool = pool
+        self._dynamic_G = [np.array([shard.tables[t].dynamic for t in g]) for g in shard.groups]
+        self._dynamic = {table.name: np.array([table.dynamic]) for table in shard.tables}
+        self._ledger = Ledger()
+        self._meeting: Meeting[Part] | None = None
+        self._held: dict[int, tuple[int, Part]] = {}
+        self._applied_together = 0
+        self._push_lock = threading.Lock()
+        self._scratch: list[U64] = []
+
+    # -- who is heard ----------------------------------------------------------------------------
+
+    def hear(self, coordinator: str) -> None:
+        """The coordinator is there: its lease begins anew."""
+        if coordinator != self.coordinator:
+            raise EpochError(
+                f"shard {self.shard.index} is coordinated by another process: this one was replaced"
+            )
+        self.heard = time.monotonic()
+
+    @property
+    def lapsed(self) -> bool:
+        return time.monotonic() - self.heard > self.lease_seconds
+
+    def check(self, epoch: int) -> None:
+        """Refuses what is meant for another epoch, and everything once the lease has lapsed."""
+        if epoch != self.number:
+            raise EpochError(
+                f"shard {self.shard.index} has epoch {self.number}, the message is for {epoch}"
+            )
+        if self.lapsed:
+            raise EpochError(
+                f"shard {self.shard.index} has not heard of its coordinator for "
+                f"{time.monotonic() - self.heard:.1f} s: it may have been replaced, and is silent"
+            )
+
+    def check_serving(self, epoch: int) -> None:
+        self.check(epoch)
+        if self.shard.state != "serving":
+            raise ServerError(f"shard {self.shard.index} is {self.shard.state}: ask again later")
+
+    # -- pulls and pushes ------------------------------------------------------------------------
+
+    def pull(self, request: Request, session: Session, *, ahead: bool) -> Bytes:
+        self.check_serving(request.epoch)
+        self._check_owned(request.wanted)
+        blob, out = rows_reply(
+            self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
+        )
+        self.shard.pull(request.wanted, out)
+        if ahead:
+            found_G = [
+                slab.resolve(ids)[0]
+                for slab, ids in zip(self.shard.slabs, request.wanted, strict=True)
+            ]
+            session.prefetched = Prefetched(request.wanted, found_G)
+        self.check_serving(request.epoch)
+        return blob
+
+    def push(self, request: Request, session: Session) -> Bytes:
+        """Applies a push once, whatever number of times it is sent."""
+        self.check_serving(request.epoch)
+        prefetched, session.prefetched = session.prefetched, None
+        if request.kind != APPLY:
+            self._check_owned(request.wanted)
+            self._check_unique(request.wanted)
+        with self._push_lock:
+            if self._ledger.applied(request.incarnation, request.number):
+                return done_reply(self.number, request.number)
+        pushed = self._perform(request)
+        changed: list[Changed] = []
+        if request.kind == CHECK:
+            session.prefetched = prefetched
+        elif pushed is not None and prefetched is not None:
+            with self._push_lock:
+                changed = self._changed(prefetched, pushed[0])
+        # A process that was stopped in here must not tell of rows that are somebody else's by now.
+        self.check_serving(request.epoch)
+        return done_reply(self.number, request.number, changed)
+
+    def _perform(self, request: Request) -> Part | None:
+        """What was checked or applied; None if that had been done before."""
+        part = (request.wanted, request.grads)
+        if request.world == 1 or request.kind == APPLY:
+            with self._push_lock:
+                return self._one(request, part)
+        done = self._meeting_of(request.world).bring(
+            request.rank, request.number, part, lambda parts: self._joined(request, parts),
+            self._patience_seconds,
+        )  # fmt: skip
+        if request.kind != CHECK:
+            with self._push_lock:
+                self._ledger.note(request.incarnation, request.number)
+        return done
+
+    def _meeting_of(self, world: int) -> Meeting[Part]:
+        with self._push_lock:
+            if self._meeting is None:
+                self._meeting = Meeting(world)
+            if self._meeting.world != world:
+                raise ProtocolError(
+                    f"{world} ranks push where {self._meeting.world} have met: they are of two runs"
+                )
+            return self._meeting
+
+    def _joined(self, request: Request, parts: Sequence[Part]) -> Part:
+        with self._push_lock:
+            return self._one(request, join(parts, self._pool))
+
+    def _one(self, request: Request, part: Part) -> Part:
+        """Checks, applies, or both; called with the lock held."""
+        together = request.world > 1
+        key = 0 if together else request.incarnation
+        if request.kind == CHECK:
+            self.shard.check(*part)
+            self._held[key] = (request.number, part)
+            return part
+        if request.kind == APPLY:
+            number, part = self._held.get(key, (0, part))
+            if number != request.number:
+                raise ProtocolError(f"push {request.number} was not checked before it is applied")
+        if not together or request.number > self._applied_together:
+            # Others may have pushed since the check.
+            self.shard.apply(self.shard.check(*part), request.lr)
+            self._applied_together = request.number if together else 0
+        if not together:
+            self._held.pop(key, None)
+        self._ledger.note(request.incarnation, request.number)
+        return part
+
+    def applied(self, incarnation: int) -> int:
+        """The last number that was applied for a worker."""
+        return self._ledger.last(incarnation)
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def own(self, table: str, ids: I64) -> I64:
+        """The positions of the ids that this shard owns."""
+        dynamic = self._dynamic.get(table)
+        if dynamic is None:
+            raise ProtocolError(f"there is no table {table!r}"[:200])
+        counts_ST = np.zeros((self.shards, 1), np.int64)
+        order = np.empty(ids.size, np.int64)
+        hashing.route(ids, np.array([0, ids.size]), dynamic, self.shards, counts_ST, order)
+        ends = np.cumsum(counts_ST[:, 0])
+        return order[
+            ends[self.shard.index] - counts_ST[self.shard.index, 0] : ends[self.shard.index]
+        ]
+
+    def check_rows(self, table: str, ids: I64) -> None:
+        """Refuses rows that are not this shard's."""
+        if self.own(table, ids).size != ids.size:
+            raise self._not_owned()
+
+    def _not_owned(self) -> ProtocolError:
+        return ProtocolError(
+            f"ids of other shards were sent to shard {self.shard.index} of {self.shards}"
+        )
+
+    def _check_owned(self, wanted: Sequence[RowIds]) -> None:
+        """An id of another shard would be taken for a row of this one."""
+        for ids, dynamic_T in zip(wanted, self._dynamic_G, strict=True):
+            counts_ST = np.zeros((self.shards, dynamic_T.size), np.int64)
+            order = np.empty(ids.ids.size, np.int64)
+            hashing.route(ids.ids, ids.offsets, dynamic_T, self.shards, counts_ST, order)
+            if counts_ST[self.shard.index].sum() != ids.ids.size:
+                raise self._not_owned()
+
+    def _check_unique(self, wanted: Sequence[RowIds]) -> None:
+        for ids in wanted:
+            if unique_ids(ids.ids, ids.offsets, self._pool)[0].ids.size != ids.ids.size:
+                raise ProtocolError("a push names every row once")
+
+    def _changed(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
+        """The prefetched rows that a push has changed: updated, evicted, or given a place."""
+        if not self._scratch:
+            self._scratch = [lazy_zeros(slab.touched.shape, np.uint64) for slab in self.shard.slabs]
+        changed = []
+        for g, slab in enumerate(self.shard.slabs):
+            wanted = prefetched.wanted[g]
+            written, _ = slab.resolve(pushed[g])
+            now, _ = slab.resolve(wanted)
+            hit = now != prefetched.found_G[g]
+            known = np.flatnonzero(now >= 0)
+            marked = np.empty(known.size, np.bool_)
+            rows.set_bits(self._scratch[g], written)
+            rows.test_bits(self._scratch[g], now[known], marked)
+            rows.clear_bits(self._scratch[g], written)
+            hit[known[marked]] = True
+            positions = np.flatnonzero(hit)
+            offsets = np.searchsorted(positions, wanted.offsets).astype(np.int64)
+            rows_UD: F32 = np.empty((positions.size, slab.dim), np.float32)
+            slab.pull(RowIds(wanted.ids[positions], offsets), rows_UD)
+            changed.append(Changed(positions, rows_UD))
+        return changed

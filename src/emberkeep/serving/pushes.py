@@ -1,0 +1,134 @@
+"""Which pushes were applied, and how the parts of several ranks become one push.
+
+Pure bookkeeping over locks: nothing here knows of Flight or of rows on disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from emberkeep.errors import EmberkeepError, ProtocolError, ServerError
+from emberkeep.lookup import merge
+from emberkeep.pool import Pool
+from emberkeep.slab import F32, RowIds
+
+_T = TypeVar("_T")
+
+# An incarnation that has not pushed for so many others is over; its numbers are forgotten.
+_REMEMBERED = 4096
+
+
+class Ledger:
+    """The last number that was applied for each incarnation of a worker.
+
+    Numbers of an incarnation are contiguous. A number that was applied is never applied again; one
+    that comes too early means that a push was lost on the way, and is refused. After a recovery
+    from a repository the ledger is new: the first number that comes is as good as any.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+
+    def applied(self, incarnation: int, number: int) -> bool:
+        """Whether that push was applied already; `ProtocolError` if one before it is missing."""
+        last = self._last.get(incarnation)
+        if last is not None and number > last + 1:
+            raise ProtocolError(
+                f"push {number} of worker {incarnation:x} comes after {last}: one was lost"
+            )
+        return last is not None and number <= last
+
+    def note(self, incarnation: int, number: int) -> None:
+        self._last.pop(incarnation, None)
+        self._last[incarnation] = number
+        if len(self._last) > _REMEMBERED:
+            del self._last[next(iter(self._last))]
+
+    def last(self, incarnation: int) -> int:
+        """The last number applied, 0 for an incarnation that never pushed."""
+        return self._last.get(incarnation, 0)
+
+
+Part = tuple[Sequence[RowIds], Sequence[F32]]
+
+
+def join(parts: Sequence[Part], pool: Pool) -> Part:
+    """The parts of all ranks, in their order, as one push: sums of each row's gradients, divided
+    by the number of ranks, as DDP averages. The same parts give the same bits."""
+    wanted, grads = list(parts[0][0]), list(parts[0][1])
+    for more, more_grads in parts[1:]:
+        for g in range(len(wanted)):
+            wanted[g], grads[g] = merge(wanted[g], grads[g], more[g], more_grads[g], pool)
+    share = np.float32(len(parts))
+    return wanted, [rows_UD / share for rows_UD in grads]
+
+
+@dataclass(slots=True)
+class _Step(Generic[_T]):
+    """One step that ranks bring their parts of, and what became of it."""
+
+    parts: dict[int, tuple[int, Part]] = field(default_factory=dict)
+    over: bool = False
+    value: _T | None = None
+    error: EmberkeepError | None = None
+
+
+class Meeting(Generic[_T]):
+    """Where the ranks of a synchronous job meet: nobody goes on before all parts are there.
+
+    The rank that comes last does the work for all. After a partial recovery ranks may be one step
+    apart, as some had been answered when the shard died: the earlier step is lost with the shard,
+    and those who bring it again are told that it is done.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._step = _Step[_T]()
+        self._last = 0
+        self._passed: dict[int, int] = {}
+        self._changed = threading.Condition()
+
+    def bring(
+        self, rank: int, number: int, part: Part, work: Callable[[Sequence[Part]], _T],
+        patience_seconds: float,
+    ) -> _T | None:  # fmt: skip
+        """What `work` made of the parts of all ranks; None for a step that is done already or was
+        passed over. What `work` raises, every rank gets, and the step may be brought again."""
+        with self._changed:
+            if number <= self._last:
+                return None
+            step = self._step
+            step.parts[rank] = (number, part)
+            if len(step.parts) == self.world:
+                self._meet(step, work)
+            if not self._changed.wait_for(
+                lambda: step.over or self._passed.get(rank, 0) >= number, patience_seconds
+            ):
+                absent = sorted({*range(self.world)} - {*step.parts})
+                raise ServerError(
+                    f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world} "
+                    f"for longer than {patience_seconds:g} s"
+                )
+            if step.error is not None:
+                raise step.error
+            return step.value if step.over else None
+
+    def _meet(self, step: _Step[_T], work: Callable[[Sequence[Part]], _T]) -> None:
+        newest = max(number for number, _ in step.parts.values())
+        behind = [rank for rank, (number, _) in step.parts.items() if number < newest]
+        for rank in behind:
+            self._passed[rank] = step.parts.pop(rank)[0]
+        if not behind:
+            try:
+                step.value = work([step.parts[rank][1] for rank in range(self.world)])
+                self._last = newest
+            except EmberkeepError as error:
+                step.error = error
+            step.over = True
+            self._step = _Step()
+        self._changed.notify_all()

@@ -1,0 +1,499 @@
+"""What a shard server does, whatever carries the messages.
+
+A server begins empty and knows nothing of tables. A coordinator *admits* it: gives it an epoch,
+its place among the shards and the tables. It then takes rows, from the coordinator or from a
+repository, and *serves* when it is told to. Everything else names the epoch, and is refused when
+it is not the present one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.blobs import open_store
+from emberkeep.checkpoint import write_pieces
+from emberkeep.cluster.wire import (
+    APPLY,
+    CHECK,
+    FRAME_NBYTES,
+    PREFETCH,
+    PROTOCOL,
+    PULL,
+    PUSH,
+    Bytes,
+    Json,
+    refusal,
+    table_from,
+    unpack_request,
+)
+from emberkeep.codecs import codec_from_dict
+from emberkeep.errors import (
+    ConfigError,
+    EmberkeepError,
+    EpochError,
+    ProtocolError,
+    ServerError,
+)
+from emberkeep.loading import load_shard
+from emberkeep.pool import Pool
+from emberkeep.priority import Priority
+from emberkeep.repository import Repository, VersionId
+from emberkeep.repository.writer import FileWriter
+from emberkeep.serving.epoch import Epoch, Session
+from emberkeep.serving.metrics import Metrics
+from emberkeep.shard import Shard
+from emberkeep.snapshot import FrozenRows
+from emberkeep.tables import optimizer_from
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Answer = tuple[Json, Arrays]
+OnEvent = Callable[[str, Json], object]
+
+_NONE: dict[str, npt.NDArray[Any]] = {}
+_CHUNK_ROWS = 32768
+
+
+class ServedShard:
+    """One shard of a cluster, as messages see it. Safe to call from many threads.
+
+    With `place`, (index, count), it takes no other place among the shards.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        place: tuple[int, int] | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._place = place
+        self.life = secrets.token_hex(8)
+        self.metrics = Metrics()
+        self._pool = Pool(threads)
+        self._tell = on_event or (lambda _event, _details: None)
+        self._lock = threading.RLock()
+        self._epoch: Epoch | None = None
+        self._snapshots: Sequence[FrozenRows] = ()
+        self._snapshot_epoch = 0
+        self._cancelled = threading.Event()
+        self._job: tuple[int, Future[Json]] | None = None
+        self._draining = False
+        self._at_work = 0
+        self._idle = threading.Condition()
+        self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
+            "status": self._status,
+            "admit": self._admit,
+            "renew": self._renew,
+            "release": self._release,
+            "serve": self._serve,
+            "table_state": self._table_state,
+            "load_table_state": self._load_table_state,
+            "read": self._read,
+            "read_all": self._read_all,
+            "touched_ids": self._touched_ids,
+            "install": self._install,
+            "delete": self._delete,
+            "clear": self._clear,
+            "track": self._track,
+            "forget_changes": self._forget_changes,
+            "freeze": self._freeze,
+            "chunks": self._chunks,
+            "write": self._write,
+            "work": self._work,
+            "cancel": self._cancel,
+            "close": self._close,
+            "load": self._load,
+        }
+
+    # -- pulls and pushes ------------------------------------------------------------------------
+
+    def answer(self, blob: Bytes, session: Session) -> Bytes:
+        """The reply to one request; what is refused is told in the reply."""
+        epoch = self._epoch
+        try:
+            with self._working():
+                if epoch is None:
+                    raise EpochError("this server was given no epoch: it has no rows to serve")
+                request = unpack_request(blob, epoch.shape)
+                rows = sum(ids.ids.size for ids in request.wanted)
+                if request.kind in (PULL, PREFETCH):
+                    with self.metrics.pulling(rows):
+                        return epoch.pull(request, session, ahead=request.kind == PREFETCH)
+                assert request.kind in (PUSH, CHECK, APPLY)
+                with self.metrics.pushing(rows):
+                    return epoch.push(request, session)
+        except EmberkeepError as error:
+            self.metrics.refused += 1
+            return refusal(error, 0 if epoch is None else epoch.number)
+
+    def failed(self, error: BaseException) -> None:
+        """Tells of an error that nobody foresaw."""
+        self._tell("failed", {"error": repr(error)})
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def act(self, kind: str, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """The frames that answer an action. Malformed arguments are `ProtocolError`."""
+        action = self._actions.get(kind)
+        if action is None:
+            raise ProtocolError(f"there is no action {kind!r}"[:100])
+        with self._working(always=kind in ("status", "work", "close", "cancel")):
+            try:
+                yield from action(header, arrays)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise ProtocolError(f"{kind}: the message is not complete: {error!r}") from error
+
+    def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        told: Json = {"protocol": PROTOCOL, "life": self.life, "draining": self._draining}
+        epoch = self._epoch
+        if epoch is None:
+            told |= {"epoch": 0, "state": "empty"}
+        else:
+            told |= {
+                "epoch": epoch.number,
+                "state": epoch.shard.state,
+                "lapsed": epoch.lapsed,
+                "shard": epoch.shard.index,
+                "shards": epoch.shards,
+                "coordinator": epoch.coordinator,
+                "tables": epoch.tables,
+                "applied": epoch.applied(int(header.get("incarnation", 0))),
+                "dirty_rows": self._dirty_rows(epoch),
+                "metrics": self.metrics.to_dict(),
+            }
+        yield told, _NONE
+
+    def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins an epoch with an empty shard.
+
+        Refused while another coordinator holds the lease: a second run must not take the servers
+        of the first from under it.
+        """
+        number, coordinator = int(header["epoch"]), str(header["coordinator"])
+        index, count = int(header["shard"]), int(header["shards"])
+        if not 0 <= index < count <= 2**16 or number < 1:
+            raise ProtocolError(f"there is no shard {index} of {count} in epoch {number}")
+        if self._place not in (None, (index, count)):
+            raise ConfigError(
+                f"this server is for shard {self._place[0]} of {self._place[1]}, not {index} of "
+                f"{count}: name the addresses of all shards in their order"
+            )
+        tables = [table_from(told) for told in header["tables"]]
+        optimizer = optimizer_from(header["optimizer"])
+        with self._lock:
+            before = self._epoch
+            if before is not None and number <= before.number:
+                raise EpochError(f"epoch {number} is over: this server has {before.number}")
+            if before is not None and before.coordinator != coordinator and not before.lapsed:
+                left = before.lease_seconds - (time.monotonic() - before.heard)
+                raise ServerError(
+                    f"shard {before.shard.index} serves another run, whose coordinator is alive: "
+                    f"stop that run, or try again in {left:.0f} s if it is dead"
+                )
+            shard = Shard(
+                tables, optimizer, index=index, count=count, seed=int(header["seed"]),
+                pool=self._pool, epoch=number, state="recovering",
+            )  # fmt: skip
+            if header.get("tracked"):
+                shard.track(_priority(header))
+            self._epoch = Epoch(
+                number, shard, shards=count, coordinator=coordinator,
+                lease_seconds=float(header["lease_seconds"]),
+                patience_seconds=float(header["patience_seconds"]), pool=self._pool,
+                tables=header["tables"],
+            )  # fmt: skip
+        if before is not None:
+            self._drop(before)
+        self.metrics.admitted(number)
+        self._tell("admitted", {"epoch": number, "shard": index, "shards": count})
+        yield {"life": self.life}, _NONE
+
+    def _drop(self, epoch: Epoch) -> None:
+        """Lets go of an epoch's memory; what copies rows out of it is told."""
+        self._cancelled.set()
+        epoch.shard.kill()
+
+    def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        epoch = self._of(header)
+        epoch.hear(str(header["coordinator"]))
+        self.metrics.told(header.get("run", {}))
+        yield {"state": epoch.shard.state}, _NONE
+
+    def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """The run is over: the rows are let go, and the next coordinator need not wait."""
+        with self._lock:
+            epoch = self._of(header)
+            epoch.hear(str(header["coordinator"]))
+            self._epoch = None
+        self._drop(epoch)
+        self._tell("released", {"epoch": epoch.number})
+        yield {}, _NONE
+
+    def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        epoch = self._checked(header)
+        epoch.shard.serve()
+        self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
+        yield {}, _NONE
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _table_state(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        yield {"tables": self._checked(header).shard.table_state()}, _NONE
+
+    def _load_table_state(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._checked(header).shard.load_table_state(header["tables"])
+        yield {}, _NONE
+
+    def _read(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        shard = self._owned(header, arrays["ids"])
+        yield {}, shard.read(header["table"], arrays["ids"])
+
+    def _read_all(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        ids, planes = self._checked(header).shard.read_all(header["table"])
+        row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values())
+        step = max(1, FRAME_NBYTES // row_nbytes)
+        for start in range(0, max(1, ids.size), step):
+            part = slice(start, start + step)
+            yield {}, {"": ids[part], **{name: v[part] for name, v in planes.items()}}
+
+    def _touched_ids(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        ids = self._checked(header).shard.touched_ids(header["table"])
+        step = FRAME_NBYTES // 8
+        for start in range(0, max(1, ids.size), step):
+            yield {}, {"ids": ids[start : start + step]}
+
+    def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        planes = {name: values for name, values in arrays.items() if name != ""}
+        self._owned(header, arrays[""]).install(header["table"], arrays[""], planes)
+        yield {}, _NONE
+
+    def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        deleted = self._owned(header, arrays["ids"]).delete(header["table"], arrays["ids"])
+        yield {"deleted": deleted}, _NONE
+
+    def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._checked(header).shard.clear()
+        yield {}, _NONE
+
+    def _track(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._checked(header).shard.track(_priority(header))
+        yield {}, _NONE
+
+    def _forget_changes(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        keep = bool(header["keep_since_baseline"])
+        self._checked(header).shard.forget_changes(keep_since_baseline=keep)
+        yield {}, _NONE
+
+    # -- versions --------------------------------------------------------------------------------
+
+    def _freeze(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        epoch = self._checked(header)
+        with self._lock:
+            # Still open: who froze these rows knows nothing of them any more.
+            if self._snapshot_epoch == epoch.number:
+                for snapshot in self._snapshots:
+                    snapshot.close(())
+            self._snapshots = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
+            self._snapshot_epoch = epoch.number
+            self._cancelled = threading.Event()
+        yield {}, _NONE
+
+    def _chunks(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """The frozen rows themselves, for a coordinator whose store is its own."""
+        for snapshot in self._frozen(header):
+            for chunk in snapshot.chunks(int(header["rows"]), self._cancelled):
+                planes = {} if chunk.planes is None else chunk.planes
+                yield (
+                    {"table": chunk.table, "tombstones": chunk.planes is None},
+                    {"": chunk.ids, **planes},
+                )
+
+    def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins to write the frozen rows as pieces of a version, straight to the store."""
+        snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
+        codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
+        pool = Pool(int(header["threads"]), nice=int(header["nice"]))
+        files = FileWriter(
+            open_store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
+            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+        )  # fmt: skip
+        for snapshot in snapshots:
+            snapshot.rename(header["names"])
+
+        def write() -> Json:
+            with files:
+                write_pieces(
+                    files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
+                    nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
+                )  # fmt: skip
+            return {"files": [file.to_json() for file in files.written]}
+
+        self._begin("wrote", header, write)
+        yield {}, _NONE
+
+    def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins to replace all rows by this shard's part of a version."""
+        epoch = self._checked(header)
+        repository = Repository.open(open_store(header["url"]))
+        version = VersionId.parse(header["version"])
+        target = _Own(epoch, {told: name for name, told in header["names"].items()})
+
+        def load() -> Json:
+            target.clear()
+            load_shard(
+                repository, version, target, epoch.shard.index,
+                lambda earlier: bool(earlier.layout["shards"] == epoch.shards), self._pool,
+            )  # fmt: skip
+            return {}
+
+        self._begin("loaded", header, load)
+        yield {}, _NONE
+
+    def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
+        """Long work in a thread of its own; `work` tells what became of it."""
+        job: Future[Json] = Future()
+        started = time.perf_counter()
+
+        def run() -> None:
+            try:
+                with self._working():
+                    done = work()
+            except BaseException as error:
+                job.set_exception(error)
+                self._tell("failed", {"what": event, "error": str(error)})
+                return
+            job.set_result(done)
+            seconds = round(time.perf_counter() - started, 3)
+            self._tell(event, {"version": header["version"], "seconds": seconds})
+
+        with self._lock:
+            if self._job is not None and not self._job[1].done():
+                raise ServerError("the server is still at work on something else")
+            self._job = (int(header["epoch"]), job)
+        threading.Thread(target=run, name=f"emberkeep-{event}", daemon=True).start()
+
+    def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        if self._job is None or self._job[0] != int(header["epoch"]):
+            raise EpochError(f"no work was begun in epoch {header['epoch']}")
+        job = self._job[1]
+        yield ({"done": True, **job.result()} if job.done() else {"done": False}), _NONE
+
+    def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._frozen(header)
+        self._cancelled.set()
+        yield {}, _NONE
+
+    def _close(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        snapshots = self._frozen(header)
+        with self._lock:
+            self._snapshots = ()
+        for snapshot in snapshots:
+            snapshot.close(header["advanced"])
+        yield {}, _NONE
+
+    def _frozen(self, header: Json) -> Sequence[FrozenRows]:
+        if int(header["epoch"]) != self._snapshot_epoch:
+            raise EpochError(f"nothing is frozen in epoch {header['epoch']}")
+        return self._snapshots
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    def drain(self, patience_seconds: float) -> bool:
+        """Refuses what comes, waits for what is under way; whether it ended in time."""
+        self._draining = True
+        self._tell("draining", {})
+        with self._idle:
+            return self._idle.wait_for(lambda: self._at_work == 0, patience_seconds)
+
+    @contextmanager
+    def _working(self, *, always: bool = False) -> Iterator[None]:
+        if self._draining and not always:
+            raise ServerError("the server is shutting down")
+        with self._idle:
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._at_work -= 1
+                self._idle.notify_all()
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _of(self, header: Json) -> Epoch:
+        """The present epoch, if the message is meant for it."""
+        epoch, meant = self._epoch, int(header["epoch"])
+        if epoch is None:
+            raise EpochError(f"this server was given no epoch; the message is for {meant}")
+        if epoch.number != meant:
+            raise EpochError(f"this server has epoch {epoch.number}, the message is for {meant}")
+        return epoch
+
+    def _checked(self, header: Json) -> Epoch:
+        epoch = self._of(header)
+        epoch.check(int(header["epoch"]))
+        return epoch
+
+    def _owned(self, header: Json, ids: npt.NDArray[Any]) -> Shard:
+        epoch = self._checked(header)
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise ProtocolError("ids are one column of int64")
+        epoch.check_rows(header["table"], ids)
+        return epoch.shard
+
+    def _dirty_rows(self, epoch: Epoch) -> int:
+        return sum(slab.dirty_rows() for slab in epoch.shard.slabs)
+
+    def exposition(self) -> str:
+        """Everything that Prometheus may know."""
+        epoch = self._epoch
+        if epoch is None:
+            return self.metrics.exposition(shard=None, state="empty", dirty_rows=0)
+        return self.metrics.exposition(
+            shard=epoch.shard.index, state=epoch.shard.state, dirty_rows=self._dirty_rows(epoch)
+        )
+
+
+def _priority(header: Json) -> Priority | None:
+    told = header.get("priority")
+    return None if told is None else Priority(**told)
+
+
+class _Own:
+    """A shard as the target of a load: rows of other shards, and of other tables, are passed
+    over."""
+
+    def __init__(self, epoch: Epoch, names: Mapping[str, str]) -> None:
+        self._epoch = epoch
+        self._names = names
+
+    def clear(self) -> None:
+        self._epoch.shard.clear()
+
+    def install(self, table: str, ids: Any, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        if table in self._names:
+            mine = self._epoch.own(self._names[table], ids)
+            own = {name: values[mine] for name, values in planes.items()}
+            self._epoch.shard.install(self._names[table], ids[mine], own)
+
+    def delete(self, table: str, ids: Any) -> int:
+        if table not in self._names:
+            return 0
+        mine = self._epoch.own(self._names[table], ids)
+        return self._epoch.shard.delete(self._names[table], ids[mine])
+
+    def load_table_state(self, state: Json) -> None:
+        mine = {self._names[told]: its for told, its in state.items() if told in self._names}
+        self._epoch.shard.load_table_state(mine)
+
+    def forget_changes(self, *, keep_since_baseline: bool) -> None:
+        self._epoch.shard.forget_changes(keep_since_baseline=keep_since_baseline)

@@ -1,0 +1,155 @@
+"""A served shard behind Arrow Flight: streams for pulls and pushes, actions for the rest.
+
+Back-pressure: each stream has one request in work and reads the next when that one is answered; the
+transport holds a sender back meanwhile. So memory is bounded by streams times the size of a
+request, and what comes beyond `max_streams` is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from emberkeep.cluster.connection import as_batch, blob_of, row_schema
+from emberkeep.cluster.security import HEADER, Security, read_pem
+from emberkeep.cluster.wire import (
+    PROTOCOL,
+    describe_error,
+    pack_frame,
+    refusal,
+    unpack_frame,
+)
+from emberkeep.errors import EmberkeepError, ProtocolError, ServerError
+from emberkeep.serving.epoch import Session
+from emberkeep.serving.served import ServedShard
+
+MAX_STREAMS = 256
+MAX_ACTIONS = 64
+_MAX_COMMAND_NBYTES = 4096
+
+
+class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Listens on `host:port` (0: any free one) for one `ServedShard`.
+
+    A malformed message gets an error and ends its stream; nothing that arrives ends the server.
+    """
+
+    def __init__(
+        self,
+        served: ServedShard,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        security: Security | None = None,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        security = security or Security()
+        security.check_listening(host)
+        self.served = served
+        self.host = host
+        self.tls = security.tls
+        self._streams = threading.BoundedSemaphore(max_streams)
+        self._actions = threading.BoundedSemaphore(MAX_ACTIONS)
+        self._schema = row_schema()
+        options: dict[str, Any] = {}
+        if security.certificate is not None and security.key is not None:
+            options["tls_certificates"] = [(read_pem(security.certificate), read_pem(security.key))]
+        scheme = "grpc+tls" if security.tls else "grpc+tcp"
+        try:
+            super().__init__(
+                f"{scheme}://{host}:{port}", middleware={"token": _Door(security)}, **options
+            )
+        except pa.ArrowException as error:
+            raise ServerError(
+                f"cannot listen on {host}:{port}: {str(error).splitlines()[0]}; choose another "
+                "--port, or end what listens there"
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """What a client is told."""
+        return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{self.host}:{self.port}"
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        if not self._streams.acquire(blocking=False):
+            raise flight.FlightUnavailableError("too many streams are open on this server")
+        try:
+            self._check_greeting(descriptor.command)
+            writer.begin(self._schema)
+            self._answer_all(reader, writer)
+        finally:
+            self._streams.release()
+
+    def _check_greeting(self, command: bytes | None) -> None:
+        try:
+            greeting = json.loads((command or b"")[:_MAX_COMMAND_NBYTES])
+            protocol = greeting["protocol"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise flight.FlightServerError("a stream begins with the protocol's number") from None
+        if protocol != PROTOCOL:
+            raise flight.FlightServerError(
+                f"this server speaks protocol {PROTOCOL}, the client {protocol!r}: use one release"
+            )
+
+    def _answer_all(self, reader: Any, writer: Any) -> None:
+        session = Session()
+        while True:
+            try:
+                chunk = reader.read_chunk()
+            except StopIteration:
+                return
+            except pa.ArrowException:
+                return  # the client is gone, or never spoke our language
+            try:
+                if chunk.data is not None:
+                    chunk.data.validate(full=True)
+                reply = self.served.answer(blob_of(chunk.data), session)
+                last = False
+            except (ProtocolError, pa.ArrowException, ValueError) as error:
+                told = (
+                    error if isinstance(error, ProtocolError) else ProtocolError(str(error)[:200])
+                )
+                reply, last = refusal(told, 0), True
+            except Exception as error:  # a bug must end one request, not the server
+                self.served.failed(error)
+                reply, last = refusal(error, 0), True
+            try:
+                writer.write_batch(as_batch(np.ascontiguousarray(reply), self._schema))
+            except pa.ArrowException:
+                return  # the client is gone; it will ask again
+            if last:
+                return
+
+    def do_action(self, context: Any, action: Any) -> Iterator[Any]:
+        if not self._actions.acquire(blocking=False):
+            raise flight.FlightUnavailableError("too many actions are under way on this server")
+        try:
+            header, arrays = unpack_frame(action.body)
+            for answer, its in self.served.act(action.type, header, arrays):
+                yield flight.Result(pack_frame(answer, its))
+        except EmberkeepError as error:
+            yield flight.Result(pack_frame(describe_error(error)))
+        except Exception as error:
+            self.served.failed(error)
+            yield flight.Result(pack_frame(describe_error(error)))
+        finally:
+            self._actions.release()
+
+
+class _Door(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Lets in who brings the token."""
+
+    def __init__(self, security: Security) -> None:
+        super().__init__()
+        self._security = security
+
+    def start_call(self, info: Any, headers: Any) -> None:
+        given = headers.get(HEADER) or [None]
+        if not self._security.admits(given[0]):
+            raise flight.FlightUnauthenticatedError("the token is missing or wrong")

@@ -1,0 +1,53 @@
+"""Runs what a served shard runs once on a tiny one, so that its first requests do not wait for
+kernels to be loaded, or compiled where nobody did before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from emberkeep.kernels import hashing
+from emberkeep.lookup import merge, unique_ids
+from emberkeep.pool import Pool
+from emberkeep.shard import Shard
+from emberkeep.slab import RowIds
+from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table
+
+OPTIMIZERS: tuple[Optimizer, ...] = (
+    SGD(lr=0.1),
+    Momentum(lr=0.1),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+)
+
+
+def warm_up(optimizers: Sequence[Optimizer] = OPTIMIZERS) -> None:
+    """Pulls, pushes, freezes and deletes a few rows with each optimizer."""
+    pool = Pool(1)
+    ids = RowIds(np.arange(4), np.array([0, 2, 4]))
+    unique_ids(ids.ids, ids.offsets, pool)
+    rows_UD = np.ones((4, 4), np.float32)
+    merge(ids, rows_UD, ids, rows_UD, pool)
+    counts_ST, order = np.zeros((1, 2), np.int64), np.empty(4, np.int64)
+    hashing.route(ids.ids, ids.offsets, np.array([False, True]), 1, counts_ST, order)
+    for optimizer in optimizers:
+        tables = [
+            Table("fixed", rows=8, dim=4),
+            Table("dynamic", capacity=8, dim=4, on_full="evict_oldest"),
+        ]
+        shard = Shard(tables, optimizer, pool=pool)
+        shard.track()
+        shard.pull([ids], [np.empty((4, 4), np.float32)])
+        for _ in range(2):
+            shard.apply(shard.check([ids], [rows_UD]), 0.1)
+            frozen = shard.freeze(None, 2**20)
+            shard.apply(shard.check([ids], [rows_UD]), 0.1)
+            for snapshot in frozen:
+                for _chunk in snapshot.chunks(4096, threading.Event()):
+                    pass
+                snapshot.close(())
+        shard.install("fixed", *shard.read_all("fixed"))
+        shard.delete("dynamic", np.array([3]))

@@ -1,0 +1,145 @@
+"""Shard servers for tests: real processes, forked from one that has loaded everything already.
+
+`Farm` starts `python -m tests.servers`, which loads once and forks a server for each request; a
+server that is killed is really dead. `Hosts` are the servers of one cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+class Farm:
+    """Starts and ends servers."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "EMBERKEEP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.servers"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lock = threading.Lock()
+
+    def _ask(self, **question: Any) -> Any:
+        with self._lock:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def start(self, threads: int = 1, port: int = 0) -> tuple[int, str]:
+        """A server's pid and address."""
+        pid, address = self._ask(start=True, threads=threads, port=port)
+        return int(pid), str(address)
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL, and gone when this returns."""
+        self._ask(kill=pid)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class FarmHosts:
+    """The servers of one cluster, replaced as soon as that is asked for."""
+
+    def __init__(self, farm: Farm, shards: int, threads: int = 1) -> None:
+        self.farm = farm
+        self.threads = threads
+        self.servers = [farm.start(threads) for _ in range(shards)]
+        self.replaced = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.servers)
+
+    def address(self, shard: int) -> str:
+        return self.servers[shard][1]
+
+    def kill(self, shard: int) -> None:
+        self.farm.kill(self.servers[shard][0])
+
+    def signal(self, shard: int, number: int) -> None:
+        os.kill(self.servers[shard][0], number)
+
+    def replace(self, shard: int, life: str) -> str:
+        self.kill(shard)
+        self.replaced += 1
+        self.servers[shard] = self.farm.start(self.threads)
+        return self.address(shard)
+
+    def close(self) -> None:
+        """They serve the next cluster."""
+
+    def end(self) -> None:
+        for shard in range(self.count):
+            self.kill(shard)
+
+
+def _serve(pipe: int, threads: int, port: int) -> None:
+    from emberkeep.serving.served import ServedShard
+    from emberkeep.serving.server import ShardServer
+
+    server = ShardServer(ServedShard(threads=threads), port=port)
+    os.write(pipe, (server.address + "\n").encode())
+    os.close(pipe)
+    server.serve()
+
+
+def _main() -> None:
+    import pyarrow.flight  # noqa: F401
+
+    import emberkeep.serving.server  # noqa: F401
+    from emberkeep.serving.warm import warm_up
+
+    warm_up()  # kernels are loaded once, here
+
+    children: set[int] = set()
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "kill" in question:
+            if question["kill"] in children:
+                os.kill(question["kill"], signal.SIGKILL)
+                os.waitpid(question["kill"], 0)
+                children.discard(question["kill"])
+            print("null", flush=True)
+            continue
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            devnull = os.open(os.devnull, os.O_RDWR)
+            os.dup2(devnull, 0)
+            os.dup2(devnull, 1)
+            try:
+                _serve(writing, question["threads"], question["port"])
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(writing)
+        children.add(pid)
+        with os.fdopen(reading) as pipe:
+            print(json.dumps([pid, pipe.readline().strip()]), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main()
