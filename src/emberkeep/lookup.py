@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import rows
-from emberkeep.pool import Pool, Task, spans
+from emberkeep.pool import Job, Pool, spans
 from emberkeep.slab import RowIds
 from emberkeep.tables import Table
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
-Work = Callable[[int, int], object]
+Writer = Callable[..., object]
 
 _NO_SCALES: F32 = np.empty(0, np.float32)
 _NO_ENDS: I64 = np.empty((0, 0), np.int64)
@@ -177,94 +177,67 @@ class Lookup:
 
     def pooled(self, rows_UD: F32, out_BFD: F32) -> None:
         """Fills this slab's columns of the output with the sum of each bag's rows."""
-        inverse_N, bases_F = self.inverse_N, self.bases_F
         self._over(
-            self.batch,
-            lambda start, stop: rows.pool(
-                rows_UD, inverse_N, bases_F, self.firsts_F, self.lengths_F,
-                self.ends_FB, self.scales_N, self.columns_F, start, stop, out_BFD,
-            ),
+            self.batch, rows.write_pool, rows_UD, self.inverse_N, self.bases_F, self.firsts_F,
+            self.lengths_F, self.ends_FB, self.scales_N, self.columns_F, out_BFD,
         )  # fmt: skip
 
     def gathered(self, rows_UD: F32, feature: int, out_ND: F32) -> None:
         """Without pooling: the row of each lookup of one feature."""
         base, first = int(self.bases_F[feature]), int(self.firsts_F[feature])
-        inverse_N = self.inverse_N
-        self._over(
-            out_ND.shape[0],
-            lambda start, stop: rows.gather(rows_UD, inverse_N, base, first, start, stop, out_ND),
-        )
+        self._over(out_ND.shape[0], rows.write_gather, rows_UD, self.inverse_N, base, first, out_ND)
 
     def gradients(self, grads_GD: F32) -> tuple[F32, float]:
         """Each unique row's gradient, summed over its bags, and the square norm of them all."""
         wanted, inverse_N = self._deduped()
         out_UD = np.empty((wanted.ids.size, grads_GD.shape[1]), np.float32)
         squares_T = np.empty(len(self.layout.tables), np.float64)
-        self._over_tables(
-            lambda first, last: rows.aggregate(
-                grads_GD, inverse_N, wanted.offsets, self.layout.features_T,
-                self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
-                self.counts_F, self.scales_N, first, last, out_UD, squares_T,
-            )
+        args = (
+            grads_GD, inverse_N, wanted.offsets, self.layout.features_T, self.firsts_F,
+            self.lengths_F, self.ends_FB, self.columns_F, self.width, self.counts_F,
+            self.scales_N, out_UD, squares_T,
         )  # fmt: skip
+        parts = table_spans(self.offsets_T, self.pool.threads)
+        self.pool.together(Job(rows.write_aggregate, parts, args))
         return out_UD, float(squares_T.sum())
 
     def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:
         """The gradient of each lookup's per-sample weight."""
         out_N = np.empty(self.ids_N.size, np.float32)
-        inverse_N, bases_F = self.inverse_N, self.bases_F
         self._over(
-            self.batch,
-            lambda start, stop: rows.scale_gradients(
-                grads_GD, rows_UD, inverse_N, bases_F, self.firsts_F, self.lengths_F,
-                self.ends_FB, self.columns_F, self.width, start, stop, out_N,
-            ),
+            self.batch, rows.write_scale_gradients, grads_GD, rows_UD, self.inverse_N,
+            self.bases_F, self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
+            out_N,
         )  # fmt: skip
         return out_N
 
-    def over_samples(self, work: Work) -> None:
-        """Runs work over ranges of samples."""
-        tasks = _cut(spans(self.batch, self.pool.threads, _LEAST), work)
+    def over_samples(self, write: Writer, *args: Any) -> list[int]:
+        """Runs a kernel over ranges of samples; its results."""
+        job = Job(write, spans(self.batch, self.pool.threads, _LEAST), args)
         if not self.trained or self._unique is not None:
-            self.pool.run(tasks)
-            return
-        search = _Search(self.ids_N, self.offsets_T)
-        searches = search.tasks(self.pool)
-        if len(tasks) == len(searches) == 1:  # too little work to wake a thread for
-            tasks[0]()
-            searches[0]()
-        else:
-            self.pool.run([*tasks, *searches])
+            return self.pool.together(job)[0]
+        search = _Search(self.ids_N, self.offsets_T, self.pool)
+        results, _ = self.pool.together(job, search.job)
         self._unique = search.found()
+        return results
 
-    def _over(self, count: int, work: Work) -> None:
-        self.pool.run(_cut(spans(count, self.pool.threads, _LEAST), work))
-
-    def _over_tables(self, work: Work) -> None:
-        self.pool.run(_cut(table_spans(self.offsets_T, self.pool.threads), work))
-
-
-def _cut(parts: Sequence[tuple[int, int]], work: Work) -> list[Task]:
-    return [partial(work, start, stop) for start, stop in parts]
+    def _over(self, count: int, write: Writer, *args: Any) -> None:
+        self.pool.together(Job(write, spans(count, self.pool.threads, _LEAST), args))
 
 
 class _Search:
-    """The search for the unique ids of each table: tasks that may run beside others."""
+    """The search for the unique ids of each table: a job that may run beside another."""
 
-    def __init__(self, ids_N: I64, offsets_T: I64) -> None:
-        self._ids_N, self._offsets_T = ids_N, offsets_T
+    def __init__(self, ids_N: I64, offsets_T: I64, pool: Pool) -> None:
+        self._offsets_T = offsets_T
         self._staged: I64 = np.empty(ids_N.size, np.int64)
         self._inverse_N: I32 = np.empty(ids_N.size, np.int32)
         self._counts_T: I64 = np.empty(offsets_T.size - 1, np.int64)
-
-    def tasks(self, pool: Pool) -> list[Task]:
-        return _cut(
-            table_spans(self._offsets_T, pool.threads),
-            lambda first, last: rows.dedupe(
-                self._ids_N, self._offsets_T, first, last, self._staged, self._inverse_N,
-                self._counts_T,
-            ),
-        )  # fmt: skip
+        self.job = Job(
+            rows.write_dedupe,
+            table_spans(offsets_T, pool.threads),
+            (ids_N, offsets_T, self._staged, self._inverse_N, self._counts_T),
+        )
 
     def found(self) -> tuple[RowIds, I32]:
         starts_T = np.zeros(self._offsets_T.size, np.int64)
@@ -276,8 +249,8 @@ class _Search:
 
 def unique_ids(ids_N: I64, offsets_T: I64, pool: Pool) -> tuple[RowIds, I32]:
     """The unique ids of each table, and for each lookup the number of its id among them."""
-    search = _Search(ids_N, offsets_T)
-    pool.run(search.tasks(pool))
+    search = _Search(ids_N, offsets_T, pool)
+    pool.together(search.job)
     return search.found()
 
 

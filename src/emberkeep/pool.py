@@ -1,7 +1,8 @@
 """A small pool of threads that run serial kernels over disjoint ranges.
 
 Kernels release the GIL, so Python threads are enough; numba's own threading layers are not used
-because they abort when called from several threads or after a fork.
+because they abort when called from several threads or after a fork. Short kernels are run as
+*jobs*, which threads take from each other without the GIL.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +24,24 @@ import numpy.typing as npt
 from emberkeep.errors import ConfigError
 
 Task = Callable[[], object]
-Spin = Callable[[npt.NDArray[np.int64], int, int], bool]
 Queue = SimpleQueue["tuple[Task, _Join] | None"]
 
 # How often an idle thread looks for work before it sleeps: about a millisecond. Threads of OpenMP
 # do the same, for longer.
-_LOOKS = 1_000_000
+_LOOKS = 40_000
+_MOST_THREADS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel to be run over each of some disjoint ranges: `kernel(start, stop, *args)`.
+
+    `write` is the kernel's own writer of calls (see `kernels/_jobs.py`).
+    """
+
+    write: Callable[..., object]
+    parts: Sequence[tuple[int, int]]
+    args: tuple[Any, ...]
 
 
 def default_threads() -> int:
@@ -49,7 +65,7 @@ class _Join:
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
-        self.finished = np.zeros(1, np.int64)
+        self.finished = 0
         self.error: BaseException | None = None
         self.lock = threading.Lock()
         self.done = threading.Lock()
@@ -63,14 +79,13 @@ class _Join:
             error = raised
         with self.lock:
             self.error = self.error or error
-            last = self.finished[0] == self.tasks - 1
-            self.finished[0] += 1
+            self.finished += 1
+            last = self.finished == self.tasks
         if last:
             self.done.release()
 
-    def wait(self, spin: Spin) -> None:
-        if not spin(self.finished, self.tasks, _LOOKS):
-            self.done.acquire()
+    def wait(self) -> None:
+        self.done.acquire()
         if self.error is not None:
             raise self.error
 
@@ -88,36 +103,30 @@ class Pool:
 
     def __init__(self, threads: int | None = None, *, nice: int = 0) -> None:
         self.nice = nice
-        self.threads = default_threads() if threads is None else threads
-        if self.threads < 1:
-            raise ConfigError(f"threads must be 1 or more, not {threads}")
+        self.threads = min(default_threads(), _MOST_THREADS) if threads is None else threads
+        if not 1 <= self.threads <= _MOST_THREADS:
+            raise ConfigError(f"threads must be 1 to {_MOST_THREADS}, not {threads}")
         self._start_lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
-        self._queue: Queue = SimpleQueue()
-        self._given = np.zeros(1, np.int64)
+        self._shared: _Shared | None = None
         self._pid = os.getpid()
-        self._spin: Spin | None = None
 
-    def _start(self) -> Spin:
-        from emberkeep.kernels.waiting import spin
-
+    def _start(self) -> _Shared:
         if os.getpid() != self._pid:  # a forked child inherits the queue but none of the threads
             self._start_lock = threading.Lock()
             self._reset()
         with self._start_lock:
-            if self._spin is None:
+            if self._shared is None:
+                shared = _Shared()
                 for i in range(self.threads - 1):
                     threading.Thread(
-                        target=_work,
-                        args=(self._queue, self._given, spin, self.nice),
-                        name=f"emberkeep-{i}",
-                        daemon=True,
+                        target=_work, args=(shared, self.nice), name=f"emberkeep-{i}", daemon=True
                     ).start()
-                    weakref.finalize(self, self._queue.put, None)  # the thread ends with the pool
-                self._spin = spin
-            return self._spin
+                    weakref.finalize(self, shared.queue.put, None)  # the thread ends with the pool
+                self._shared = shared
+            return self._shared
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Runs all tasks and returns when each has ended; raises the first error."""
@@ -125,23 +134,78 @@ class Pool:
             for task in tasks:
                 task()
             return
-        spin = self._spin
-        if spin is None or os.getpid() != self._pid:
-            spin = self._start()
+        shared = self._shared
+        if shared is None or os.getpid() != self._pid:
+            shared = self._start()
         join = _Join(len(tasks))
         for task in tasks[1:]:
-            self._queue.put((task, join))
-        self._given[0] += len(tasks) - 1
+            shared.queue.put((task, join))
+        shared.words[shared.rounds.GIVEN] += len(tasks) - 1
         join.run(tasks[0])
         while True:  # the caller helps as long as tasks wait
             try:
-                item = self._queue.get_nowait()
+                item = shared.queue.get_nowait()
             except Empty:
                 break
-            assert item is not None
-            task, other = item
-            other.run(task)
-        join.wait(spin)
+            if item is not None:
+                task, other = item
+                other.run(task)
+        join.wait()
+
+    def together(self, *jobs: Job) -> list[list[int]]:
+        """Runs jobs at once; the result of each part of each job."""
+        shared = self._shared
+        if shared is None or os.getpid() != self._pid:
+            shared = self._start()
+        return shared.together(jobs)
+
+
+class _Shared:
+    """What the threads of a pool share."""
+
+    def __init__(self) -> None:
+        from emberkeep.kernels import _jobs, rounds
+
+        self.rounds: ModuleType = rounds
+        self.failed = _jobs.FAILED
+        self.words: npt.NDArray[np.int64] = np.zeros(rounds.WORDS, np.int64)
+        self.queue: Queue = SimpleQueue()
+        self.asleep = 0
+        self.asleep_lock = threading.Lock()
+        self._round_lock = threading.Lock()
+        self._number = 0
+
+    def together(self, jobs: Sequence[Job]) -> list[list[int]]:
+        rounds = self.rounds
+        free = self._round_lock.acquire(blocking=False)
+        # While another caller has the threads, this one works alone.
+        words = self.words if free else np.zeros(rounds.WORDS, np.int64)
+        try:
+            at, block = rounds.PARTS, rounds.BLOCKS
+            for job in jobs:
+                job.write(words[block : block + rounds.BLOCK], *job.args)
+                for start, stop in job.parts:
+                    words[at], words[at + 1], words[at + 2] = block, start, stop
+                    at += 4
+                block += rounds.BLOCK
+            parts = (at - rounds.PARTS) // 4
+            self._number = (self._number + 1) & 0x7FFFFFFF
+            if free and parts > 1:
+                for _ in range(min(self.asleep, parts - 1)):
+                    self.queue.put(_WAKE)
+            try:
+                rounds.lead(words, self._number, parts)
+            finally:  # whatever interrupts: arrays must not go while a thread works on them
+                while not rounds.finished(words, parts, _LOOKS):
+                    os.sched_yield()
+            results = words[rounds.PARTS + 3 : at : 4].tolist()
+        finally:
+            if free:
+                self._round_lock.release()
+        if min(results, default=0) == self.failed:
+            raise MemoryError("a kernel could not get the memory that it works in")
+        ends = np.cumsum([len(job.parts) for job in jobs]).tolist()
+        return [results[end - len(job.parts) : end] for job, end in zip(jobs, ends, strict=True)]
 
 
 def be_nice(nice: int) -> None:
@@ -150,16 +214,24 @@ def be_nice(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def _work(queue: Queue, given: npt.NDArray[np.int64], spin: Spin, nice: int) -> None:
+_WAKE: tuple[Task, _Join] = (lambda: None, _Join(-1))
+
+
+def _work(shared: _Shared, nice: int) -> None:
     be_nice(nice)
+    rounds, words, queue = shared.rounds, shared.words, shared.queue
     while True:
-        seen = given[0]
+        given = words[rounds.GIVEN]
         try:
             item = queue.get_nowait()
         except Empty:
-            if spin(given, seen + 1, _LOOKS):
+            if rounds.follow(words, given + 1, _LOOKS):
                 continue
+            with shared.asleep_lock:
+                shared.asleep += 1
             item = queue.get()
+            with shared.asleep_lock:
+                shared.asleep -= 1
         if item is None:
             return
         task, join = item

@@ -205,10 +205,8 @@ class Shard:
         )  # fmt: skip
         with self._lock:
             self._must_serve()
-            lookup.over_samples(
-                lambda start, stop: self.slabs[slab].pull_bags(
-                    lookup.ids_N, lookup.layout.tables_F, places, start, stop, out_BFD
-                )
+            self.slabs[slab].pull_bags(
+                lookup.over_samples, lookup.ids_N, lookup.layout.tables_F, places, out_BFD
             )
 
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool) -> None:

@@ -8,9 +8,8 @@ fact last looked).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import initial, optimizers, rows
 from emberkeep.memory import lazy_zeros
-from emberkeep.pool import ForkLock, Pool, spans
+from emberkeep.pool import ForkLock, Job, Pool, spans
 from emberkeep.priority import Priority, Ranking, Span, ranking
 from emberkeep.slots import Slots
 from emberkeep.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
@@ -39,6 +38,7 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Planes = dict[str, npt.NDArray[Any]]
+Writer = Callable[..., object]
 Places = tuple[I64, I64, I64, F32, I64]
 
 # Tables start at a multiple of this many rows, so that no two share a word of a bitmap.
@@ -187,22 +187,10 @@ class Slab:
         self._pull(wanted, found, out_UD)
 
     def _pull(self, wanted: RowIds, places: I64, out_UD: F32) -> None:
-        self._run(
-            wanted.ids.size,
-            lambda start, stop: initial.pull(
-                self.keys_T,
-                self.kinds_T,
-                self.shapes_T2,
-                wanted.offsets,
-                wanted.ids,
-                places,
-                self._filled,
-                start,
-                stop,
-                self.planes["weight"],
-                out_UD,
-            ),
-        )
+        self._over(
+            wanted.ids.size, initial.write_pull, self.keys_T, self.kinds_T, self.shapes_T2,
+            wanted.offsets, wanted.ids, places, self._filled, self.planes["weight"], out_UD,
+        )  # fmt: skip
 
     @property
     def direct(self) -> bool:
@@ -210,22 +198,22 @@ class Slab:
         return not self.slots and self.shards == 1
 
     def pull_bags(
-        self, ids_N: I64, tables_F: I64, places: Places, start: int, stop: int,
+        self, over_samples: Callable[..., list[int]], ids_N: I64, tables_F: I64, places: Places,
         out_BFD: F32,
     ) -> None:  # fmt: skip
-        """Bags of samples start..stop straight from the rows, where the slab is `direct`.
+        """Bags straight from the rows, where the slab is `direct`; `over_samples` runs a kernel.
 
         `places` says where each bag's ids stand: firsts, lengths, ends, scales and columns, as
         `rows.pool` takes them.
         """
-        bad = initial.pull_bags(
-            self.keys_T, self.kinds_T, self.shapes_T2, self.limits_T, self.bases_T, self.touched,
-            self.planes["weight"], ids_N, tables_F, *places, start, stop, out_BFD,
+        results = over_samples(
+            initial.write_pull_bags, self.keys_T, self.kinds_T, self.shapes_T2, self.limits_T,
+            self.bases_T, self.touched, self.planes["weight"], ids_N, tables_F, *places, out_BFD,
         )  # fmt: skip
-        if bad >= 0:
-            firsts_F = places[0]
-            feature = int(np.searchsorted(firsts_F, bad, side="right")) - 1
-            raise self._outside(int(tables_F[feature]), int(ids_N[bad]))
+        bad = [position for position in results if position >= 0]
+        if bad:
+            feature = int(np.searchsorted(places[0], bad[0], side="right")) - 1
+            raise self._outside(int(tables_F[feature]), int(ids_N[bad[0]]))
 
     def _outside(self, table: int, identity: int) -> IdError:
         return outside(self.tables[table], identity)
@@ -333,14 +321,8 @@ class Slab:
         return Push(wanted, found, grads_UD, unknown)
 
     def _check_finite(self, wanted: RowIds, grads_UD: F32) -> None:
-        worst: list[int] = []
-
-        def check(start: int, stop: int) -> None:
-            bad = rows.first_nonfinite(grads_UD, start, stop)
-            if bad >= 0:
-                worst.append(bad)
-
-        self._run(wanted.ids.size, check)
+        found = self._over(wanted.ids.size, rows.write_first_nonfinite, grads_UD)
+        worst = [position for position in found if position >= 0]
         if worst:
             bad = min(worst)
             raise not_finite(self.tables[wanted.table_of(bad)], int(wanted.ids[bad]))
@@ -369,22 +351,14 @@ class Slab:
         self._admit_all(wanted, found, push.unknown_T)
         self.steps_T += 1
         places = self._places(found)
-        update = self._update(wanted, places, grads_UD, lr)
-
-        fresh = np.empty(found.size, np.int64)
+        self._prepare(wanted, places)
         ranked = self.ranking
-
-        def apply(start: int, stop: int) -> None:
-            self._prepare(wanted, places, start, stop, fresh)
-            if ranked is not None:
-                ranked.updating(found, start, stop)
-            update(start, stop)
-            if self.optimizer.max_norm is not None:
-                optimizers.clip_rows(
-                    places, start, stop, self.optimizer.max_norm, self.planes["weight"]
-                )
-
-        self._run(wanted.ids.size, apply)
+        if ranked is not None:
+            ranked.updating(found, 0, found.size)
+        self._over(places.size, *self._update(wanted, places, grads_UD, lr))
+        if self.optimizer.max_norm is not None:
+            args = (places, self.optimizer.max_norm, self.planes["weight"])
+            self._over(places.size, optimizers.write_clip_rows, *args)
         self._after_write(found, places)
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
@@ -401,7 +375,7 @@ class Slab:
             self.slots[table].next_tick = max(
                 self.slots[table].next_tick, int(planes["used"].max(initial=0)) + 1
             )
-        optimizers.mark(places, 0, places.size, self._filled, self._changed)
+        optimizers.mark(places, self._filled, self._changed)
         self._after_write(found, places)
 
     def _check_install(
@@ -526,9 +500,9 @@ class Slab:
             rows.list_bits(self.touched, *words, found)
             slots.restore(found - base)
 
-    def _run(self, count: int, work: Any) -> None:
-        parts = spans(count, self.pool.threads, _LEAST_ROWS)
-        self.pool.run([partial(work, start, stop) for start, stop in parts])
+    def _over(self, count: int, write: Writer, *args: Any) -> list[int]:
+        """Runs a kernel over ranges of rows; its results."""
+        return self.pool.together(Job(write, spans(count, self.pool.threads, _LEAST_ROWS), args))[0]
 
     def one_table(self, table: int, ids: I64) -> RowIds:
         """A request for rows of one table alone."""
@@ -583,48 +557,41 @@ class Slab:
             if self.tracker is not None:
                 self.tracker.remove(table, ids)
 
-    def _prepare(self, wanted: RowIds, places: I64, start: int, stop: int, fresh: I64) -> None:
+    def _prepare(self, wanted: RowIds, places: I64) -> None:
         """Marks places and gives every plane of those that were never touched its initial value."""
-        count = initial.prepare(
-            self.keys_T,
-            self.kinds_T,
-            self.shapes_T2,
-            wanted.offsets,
-            wanted.ids,
-            places,
-            self._filled,
-            self._changed,
-            start,
-            stop,
-            self.planes["weight"],
-            fresh,
-        )
-        if count:
-            for name, plane in self.planes.items():
-                if name not in ("weight", "used"):
-                    plane[fresh[start : start + count]] = self.optimizer.initial(name)
+        fresh = np.empty(places.size, np.int64)
+        parts = spans(places.size, self.pool.threads, _LEAST_ROWS)
+        args = (
+            self.keys_T, self.kinds_T, self.shapes_T2, wanted.offsets, wanted.ids, places,
+            self._filled, self._changed, self.planes["weight"], fresh,
+        )  # fmt: skip
+        counts = self.pool.together(Job(initial.write_prepare, parts, args))[0]
+        for (start, _), count in zip(parts, counts, strict=True):
+            if count:
+                for name, plane in self.planes.items():
+                    if name not in ("weight", "used"):
+                        plane[fresh[start : start + count]] = self.optimizer.initial(name)
 
-    def _update(self, wanted: RowIds, places: I64, grads_UD: F32, lr: float) -> Any:
-        """The optimizer's kernel as a function of (start, stop)."""
+    def _update(self, wanted: RowIds, places: I64, grads_UD: F32, lr: float) -> tuple[Any, ...]:
+        """The optimizer's kernel and its arguments."""
         spec, planes, rate = self.optimizer, self.planes, np.float32(lr)
         weight = planes["weight"]
         if isinstance(spec, SGD):
-            return lambda a, b: optimizers.sgd(places, grads_UD, a, b, rate, weight)
+            return optimizers.write_sgd, places, grads_UD, rate, weight
         if isinstance(spec, Momentum):
             factor = np.float32(spec.momentum)
-            return lambda a, b: optimizers.momentum(
-                places, grads_UD, a, b, rate, factor, spec.nesterov, weight, planes["momentum"]
-            )
+            return (
+                optimizers.write_momentum, places, grads_UD, rate, factor, spec.nesterov, weight,
+                planes["momentum"],
+            )  # fmt: skip
         if isinstance(spec, Adagrad):
-            step = (
-                optimizers.row_wise_adagrad
+            write = (
+                optimizers.write_row_wise_adagrad
                 if isinstance(spec, RowWiseAdagrad)
-                else optimizers.adagrad
+                else optimizers.write_adagrad
             )
             eps = np.float32(spec.eps)
-            return lambda a, b: step(
-                places, grads_UD, a, b, rate, eps, weight, planes["accumulator"]
-            )
+            return write, places, grads_UD, rate, eps, weight, planes["accumulator"]
         assert isinstance(spec, Adam)
         beta1, beta2 = spec.betas
         rates = np.array(
@@ -633,19 +600,7 @@ class Slab:
         )
         steps = planes.get("step", self._no_steps)
         eps = np.float32(spec.eps)
-        return lambda a, b: optimizers.adam(
-            places,
-            grads_UD,
-            wanted.offsets,
-            rates,
-            a,
-            b,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight,
-            planes["first_moment"],
-            planes["second_moment"],
-            steps,
-        )
+        return (
+            optimizers.write_adam, places, grads_UD, wanted.offsets, rates, lr, beta1, beta2, eps,
+            weight, planes["first_moment"], planes["second_moment"], steps,
+        )  # fmt: skip

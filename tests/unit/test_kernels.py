@@ -83,7 +83,7 @@ def test_unique_rows_come_in_the_order_of_first_occurrence(counts: list[list[int
     offsets = np.cumsum([0, *map(len, counts)])
     staged, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
     found = np.empty(len(counts), np.int64)
-    rows.dedupe(ids, offsets, 0, len(counts), staged, inverse, found)
+    rows.dedupe(0, len(counts), ids, offsets, staged, inverse, found)
     for t, table in enumerate(counts):
         unique = list(dict.fromkeys(table))
         assert staged[offsets[t] : offsets[t] + found[t]].tolist() == unique

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError
-from emberkeep.pool import Pool, default_threads, spans
+from emberkeep.kernels import rows
+from emberkeep.pool import Job, Pool, default_threads, spans
 
 
 def test_every_task_runs_once_and_errors_come_out() -> None:
@@ -75,3 +78,64 @@ def test_a_wrong_number_of_threads_is_refused(given: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("EMBERKEEP_THREADS", given)
     with pytest.raises(ConfigError, match="EMBERKEEP_THREADS"):
         default_threads()
+
+
+def nonfinite_rows(pool: Pool, seed: int) -> None:
+    """Two jobs at once: the first bad row of each part, and the unique ids of two tables."""
+    random = np.random.default_rng(seed)
+    values = np.ones((400, 3), np.float32)
+    bad = int(random.integers(400))
+    values[bad, 1] = np.nan
+    ids, offsets = random.integers(0, 40, 300), np.array([0, 120, 300])
+    staged, inverse = np.empty(300, np.int64), np.empty(300, np.int32)
+    counts = np.zeros(2, np.int64)
+    cut = spans(400, pool.threads)
+    found, nothing = pool.together(
+        Job(rows.write_first_nonfinite, cut, (values,)),
+        Job(rows.write_dedupe, [(0, 1), (1, 2)], (ids, offsets, staged, inverse, counts)),
+    )
+    assert found == [bad if start <= bad < stop else -1 for start, stop in cut]
+    assert nothing == [0, 0]
+    for t in range(2):
+        mine = slice(offsets[t], offsets[t + 1])
+        assert counts[t] == np.unique(ids[mine]).size
+        assert (staged[mine][inverse[mine]] == ids[mine]).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_jobs_run_part_by_part_whoever_calls(threads: int) -> None:
+    pool, errors = Pool(threads), []
+
+    def work(caller: int) -> None:
+        try:
+            for i in range(300):
+                nonfinite_rows(pool, seed=caller * 1000 + i)
+        except BaseException as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=work, args=(caller,)) for caller in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not errors
+
+
+def test_jobs_run_in_a_forked_child() -> None:
+    pool = Pool(3)
+    nonfinite_rows(pool, seed=1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            nonfinite_rows(pool, seed=2)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_no_parts_are_no_work() -> None:
+    assert Pool(2).together(
+        Job(rows.write_first_nonfinite, [], (np.ones((1, 1), np.float32),))
+    ) == [[]]

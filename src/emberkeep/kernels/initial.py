@@ -7,9 +7,12 @@ was never trained need not be stored anywhere.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import add_scaled_row, copy_row
 from emberkeep.kernels._memory import prefetch_bit, prefetch_row, set_bit, test_bit
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64, hash_id, mix64
@@ -104,6 +107,8 @@ def initial_rows(
 
 @kernel
 def prepare(
+    start: int,
+    stop: int,
     keys_T: U64,
     kinds_T: I64,
     shapes_T2: F32,
@@ -112,8 +117,6 @@ def prepare(
     rows: I64,
     touched: U64,
     dirty: U64,
-    start: int,
-    stop: int,
     weight_RD: F32,
     fresh: I64,
 ) -> int:
@@ -142,6 +145,8 @@ def prepare(
 
 @kernel
 def pull(
+    start: int,
+    stop: int,
     keys_T: U64,
     kinds_T: I64,
     shapes_T2: F32,
@@ -149,8 +154,6 @@ def pull(
     ids: I64,
     rows: I64,
     touched: U64,
-    start: int,
-    stop: int,
     weight_RD: F32,
     out_UD: F32,
 ) -> None:
@@ -171,6 +174,8 @@ def pull(
 
 @kernel
 def pull_bags(
+    start: int,
+    stop: int,
     keys_T: U64,
     kinds_T: I64,
     shapes_T2: F32,
@@ -185,8 +190,6 @@ def pull_bags(
     ends_FB: I64,
     scales_N: F32,
     columns_F: I64,
-    start: int,
-    stop: int,
     out_BFD: F32,
 ) -> int:
     """Bags of samples start..stop straight from the rows of fixed tables, on one shard.
@@ -277,3 +280,18 @@ def pull_bags(
                         )
                         add_scaled_row(out_GD, bag, fresh_1D, 0, scale)
     return -1
+
+
+@kernel
+def write_prepare(block: I64, *args: Any) -> None:
+    write_call(prepare, block, args)
+
+
+@kernel
+def write_pull(block: I64, *args: Any) -> None:
+    write_call(pull, block, args)
+
+
+@kernel
+def write_pull_bags(block: I64, *args: Any) -> None:
+    write_call(pull_bags, block, args)

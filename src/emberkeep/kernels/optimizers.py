@@ -6,9 +6,12 @@ up to fused multiply-adds. Powers are by repeated multiplication: the same bits 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
 from emberkeep.kernels._memory import prefetch_row, set_bit
 from emberkeep.kernels.hashing import F32, I64, U64
@@ -17,7 +20,14 @@ from emberkeep.kernels.rows import I32
 
 
 @kernel
-def sgd(rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, weight_RD: F32) -> None:
+def sgd(
+    start: int,
+    stop: int,
+    rows: I64,
+    grads_UD: F32,
+    lr: np.float32,
+    weight_RD: F32,
+) -> None:
     for i in range(start, stop):
         row = rows[i]
         if i + AHEAD < stop:
@@ -27,10 +37,10 @@ def sgd(rows: I64, grads_UD: F32, start: int, stop: int, lr: np.float32, weight_
 
 @kernel
 def momentum(
-    rows: I64,
-    grads_UD: F32,
     start: int,
     stop: int,
+    rows: I64,
+    grads_UD: F32,
     lr: np.float32,
     factor: np.float32,
     nesterov: bool,
@@ -51,10 +61,10 @@ def momentum(
 
 @kernel
 def adagrad(
-    rows: I64,
-    grads_UD: F32,
     start: int,
     stop: int,
+    rows: I64,
+    grads_UD: F32,
     lr: np.float32,
     eps: np.float32,
     weight_RD: F32,
@@ -70,10 +80,10 @@ def adagrad(
 
 @kernel
 def row_wise_adagrad(
-    rows: I64,
-    grads_UD: F32,
     start: int,
     stop: int,
+    rows: I64,
+    grads_UD: F32,
     lr: np.float32,
     eps: np.float32,
     weight_RD: F32,
@@ -124,12 +134,12 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> float:
 
 @kernel
 def adam(
+    start: int,
+    stop: int,
     rows: I64,
     grads_UD: F32,
     offsets_T: I64,
     rates_T: F32,
-    start: int,
-    stop: int,
     lr: float,
     beta1: float,
     beta2: float,
@@ -159,7 +169,13 @@ def adam(
 
 
 @kernel
-def clip_rows(rows: I64, start: int, stop: int, max_norm: float, weight_RD: F32) -> None:
+def clip_rows(
+    start: int,
+    stop: int,
+    rows: I64,
+    max_norm: float,
+    weight_RD: F32,
+) -> None:
     """Scales each row whose norm exceeds `max_norm` back to it."""
     for i in range(start, stop):
         row = rows[i]
@@ -173,11 +189,38 @@ def clip_rows(rows: I64, start: int, stop: int, max_norm: float, weight_RD: F32)
 
 
 @kernel
-def mark(rows: I64, start: int, stop: int, touched: U64, dirty: U64) -> None:
-    """Sets the touched and the dirty bit of the rows at positions start..stop."""
-    for i in range(start, stop):
-        row = rows[i]
-        word = row >> 6
-        if not (touched[word] & dirty[word] & (np.uint64(1) << np.uint64(row & 63))):
-            set_bit(touched, row)
-            set_bit(dirty, row)
+def mark(rows: I64, touched: U64, dirty: U64) -> None:
+    """Sets the touched and the dirty bit of rows."""
+    for i in range(rows.size):
+        set_bit(touched, rows[i])
+        set_bit(dirty, rows[i])
+
+
+@kernel
+def write_sgd(block: I64, *args: Any) -> None:
+    write_call(sgd, block, args)
+
+
+@kernel
+def write_momentum(block: I64, *args: Any) -> None:
+    write_call(momentum, block, args)
+
+
+@kernel
+def write_adagrad(block: I64, *args: Any) -> None:
+    write_call(adagrad, block, args)
+
+
+@kernel
+def write_row_wise_adagrad(block: I64, *args: Any) -> None:
+    write_call(row_wise_adagrad, block, args)
+
+
+@kernel
+def write_adam(block: I64, *args: Any) -> None:
+    write_call(adam, block, args)
+
+
+@kernel
+def write_clip_rows(block: I64, *args: Any) -> None:
+    write_call(clip_rows, block, args)

@@ -8,10 +8,13 @@ cut into ranges.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import add_row, add_scaled_row, copy_row
 from emberkeep.kernels._memory import prefetch_row
 from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64
@@ -25,10 +28,10 @@ _EXPONENT = np.uint32(0x7F800000)
 
 @kernel
 def dedupe(
-    ids_N: I64,
-    offsets_T: I64,
     first: int,
     last: int,
+    ids_N: I64,
+    offsets_T: I64,
     unique_N: I64,
     inverse_N: I32,
     counts_T: I64,
@@ -84,7 +87,13 @@ def compact(unique_N: I64, offsets_T: I64, starts_T: I64, unique_U: I64) -> None
 
 @kernel
 def gather(
-    rows_UD: F32, inverse_N: I32, base: int, first: int, start: int, stop: int, out_ND: F32
+    start: int,
+    stop: int,
+    rows_UD: F32,
+    inverse_N: I32,
+    base: int,
+    first: int,
+    out_ND: F32,
 ) -> None:
     """Without pooling: the row of each lookup start..stop of a feature that begins at `first`."""
     for i in range(start, stop):
@@ -93,6 +102,8 @@ def gather(
 
 @kernel
 def pool(
+    start: int,
+    stop: int,
     rows_UD: F32,
     inverse_N: I32,
     bases_F: I64,
@@ -101,8 +112,6 @@ def pool(
     ends_FB: I64,
     scales_N: F32,
     columns_F: I64,
-    start: int,
-    stop: int,
     out_BFD: F32,
 ) -> None:
     """Sums the rows of each bag of samples start..stop, times their scales where there are any.
@@ -148,6 +157,8 @@ def mean_scales(ends_FB: I64, feature: int, first: int, batch: int, scales_N: F3
 
 @kernel
 def aggregate(
+    first: int,
+    last: int,
     grads_GD: F32,
     inverse_N: I32,
     starts_T: I64,
@@ -159,8 +170,6 @@ def aggregate(
     width: int,
     counts_F: I64,
     scales_N: F32,
-    first: int,
-    last: int,
     out_UD: F32,
     squares_T: F64,
 ) -> None:
@@ -216,6 +225,8 @@ def sum_of_squares(values: F32) -> float:
 
 @kernel
 def scale_gradients(
+    start: int,
+    stop: int,
     grads_GD: F32,
     rows_UD: F32,
     inverse_N: I32,
@@ -225,8 +236,6 @@ def scale_gradients(
     ends_FB: I64,
     columns_F: I64,
     width: int,
-    start: int,
-    stop: int,
     out_N: F32,
 ) -> None:
     """The gradient of the scale of each lookup of samples start..stop: its row · its bag's."""
@@ -247,7 +256,11 @@ def scale_gradients(
 
 
 @kernel
-def first_nonfinite(values_UD: F32, start: int, stop: int) -> int:
+def first_nonfinite(
+    start: int,
+    stop: int,
+    values_UD: F32,
+) -> int:
     """The first row of start..stop that holds a NaN or an infinity, or -1."""
     words = values_UD[start:stop].reshape(-1).view(np.uint32)
     worst = np.uint32(0)
@@ -337,3 +350,33 @@ def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None
     """Adds value sources[i] to row targets[i], in the order of i."""
     for i in range(sources.size):
         add_row(out_UD, targets[i], values_ND, sources[i])
+
+
+@kernel
+def write_dedupe(block: I64, *args: Any) -> None:
+    write_call(dedupe, block, args)
+
+
+@kernel
+def write_gather(block: I64, *args: Any) -> None:
+    write_call(gather, block, args)
+
+
+@kernel
+def write_pool(block: I64, *args: Any) -> None:
+    write_call(pool, block, args)
+
+
+@kernel
+def write_aggregate(block: I64, *args: Any) -> None:
+    write_call(aggregate, block, args)
+
+
+@kernel
+def write_scale_gradients(block: I64, *args: Any) -> None:
+    write_call(scale_gradients, block, args)
+
+
+@kernel
+def write_first_nonfinite(block: I64, *args: Any) -> None:
+    write_call(first_nonfinite, block, args)
