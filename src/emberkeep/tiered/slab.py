@@ -179,7 +179,7 @@ class TieredSlab(Slab):
     def _after_write(self, found: I64, places: I64) -> None:
         self.stamp += 1
         self.frames.stamps[places] = self.stamp
-        optimizers.mark(found, 0, found.size, self.touched, self.dirty)
+        optimizers.mark(found, self.touched, self.dirty)
         self.frames.hold(places[:0], 0)
         self._bury()
         self._upkeep.wake()
