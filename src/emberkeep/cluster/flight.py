@@ -440,7 +440,7 @@ class FlightCluster(Cluster):
                 table = self.tables[self.groups[g][ids.table_of(bad)]]
                 raise outside(table, int(ids.ids[bad]))
             if not finite:
-                bad = row_kernels.first_nonfinite(grads[g], 0, grads[g].shape[0])
+                bad = row_kernels.first_nonfinite(0, grads[g].shape[0], grads[g])
                 if bad >= 0:
                     table = self.tables[self.groups[g][ids.table_of(bad)]]
                     raise not_finite(table, int(ids.ids[bad]))
