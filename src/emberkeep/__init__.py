@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
     from emberkeep.overheads import Job
-    from emberkeep.strategies import check_n_run, cpr, incremental, partial
+    from emberkeep.strategies import (
+        all_versions,
+        check_n_run,
+        cpr,
+        incr_cp,
+        incremental,
+        partial,
+    )
     from emberkeep.tables import (
         SGD,
         Adagrad,
@@ -46,7 +53,7 @@ _HOMES = {
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "overheads": ("Job",),
-    "strategies": ("check_n_run", "cpr", "incremental", "partial"),
+    "strategies": ("all_versions", "check_n_run", "cpr", "incr_cp", "incremental", "partial"),
     "tables": (
         "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Tier",
         "Uniform",
@@ -75,10 +82,12 @@ __all__ = [
     "Tier",
     "Uniform",
     "__version__",
+    "all_versions",
     "check_n_run",
     "connect",
     "cpr",
     "fail_at",
+    "incr_cp",
     "incremental",
     "local",
     "partial",

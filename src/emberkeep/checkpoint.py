@@ -57,9 +57,13 @@ from emberkeep.repository import (
     Writer,
 )
 from emberkeep.repository.ahead import Ahead, Worker
+from emberkeep.repository.bundles import SUFFIX as BUNDLE_SUFFIX
+from emberkeep.repository.bundles import streams
 from emberkeep.repository.documents import Json
+from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
-from emberkeep.repository.policies import LAYOUTS, Layout, bits_for, starts_anew
+from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
+from emberkeep.repository.rounds import Rounds
 from emberkeep.repository.writer import FileWriter
 from emberkeep.snapshot import FrozenRows, FrozenShards
 from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
@@ -75,7 +79,8 @@ class Strategy:
 
     - `layout`: *full* saves every trained row each time; *one_shot* saves what changed since the
       first version; *intermittent* does so too and starts anew when that has become cheaper;
-      *consecutive* saves what changed since the last version.
+      *consecutive* saves what changed since the last version; *grid* does so too, and rearranges
+      rows beside training so that any version is restored fast, as `grid` says.
     - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
       falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
     - `quantize_optimizer` stores element-wise accumulators in 8 bits too.
@@ -89,6 +94,7 @@ class Strategy:
     expected_restores: int | None = None
     quantize_optimizer: bool = False
     priority: Priority | None = None
+    grid: Grid | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -97,6 +103,13 @@ class Strategy:
             if self.expected_restores is not None:
                 raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
             Quantized(bits=self.bits)
+        if self.grid is not None and self.layout != "grid":
+            raise ConfigError(f"grid= goes with layout='grid', not {self.layout!r}")
+        if self.layout == "grid" and self.priority is not None:
+            raise ConfigError(
+                "a grid holds whole versions, and prioritised ones are not of one instant: choose "
+                "another layout, or no priority"
+            )
         if self.expected_restores is not None and self.expected_restores < 0:
             raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
 
@@ -178,11 +191,13 @@ class Saving:
 @dataclass(slots=True)
 class _Chain:
     """The baseline that increments count from, and how large they were beside it; the prioritised
-    versions since the newest whole one."""
+    versions since the newest whole one. `grid` says that versions are those of a grid, which the
+    baseline began."""
 
     baseline: VersionId | None = None
     newest: VersionId | None = None
     prioritised: list[VersionId] = field(default_factory=list)
+    grid: bool = False
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
 
@@ -248,6 +263,12 @@ class Checkpointer:
         self._failures: list[BaseException] = []
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+        self._rounds = Rounds(
+            self.writer, self.strategy.grid or Grid(), self._tell, self.settings.nice
+        )
+        # Of the last save: what the next one will take is judged by it.
+        self._write_seconds_per_byte = 0.0
+        self._increment_nbytes = 0
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -287,11 +308,7 @@ class Checkpointer:
         codecs = strategy.codecs(self._restores)
         if self.subject.forgot_changes():
             self._chain = _Chain()
-        chain = self._chain
-        anew = chain.baseline is None or starts_anew(strategy.layout, chain.sizes)
-        since = (
-            None if anew else SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
-        )
+        since = self._since(strategy)
         if not whole and not self.due_whole:
             since = PRIORITISED
         start = time.perf_counter()
@@ -308,11 +325,30 @@ class Checkpointer:
         )
         return saving
 
+    def _since(self, strategy: Strategy) -> str | None:
+        """Which rows the next version holds: what changed since when; None for all of them."""
+        chain, in_grid = self._chain, strategy.layout == "grid"
+        # Versions of a grid may be moved and merged: nothing but their grid builds on them.
+        if chain.baseline is None or chain.grid != in_grid:
+            return None
+        if in_grid:
+            costs = self._rounds.costs(
+                chain.baseline, self._write_seconds_per_byte, self._increment_nbytes
+            )
+            reason = None if costs is None else resets(self._rounds.rules, costs)
+            if reason is not None:
+                self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
+            return SINCE_VERSION if reason is None else None
+        if starts_anew(strategy.layout, chain.sizes):
+            return None
+        return SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
+
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
         if self.settings.overlap == "cancel":
             self.cancel()
         self.join()
+        self._rounds.make_room()
 
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to commit; its rows go with the next."""
@@ -345,6 +381,8 @@ class Checkpointer:
         """Raises what made saves fail: at once if this process was replaced, else after
         `max_failures` of them, or `least`."""
         failures = self._failures
+        if self._rounds.failure is not None:
+            raise self._rounds.failure
         if not failures:
             return
         if isinstance(failures[-1], FencedError):
@@ -392,6 +430,8 @@ class Checkpointer:
             self._failures = []
             self._tell_saved(outcome, saving)
             self._collect()
+            if grid_of(outcome) is not None:
+                self._rounds.arrived(outcome)
             saving.committed.set_result(outcome)
             return
         if not saving.copied.done():
@@ -407,23 +447,23 @@ class Checkpointer:
         self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> Manifest:  # fmt: skip
-        chain = self._chain
+        chain, in_grid = self._chain, strategy.layout == "grid"
         needs: list[VersionId] = []
-        if since is not None:
+        if since is not None and not in_grid:
             needs = [v for v in (chain.baseline,) if v is not None]
             if since != SINCE_BASELINE and chain.newest is not None:
                 needs = [chain.newest]
             if since == PRIORITISED:
                 needs = [*needs, *chain.prioritised][-1:]
         with self.writer.begin(needs=needs) as draft:
-            self._write_shards(draft, saving, snapshots, codecs)
+            self._write_shards(draft, saving, snapshots, codecs, in_grid)
             saving.copied.set_result(None)
             if extras.dense is not None:
                 dense = extras.dense() if callable(extras.dense) else extras.dense
                 draft.add(dense, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
-            layout = {
+            layout: Json = {
                 "kind": "full" if since is None else since,
                 "layout": strategy.layout,
                 "shards": len(snapshots),
@@ -432,6 +472,9 @@ class Checkpointer:
                 "baseline_nbytes": chain.nbytes if since else None,
                 "tables": tables,
             }
+            if in_grid:
+                layout["grid"] = str(draft.version if since is None else chain.baseline)
+                layout["before"] = None if since is None else str(chain.newest)
             manifest = draft.commit(
                 step=saving.step,
                 baseline=chain.baseline if since else None,
@@ -441,6 +484,9 @@ class Checkpointer:
                 counters=extras.counters,
             )
         self._follow(manifest)
+        seconds = time.perf_counter() - saving.started
+        self._write_seconds_per_byte = seconds / max(1, manifest.nbytes)
+        self._increment_nbytes = manifest.nbytes
         return manifest
 
     def _follow(self, manifest: Manifest) -> None:
@@ -450,16 +496,21 @@ class Checkpointer:
             return
         self._whole = manifest
         nbytes = sum(file.size for file in manifest.of_kind(KIND))
-        if manifest.layout["kind"] == "full":
-            self._chain = _Chain(manifest.version, manifest.version, [], [], max(1, nbytes))
+        grid = grid_of(manifest)
+        if grid is not None:
+            self._chain = _Chain(grid, manifest.version, grid=True, nbytes=max(1, nbytes))
+        elif manifest.layout["kind"] == "full":
+            self._chain = _Chain(
+                manifest.version, manifest.version, sizes=[], nbytes=max(1, nbytes)
+            )
         else:
             base = manifest.layout["baseline_nbytes"]
             sizes = [*manifest.layout["sizes"], nbytes / base]
-            self._chain = _Chain(manifest.baseline, manifest.version, [], sizes, base)
+            self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
 
     def _write_shards(
         self, draft: Draft, saving: Saving, snapshots: FrozenShards,
-        codecs: dict[str, Codec],
+        codecs: dict[str, Codec], in_grid: bool,
     ) -> None:  # fmt: skip
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
         once, while this process writes what it holds."""
@@ -468,7 +519,7 @@ class Checkpointer:
             rows
             for slabs in snapshots
             for rows in slabs
-            if isinstance(rows, Elsewhere) and rows.reaches(draft.url)
+            if isinstance(rows, Elsewhere) and rows.reaches(draft.url) and not in_grid
         ]
         with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
             writing = [
@@ -480,12 +531,29 @@ class Checkpointer:
             ]  # fmt: skip
             for shard, slabs in enumerate(snapshots):
                 here = [rows for rows in slabs if rows not in elsewhere]
+                if in_grid:
+                    self._write_bundles(draft, here, codecs, shard, saving.cancelled)
+                    continue
                 write_pieces(
                     draft, here, codecs, self._pool, piece_nbytes=settings.piece_nbytes,
                     nice=settings.nice, shard=shard, cancelled=saving.cancelled,
                 )  # fmt: skip
             for written in writing:
                 written.result()
+
+    def _write_bundles(
+        self, draft: Draft, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], shard: int,
+        cancelled: threading.Event,
+    ) -> None:  # fmt: skip
+        """The frozen rows of one shard as pieces of a grid."""
+        chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
+        for bundle in streams(
+            chunks, codecs, self._pool, birth=draft.version.number,
+            tables=list(self.repository.schema["tables"]),
+            file_nbytes=self.settings.piece_nbytes, metadata={"shard": shard},
+        ):  # fmt: skip
+            with Ahead(bundle.stream(), self.settings.nice) as stream:
+                draft.add(stream, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
 
     def _collect(self) -> None:
         try:
@@ -521,12 +589,21 @@ class Checkpointer:
         lost, whatever the strategy."""
         self.join()
         if step is None:
+            self.settle()
             self.check()
             return None
         strategy = LOSSLESS if self.strategy.lossy else self.strategy
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
         self.save(step, extras, strategy=strategy)
-        return self.wait()
+        manifest = self.wait()
+        self.settle()
+        return manifest
+
+    def settle(self) -> None:
+        """Waits until the rows of every version stand where they are to stay: without a grid, they
+        do as soon as it is committed."""
+        self.join()
+        self._rounds.join()
 
     # -- restoring -------------------------------------------------------------------------------
 
@@ -576,20 +653,26 @@ class Checkpointer:
         return None
 
     def _restore(self, target: VersionId, fits: Fits | None) -> Restored:
+        start = time.perf_counter()
         with Pin(self.repository, target):
             restored = load(self.repository, target, self.subject, self._pool, fits)
         self.repository.record_restore(target)
         self._restores += 1
         manifest = restored.manifest
         shards = manifest.layout["shards"]
+        self._chain = _Chain()
         # Increments count from a baseline of the same shards: another number starts anew.
         if shards == self.subject.schema().get("shards", shards):
-            self._chain = _Chain()
             for earlier in self.repository.chain(target):
                 self._follow(earlier)
-        else:
-            self._chain = _Chain()
         self._whole = manifest
+        planned = plan(self.repository, manifest)
+        if planned is not None:
+            self._rounds.restored(time.perf_counter() - start, planned.nbytes)
+            # A grid is linear: it goes on from its newest version alone.
+            later = [v for v in self.repository.versions() if v > target]
+            if later and grid_of(self.repository.manifest(later[0])) == grid_of(manifest):
+                self._chain = _Chain()
         return restored
 
     def restore_shard(self, target: Target, shard: int, whose: Whose) -> Manifest | None:

@@ -20,7 +20,10 @@ from emberkeep.errors import ConfigError, DamageError, NoVersionError, StorageEr
 from emberkeep.loading import DENSE
 from emberkeep.pool import Pool
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
+from emberkeep.repository.bundles import Bundle
 from emberkeep.repository.documents import Json
+from emberkeep.repository.gathering import rows_of_bundle, rows_of_plan
+from emberkeep.repository.grid import plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.snapshot import Chunk
 
@@ -111,12 +114,20 @@ def merged_rows(
     pool: Pool,
     *,
     tables: Collection[str] | None = None,
+    after: int | None = None,
 ) -> Iterator[tuple[Manifest, Chunk]]:
     """What a run of versions, oldest first, leaves behind: each row once, with who wrote it.
 
-    The newest version comes first. Of a row that was deleted, the tombstone is handed out, once
-    too: whoever starts from nothing passes over it, whoever adds to earlier rows removes the row.
+    A version of a grid stands for all that it needs; with `after`, for what was written since that
+    earlier version of its grid. Else the newest version comes first. Of a row that was deleted, the
+    tombstone is handed out, once too: whoever starts from nothing passes over it, whoever adds to
+    earlier rows removes the row.
     """
+    planned = plan(repository, manifests[-1]) if manifests else None
+    if planned is not None:
+        for chunk in rows_of_plan(repository, planned, pool, tables=tables, after=after):
+            yield manifests[-1], chunk
+        return
     met: dict[str, IdSet] = defaultdict(IdSet)
     for manifest in reversed(manifests):
         gone: dict[str, list[I64]] = defaultdict(list)
@@ -157,7 +168,13 @@ def checked_rows(repository: Repository, file: FileRef, pool: Pool) -> Iterator[
     was written wrong; that is `DamageError` too.
     """
     counted: dict[str, dict[str, int]] = {"rows": {}, "tombstones": {}}
-    for chunk in read_chunks(file.name, repository.stream(file), pool):
+    bundle = Bundle.of(file)
+    chunks = (
+        read_chunks(file.name, repository.stream(file), pool)
+        if bundle is None
+        else rows_of_bundle(repository, bundle, pool)
+    )
+    for chunk in chunks:
         problem = _problem(repository.schema["tables"], chunk)
         if problem:
             raise DamageError(

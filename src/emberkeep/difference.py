@@ -14,6 +14,7 @@ import numpy.typing as npt
 from emberkeep.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.pool import Pool
 from emberkeep.repository import Manifest, Repository, VersionId
+from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND
 
 I64 = npt.NDArray[np.int64]
@@ -95,6 +96,15 @@ def _touched(
 
     None if they share none: then all can.
     """
+    grid = grid_of(before[-1])
+    if grid is not None and grid == grid_of(after[-1]):
+        older, newer = sorted((before[-1], after[-1]), key=lambda manifest: manifest.version)
+        sets = {name: IdSet() for name in names}
+        for _, chunk in merged_rows(
+            repository, [newer], pool, tables=names, after=older.version.number
+        ):
+            sets[chunk.table].add(chunk.ids)
+        return {name: ids.all() for name, ids in sets.items()}
     shared = {m.version for m in before} & {m.version for m in after}
     if not shared:
         return None
@@ -115,6 +125,8 @@ def _nbytes(
 ) -> int:  # fmt: skip
     """About what the rows to be compared take in memory."""
     nbytes = 0
+    if touched is None and (planned := plan(repository, chain[-1])) is not None:
+        return planned.nbytes
     for name in names:
         stored = [f.metadata.get("rows", {}).get(name, 0) for m in chain for f in m.of_kind(KIND)]
         rows = sum(stored) if touched is None else touched[name].size

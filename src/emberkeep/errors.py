@@ -173,3 +173,9 @@ class TierError(EmberkeepError):
     """The file behind a tier failed or has no room; what was declared durable is not in doubt."""
 
     exit_code = 40
+
+
+class ChangedError(EmberkeepError):
+    """What was being read was rearranged by its writer meanwhile; nothing is wrong: read again."""
+
+    exit_code = 36

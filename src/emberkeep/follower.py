@@ -24,6 +24,7 @@ from emberkeep import pool as pools
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
 from emberkeep.errors import (
+    ChangedError,
     ConfigError,
     DamageError,
     EmberkeepError,
@@ -35,6 +36,7 @@ from emberkeep.kernels import hashing, initial
 from emberkeep.memory import lazy_zeros
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
+from emberkeep.repository.grid import grid_of
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
 from emberkeep.snapshot import Chunk
@@ -238,9 +240,9 @@ class Follower:
                     return None
                 try:
                     self._move_to(newest)
-                except (DamageError, NoVersionError) as error:
+                except (ChangedError, DamageError, NoVersionError) as error:
                     # Under an unchanged history a missing file is damage; else gc was faster.
-                    if self._repository.latest() == newest:
+                    if not isinstance(error, ChangedError) and self._repository.latest() == newest:
                         raise
                     failure = error
                 else:
@@ -256,7 +258,9 @@ class Follower:
             chain = self._plan(newest)
             shared = _shared(self._chain, chain)
             undone = self._chain[shared:]
-            if shared and not undone:
+            if self._in_one_grid(newest):
+                moved = self._build(chain, 0, hold, {}, after=self.version)
+            elif shared and not undone:
                 moved = self._build(chain, shared, hold, {})
             elif shared and len(undone) == 1:
                 moved = self._build(chain, shared, hold, self._top)
@@ -265,6 +269,13 @@ class Follower:
             if not moved:
                 self._build(chain, 0, hold, {})
         self._needs = {version: self._needs[version] for version in chain}
+
+    def _in_one_grid(self, newest: VersionId) -> bool:
+        """Whether the version that is served lies before the newest in the same grid."""
+        served = None if self._view is None else self._view.manifest
+        if served is None or grid_of(served) is None or served.version >= newest:
+            return False
+        return grid_of(self._repository.manifest(newest)) == grid_of(served)
 
     def _plan(self, newest: VersionId) -> tuple[VersionId, ...]:
         """The versions that make up the newest, oldest first; reads manifests not yet known."""
@@ -277,11 +288,13 @@ class Follower:
         return tuple(sorted(needed_by([newest], needs)))
 
     def _build(
-        self, chain: Sequence[VersionId], start: int, hold: Hold, to_cover: Mapping[str, I64]
-    ) -> bool:
+        self, chain: Sequence[VersionId], start: int, hold: Hold, to_cover: Mapping[str, I64],
+        after: int | None = None,
+    ) -> bool:  # fmt: skip
         """Applies chain[start:] and publishes it, unless it leaves rows of `to_cover` as they are.
 
-        With start 0 nothing of the state before is taken over, except rows that are the same.
+        With start 0 nothing of the state before is taken over, except rows that are the same;
+        unless the state is that of version `after` of the same grid.
         """
         manifests = [self._repository.manifest(version) for version in chain[start:]]
         builds: dict[str, _Build] = {}
@@ -293,11 +306,13 @@ class Follower:
         for name, arena in self._arenas.items():
             arena.expect(counts[name])
         try:
-            if start == 0:
+            if start == 0 and after is None:
                 for name, table in tables.items():
                     rows = before.get(name) or self._arenas[name].no_rows(name, table)
                     builds[name] = _Build(self._arenas[name], rows, anew=True)
-            for manifest, chunk in merged_rows(self._repository, manifests, self._pool):
+            for manifest, chunk in merged_rows(
+                self._repository, manifests, self._pool, after=after
+            ):
                 hold.renew()
                 name = chunk.table
                 if name not in builds:

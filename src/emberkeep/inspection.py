@@ -28,6 +28,14 @@ from emberkeep.repository import (
 )
 from emberkeep.repository import names as places
 from emberkeep.repository.documents import Json
+from emberkeep.repository.grid import (
+    Catalog,
+    files_read,
+    grid_of,
+    needed_versions,
+    newest_catalog,
+    plan,
+)
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.pins import read_pins
@@ -182,13 +190,20 @@ def _table(name: str, spec: Json, manifest: Manifest, chain: Sequence[Manifest])
 def _storage(repository: Repository, chain: Sequence[Manifest]) -> Json:
     """Objects and bytes of everything below the root, and what data files are there for."""
     own = {file.name for file in chain[-1].files}
-    needed = {file.name for earlier in chain[:-1] for file in earlier.files}
+    needed = {
+        file.name
+        for each in chain
+        for file in files_read(each, plan(repository, each))
+        if each is not chain[-1] or file.name not in own
+    }
     objects: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     standing = set(repository.versions())
     for info in repository.store.list():
         place = info.name.split("/")[0]
-        if place == places.DATA:
+        if place == places.GRID and info.name in needed:
+            place = "data of versions that it needs"
+        elif place == places.DATA:
             parsed = places.parse_data(info.name)
             if info.name in own:
                 place = "data of this version"
@@ -272,6 +287,20 @@ def _files(
                 manifests[version] = None
         return manifests[version]
 
+    catalogs: dict[VersionId, Catalog] = {}
+
+    def files_needed(manifest: Manifest | None) -> tuple[FileRef, ...]:
+        if manifest is None:
+            return ()
+        grid = grid_of(manifest)
+        try:
+            if grid is not None and grid not in catalogs:
+                catalogs[grid] = newest_catalog(repository, grid)
+            known = None if grid is None else catalogs[grid]
+            return files_read(manifest, plan(repository, manifest, known))
+        except (DamageError, NoVersionError):
+            return ()
+
     def needs(version: VersionId) -> tuple[VersionId, ...]:
         manifest = manifest_of(version)
         return () if manifest is None else manifest.needs
@@ -280,8 +309,7 @@ def _files(
     users: dict[str, set[VersionId]] = defaultdict(set)
     for version in versions:
         for needed in needed_by([version], needs):
-            manifest = manifest_of(needed)
-            for file in () if manifest is None else manifest.files:
+            for file in files_needed(manifest_of(needed)):
                 files[file.name] = file
                 users[file.name].add(version)
     return files, users
@@ -352,7 +380,10 @@ def plan_collection(repository: Repository, policy: RetentionPolicy, *, grace: t
         *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
     }
     kept = needed_by(
-        roots.intersection(history.versions), lambda version: repository.manifest(version).needs
+        roots.intersection(history.versions),
+        lambda version: needed_versions(
+            repository.manifest(version), lambda grid: newest_catalog(repository, grid).covered
+        ),
     )
     removed = tuple(version for version in history.versions if version not in kept)
     nbytes = sum(repository.manifest(version).nbytes for version in removed)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import StateError
+from emberkeep.errors import ChangedError, StateError
 from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.ahead import ahead_of
 from emberkeep.repository.documents import Json
+from emberkeep.repository.gathering import rows_of_plan
+from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.snapshot import Chunk, FrozenShards
 
 I64 = npt.NDArray[np.int64]
 
 DENSE = "dense"
+_ATTEMPTS = 5
 
 
 class Target(Protocol):
@@ -118,11 +121,22 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    if isinstance(subject, LoadsItself) and subject.reaches(repository.store.url):
+    if _loads_itself(subject, repository, manifest):
         subject.load_version(repository, chain, pool)
     else:
         load_rows(repository, chain, subject, pool)
     return restored
+
+
+def _loads_itself(
+    target: Target, repository: Repository, manifest: Manifest
+) -> TypeGuard[LoadsItself]:
+    """Rows of a grid stand together whatever their shard, so they are read once, here."""
+    return (
+        isinstance(target, LoadsItself)
+        and grid_of(manifest) is None
+        and target.reaches(repository.store.url)
+    )
 
 
 def load_rows(
@@ -130,8 +144,27 @@ def load_rows(
 ) -> None:
     """Replaces every row of the target by those of the last version of the chain."""
     target.clear()
-    _install(target, chain, lambda earlier: rows_of(repository, earlier, pool))
+    if grid_of(chain[-1]) is not None:
+        _load_grid(repository, chain[-1], target, pool)
+    else:
+        _install(target, chain, lambda earlier: rows_of(repository, earlier, pool))
     target.load_table_state(chain[-1].layout["tables"])
+
+
+def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool: Pool) -> None:
+    """Each row once, in whatever order its pieces stand; again if they were moved meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        planned = plan(repository, manifest)
+        assert planned is not None
+        try:
+            for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
+                if chunk.planes is not None:
+                    target.install(chunk.table, chunk.ids, chunk.planes)
+            break
+        except ChangedError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    target.forget_changes(keep_since_baseline=False)
 
 
 def load_shard(
@@ -145,14 +178,17 @@ def load_shard(
     brought has changed since the last whole one.
     """
     chain = repository.chain(version)
-    if isinstance(target, LoadsItself) and target.reaches(repository.store.url):
+    if _loads_itself(target, repository, chain[-1]):
         target.load_version(repository, chain, pool)
         return chain[-1]
 
     def rows(earlier: Manifest) -> Iterator[Chunk]:
         return rows_of(repository, earlier, pool, shard if whose(earlier) else None)
 
-    _install(target, chain, rows)
+    if grid_of(chain[-1]) is not None:
+        _load_grid(repository, chain[-1], target, pool)
+    else:
+        _install(target, chain, rows)
     target.load_table_state(chain[-1].layout["tables"])
     return chain[-1]
 

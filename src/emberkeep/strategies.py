@@ -20,7 +20,7 @@ from emberkeep.overheads import Job, partial_pays
 from emberkeep.priority import Kind, Priority
 from emberkeep.recovery import Recovery
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
-from emberkeep.repository.policies import Layout
+from emberkeep.repository.policies import Grid, Layout
 
 Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
 Interval: TypeAlias = "int | timedelta | str"
@@ -164,6 +164,48 @@ def incremental(
         retention=retention(keep),
         recovery=None if recovery is None else Recovery(scope=recovery),
     )
+
+
+def all_versions(
+    *,
+    every: Interval = "30min",
+    ratio: float = 0.2,
+    concatenate: bool = True,
+    most_behind: int = 4,
+    behind: Literal["wait", "skip"] = "wait",
+    restore_budget: timedelta | str | None = None,
+    storage_budget_nbytes: int | None = None,
+    bits: int | None = None,
+    expected_restores: int | None = None,
+    quantize_optimizer: bool = False,
+    keep: Keep = "all",
+) -> Preset:
+    """Every version kept, in little more than the space of what changed, and any of them restored
+    about as fast as if it had been saved whole; `Grid` explains the choices."""
+    if isinstance(restore_budget, str):
+        restore_budget = schedule(restore_budget).time
+    return Preset(
+        strategy=Strategy(
+            layout="grid",
+            bits=bits,
+            expected_restores=expected_restores,
+            quantize_optimizer=quantize_optimizer,
+            grid=Grid(
+                ratio=ratio,
+                concatenate=concatenate,
+                most_behind=most_behind,
+                behind=behind,
+                restore_budget=restore_budget,
+                storage_budget_nbytes=storage_budget_nbytes,
+            ),
+        ),
+        schedule=schedule(every),
+        retention=retention(keep),
+    )
+
+
+incr_cp = all_versions
+"""The name of the paper that `all_versions` comes from."""
 
 
 def check_n_run(

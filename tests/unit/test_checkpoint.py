@@ -23,7 +23,7 @@ TABLES = [
     Table("wide", rows=100, dim=9),
 ]
 EVICTING = [*TABLES, Table("evicting", rows=None, capacity=150, dim=6, on_full="evict_oldest")]
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive"]
+LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 KEEP = Settings(retention=KeepAll(), grace=timedelta(0))
 
 

@@ -34,7 +34,7 @@ def plain(before: State, after: State, top: int) -> list[TableDifference]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
 @pytest.mark.parametrize("budget_nbytes", [2**30, 3000])
 def test_differences_are_those_of_the_rows(layout: Any, budget_nbytes: int) -> None:
     run = Run(layout=layout, shards=1)

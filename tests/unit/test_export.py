@@ -22,7 +22,7 @@ from emberkeep.repository import Repository
 from tests.unit.repositories import TABLES, Run, State, flipped
 
 POOL = pool.Pool(2)
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive"]
+LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 
 
 def by_id(ids: Any, planes: dict[str, Any]) -> tuple[bytes, dict[str, bytes]]:

@@ -35,7 +35,7 @@ TABLES = [
     Table("evicting", rows=None, capacity=60, dim=6, on_full="evict_oldest"),
     Table("wide", rows=80, dim=9),
 ]
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive"]
+LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 KEEP = Settings(retention=KeepAll(), grace=timedelta(0))
 
 

@@ -116,7 +116,7 @@ def uninterrupted(steps: int, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, layout: Any) -> None:
     expected = uninterrupted(14, kind=kind)
@@ -167,7 +167,7 @@ def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(list(KINDS)),
-    layout=st.sampled_from(["full", "one_shot", "intermittent", "consecutive"]),
+    layout=st.sampled_from(["full", "one_shot", "intermittent", "consecutive", "grid"]),
     overlap=st.sampled_from(["wait", "cancel"]),
     acts=st.lists(
         st.sampled_from(["step", "step", "step", "save", "wait", "resume", "go back", "load"]),

@@ -124,7 +124,7 @@ def test_presets() -> None:
     [
         ({"bits": 4, "expected_restores": 3}, "not both"),
         ({"bits": 5}, "bits"),
-        ({"layout": "grid"}, "layout must be one of"),
+        ({"layout": "spiral"}, "layout must be one of"),
         ({"expected_restores": -1}, "0 or more"),
         ({"every": 0}, "1 step or more"),
         ({"keep": 0}, "at least 1"),

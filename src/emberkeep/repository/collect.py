@@ -10,21 +10,34 @@ It runs beside a save, beside readers, and may be killed at any point. What keep
   the history, so a gc that died half-way leaves no version that is listed but broken, and the
   next one finishes its work.
 - Manifests go before their data: at no moment does a manifest stand without its files.
+- In a grid, rows stand where the newest catalog says. Pieces that no version reads any more leave
+  it; files that it does not name go, unless extraction is writing them or a pin holds a version of
+  the grid. A version that no catalog covers yet keeps the one before it.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
 from emberkeep.errors import ConfigError, NoVersionError
 from emberkeep.repository import names
+from emberkeep.repository.grid import (
+    Catalog,
+    Change,
+    commit,
+    grid_of,
+    needed_versions,
+    newest_catalog,
+    unneeded,
+)
 from emberkeep.repository.history import History
-from emberkeep.repository.manifest import needed_by
+from emberkeep.repository.manifest import Manifest, needed_by
 from emberkeep.repository.names import VersionId
+from emberkeep.repository.pieces import KIND
 from emberkeep.repository.pins import read_pins
 from emberkeep.repository.retention import DEFAULT_RETENTION, RetentionPolicy, VersionFacts
 from emberkeep.repository.writer import Writer
@@ -61,7 +74,8 @@ class Collector:
         self._store = writer.repository.store
         self._policy = policy
         self._grace = grace
-        self._read: dict[VersionId, tuple[tuple[VersionId, ...], frozenset[str]]] = {}
+        self._read: dict[VersionId, Manifest] = {}
+        self._covered: dict[VersionId, int] = {}
 
     def collect(self) -> Collected:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
@@ -69,6 +83,7 @@ class Collector:
         self._writer.check()
         self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
+        self._covered = {}
         marks = [*self._repository.condemned()]
         history = self._repository.history()
         standing = sorted((*history.versions, *history.condemned))
@@ -82,7 +97,10 @@ class Collector:
             removed = condemned - self._keep(history, oldest)
             self._delete(version.manifest_name for version in sorted(removed, reverse=True))
             kept = tuple(version for version in standing if version not in removed)
-            garbage = self._garbage(history, kept, oldest)
+            garbage = [
+                *self._garbage(history, kept, oldest),
+                *self._garbage_of_grids(kept, oldest),
+            ]
             self._delete(info.name for info in garbage)
             self._delete(marks)
         finally:
@@ -116,7 +134,7 @@ class Collector:
         kept: frozenset[VersionId] = frozenset()
         for version in roots.intersection(standing):
             try:
-                kept |= needed_by([version], lambda needed: self._facts(needed)[0])
+                kept |= needed_by([version], self._needs)
             except NoVersionError:
                 # A gc that died may have taken a part of what it condemned. A version whose
                 # manifests all stand is whole, since data goes last; any other must go too.
@@ -124,11 +142,18 @@ class Collector:
                     raise
         return kept
 
-    def _facts(self, version: VersionId) -> tuple[tuple[VersionId, ...], frozenset[str]]:
-        """What a version needs, and the names of its files."""
+    def _needs(self, version: VersionId) -> tuple[VersionId, ...]:
+        return needed_versions(self._manifest(version), self._covered_by)
+
+    def _covered_by(self, grid: VersionId) -> int:
+        """How far the catalog of a grid reached when it was first looked at."""
+        if grid not in self._covered:
+            self._covered[grid] = newest_catalog(self._repository, grid).covered
+        return self._covered[grid]
+
+    def _manifest(self, version: VersionId) -> Manifest:
         if version not in self._read:
-            manifest = self._repository.manifest(version)
-            self._read[version] = manifest.needs, frozenset(file.name for file in manifest.files)
+            self._read[version] = self._repository.manifest(version)
         return self._read[version]
 
     def _mark(self, versions: frozenset[VersionId]) -> str:
@@ -140,19 +165,98 @@ class Collector:
     def _garbage(
         self, history: History, kept: tuple[VersionId, ...], oldest: datetime
     ) -> list[BlobInfo]:
-        """Data files that no kept version lists, old enough, and of no save in progress."""
+        """Data files that no kept version needs, old enough, and of no save in progress."""
         epoch = self._writer.epoch
         settled = history.newest.number if history.newest else 0
-        needed = frozenset().union(*(self._facts(version)[1] for version in kept))
+        listed = list(self._store.list(names.DATA))
+        catalogs = self._catalogs(kept, {})
+        held = self._held_grids(catalogs)
+        needed: set[str] = set()
+        for catalog in catalogs.values():
+            needed |= catalog.files()
+        for version in kept:
+            manifest = self._manifest(version)
+            grid = grid_of(manifest)
+            moved = grid is not None and version.number <= catalogs[grid].covered
+            needed.update(file.name for file in manifest.files if not moved or file.kind != KIND)
         garbage = []
-        for info in self._store.list(names.DATA):
+        for info in listed:
             parsed = names.parse_data(info.name)
             if parsed is None or info.name in needed or info.modified > oldest:
                 continue
             version, _ = parsed
+            if any(version >= grid for grid in held):
+                continue
             if version.epoch < epoch or (version.epoch == epoch and version.number <= settled):
                 garbage.append(info)
         return garbage
+
+    def _garbage_of_grids(self, kept: tuple[VersionId, ...], oldest: datetime) -> list[BlobInfo]:
+        """Files of grids that no catalog needs, and catalogs that are not the newest.
+
+        The order matters: a file that was listed, is not being written any more and is not in the
+        catalog that is read then, will never be in one. A reader that pins after pins were read
+        plans with that catalog or a later one.
+        """
+        listed = [info for info in self._store.list(names.GRID) if info.modified <= oldest]
+        writing = self._writer.held_files()
+        files: dict[VersionId, list[tuple[int, BlobInfo]]] = {}
+        for info in listed:
+            bundle = names.parse_bundle(info.name)
+            if bundle is not None and bundle[1] <= self._writer.epoch:
+                files.setdefault(bundle[0], []).append((bundle[1], info))
+        catalogs = self._catalogs(kept, files)
+        held = self._held_grids(catalogs)
+        garbage = []
+        for grid, found in files.items():
+            named = catalogs[grid].files() if grid in catalogs else frozenset()
+            garbage += [
+                info
+                for _, info in found
+                if info.name not in named and info.name not in writing and grid not in held
+            ]
+        for info in listed:
+            generation = names.parse_generation(info.name)
+            if generation is not None:
+                catalog = catalogs.get(generation[0])
+                if catalog is None or generation[1] < catalog.generation:
+                    garbage.append(info)
+        return garbage
+
+    def _catalogs(
+        self, kept: tuple[VersionId, ...], files: Mapping[VersionId, list[tuple[int, BlobInfo]]]
+    ) -> dict[VersionId, Catalog]:
+        """The newest catalog of every grid of a kept version, without what none of them reads.
+
+        Before a file of an earlier epoch can go, the catalog must be ours: that writer may be
+        about to name it in one.
+        """
+        numbers: dict[VersionId, list[int]] = {}
+        for version in kept:
+            grid = grid_of(self._manifest(version))
+            if grid is not None:
+                numbers.setdefault(grid, []).append(version.number)
+
+        def change(catalog: Catalog) -> Change | None:
+            gone = unneeded(catalog, numbers[catalog.grid])
+            named = catalog.files()
+            foreign = catalog.epoch < self._writer.epoch and any(
+                epoch < self._writer.epoch and info.name not in named
+                for epoch, info in files.get(catalog.grid, ())
+            )
+            return Change(gone=gone) if gone or foreign else None
+
+        return {grid: commit(self._writer, grid, change) for grid in numbers}
+
+    def _held_grids(self, catalogs: Iterable[VersionId]) -> frozenset[VersionId]:
+        """Grids with a pinned version: readers may have planned with an older catalog."""
+        now = self._repository.clock()
+        pinned = {v for v, expires in read_pins(self._repository).values() if expires > now}
+        return frozenset(
+            grid
+            for grid in catalogs
+            if any(v in self._read and grid_of(self._read[v]) == grid for v in pinned)
+        )
 
     def _delete(self, doomed: Iterable[str]) -> None:
         found = list(doomed)

@@ -8,6 +8,7 @@ import secrets
 from emberkeep.blobs import BlobStore
 from emberkeep.errors import ConfigError
 from emberkeep.repository import names
+from emberkeep.repository.grid import Catalog, GridPlan, files_read, plan, without_deaths
 from emberkeep.repository.history import Lineage
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import Pin
@@ -38,9 +39,12 @@ def fork(
             )
         identity = secrets.token_hex(16)
         for manifest in chain:
-            pin.renew()
-            for file in manifest.files:
+            planned = plan(source, manifest)
+            for file in files_read(manifest, planned):
+                pin.renew()
                 target.put(file.name, source.stream(file))
+            if planned is not None:
+                target.put(*_catalog(planned, identity))
         for manifest in chain:
             target.put(manifest.name, dataclasses.replace(manifest, repository=identity).encode())
         ends: dict[int, int] = {}
@@ -55,3 +59,15 @@ def fork(
             forked_from={"repository": source.id, "version": str(pin.version)},
             identity=identity,
         )
+
+
+def _catalog(planned: GridPlan, identity: str) -> tuple[str, bytes]:
+    """The catalog of a grid that ends with the version: later deaths have not been."""
+    number = planned.manifest.version.number
+    catalog = Catalog(
+        grid=planned.catalog.grid,
+        generation=1,
+        covered=number,
+        bundles=without_deaths(planned.bundles, number),
+    )
+    return catalog.name, catalog.encode(identity)

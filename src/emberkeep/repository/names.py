@@ -20,10 +20,13 @@ TAGS = "tags"
 CONDEMNED = "condemned"
 RESTORES = "restores"
 PROBES = "probes"
+GRID = "grid"
 
 _VERSION = re.compile(VERSIONS + r"/(\d{10})-(\d{6})\.(json|void)\Z")
 _WRITER = re.compile(WRITERS + r"/(\d{6})\.json\Z")
 _DATA = re.compile(DATA + r"/(\d{6})-(\d{10})-([0-9a-f]{16})-\d+\.[a-z0-9]+\Z")
+_GENERATION = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{8})\.json\Z")
+_BUNDLE = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{6})-[0-9a-f]{16}-\d+\.grid\Z")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
 
 
@@ -84,6 +87,30 @@ def parse_data(name: str) -> tuple[VersionId, str] | None:
     """The version and nonce in a data file's name."""
     match = _DATA.match(name)
     return match and (VersionId(int(match[2]), int(match[1])), match[3])
+
+
+def grid_directory(grid: VersionId) -> str:
+    return f"{GRID}/{grid.number:010d}-{grid.epoch:06d}"
+
+
+def generation_name(grid: VersionId, generation: int) -> str:
+    return f"{grid_directory(grid)}/{generation:08d}.json"
+
+
+def bundle_name(grid: VersionId, epoch: int, nonce: str, index: int) -> str:
+    return f"{grid_directory(grid)}/{epoch:06d}-{nonce}-{index}.grid"
+
+
+def parse_generation(name: str) -> tuple[VersionId, int] | None:
+    """The grid and the generation in a catalog's name."""
+    match = _GENERATION.match(name)
+    return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
+
+
+def parse_bundle(name: str) -> tuple[VersionId, int] | None:
+    """The grid of a bundle, and the epoch that wrote it."""
+    match = _BUNDLE.match(name)
+    return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
 
 
 def tag_name(tag: str) -> str:

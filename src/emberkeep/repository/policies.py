@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
-Layout = Literal["full", "one_shot", "intermittent", "consecutive"]
-LAYOUTS: tuple[Layout, ...] = ("full", "one_shot", "intermittent", "consecutive")
+from emberkeep.errors import ConfigError
+
+Layout = Literal["full", "one_shot", "intermittent", "consecutive", "grid"]
+LAYOUTS: tuple[Layout, ...] = ("full", "one_shot", "intermittent", "consecutive", "grid")
+FILTERS = ("range", "bloom", "true")
 
 # Up to how many restores each bit-width keeps the loss of accuracy negligible (Check-N-Run, 6.2).
 _RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
@@ -24,6 +29,84 @@ def starts_anew(layout: Layout, sizes: Sequence[float]) -> bool:
     if layout != "intermittent" or not sizes:
         return False
     return 1.0 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How a grid is kept.
+
+    - `ratio` (the paper's R): a piece is split when so much of it has died. 0 splits at once and
+      reads least, 1 never splits before all is dead and writes least.
+    - `concatenate` puts the halves of a round into two files; without it each piece gets its own.
+    - `most_behind`: so many versions extraction may be behind a save. Beyond, the save waits
+      (`behind="wait"`), or they are taken in without splitting anything (`"skip"`).
+    - A new baseline is taken when that makes saving and restoring faster together (`resets`), when
+      a restore would take longer than `restore_budget`, or when the grid holds more than
+      `storage_budget_nbytes`.
+    """
+
+    ratio: float = 0.2
+    concatenate: bool = True
+    filters: tuple[str, ...] = FILTERS
+    most_behind: int = 4
+    behind: str = "wait"
+    resets: bool = True
+    restore_budget: timedelta | None = None
+    storage_budget_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ConfigError(f"ratio must be from 0 to 1, not {self.ratio}")
+        if self.most_behind < 1:
+            raise ConfigError(f"most_behind must be 1 or more, not {self.most_behind}")
+        if self.behind not in ("wait", "skip"):
+            raise ConfigError(f"behind must be 'wait' or 'skip', not {self.behind!r}")
+        unknown = set(self.filters) - set(FILTERS)
+        if unknown:
+            raise ConfigError(f"filters are {', '.join(FILTERS)}, not {sorted(unknown)[0]!r}")
+        if self.restore_budget is not None and self.restore_budget <= timedelta(0):
+            raise ConfigError(f"restore_budget must be above 0, not {self.restore_budget}")
+        if self.storage_budget_nbytes is not None and self.storage_budget_nbytes < 1:
+            raise ConfigError(
+                f"storage_budget_nbytes must be above 0, not {self.storage_budget_nbytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridCosts:
+    """What is known when the next version of a grid is begun; times in seconds.
+
+    `write_base` and `write_increment`: to save it as a baseline or as an increment. `read_base`: to
+    restore a new baseline; `read_more`: what a restore of the grid takes longer than that.
+    """
+
+    write_base: float
+    write_increment: float
+    read_base: float
+    read_more: float
+    grid_nbytes: int
+    base_nbytes: int
+
+
+def resets(rules: Grid, costs: GridCosts) -> str | None:
+    """Why the next version of a grid is a new baseline, or None if it is not.
+
+    The paper's rule assumes a failure right after the save: a baseline pays when saving it and
+    restoring it are faster than saving an increment and restoring that. A budget is kept as long as
+    a new baseline is within it: one that is not would be followed by another at once.
+    """
+    with_base = costs.write_base + costs.read_base
+    with_increment = costs.write_increment + costs.read_base + costs.read_more
+    if rules.resets and with_base < with_increment:
+        return "faster"
+    if rules.restore_budget is not None:
+        budget = rules.restore_budget.total_seconds()
+        if costs.read_base <= budget < costs.read_base + costs.read_more:
+            return "restore_budget"
+    budget_nbytes = rules.storage_budget_nbytes
+    if budget_nbytes is not None and costs.base_nbytes <= budget_nbytes < costs.grid_nbytes:
+        return "storage_budget"
+    return None
 
 
 def bits_for(expected_restores: int, restores: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from typing import Any
 
 from emberkeep.blobs import BlobStore
 from emberkeep.blobs.wrapper import ExclusiveStore
@@ -59,6 +60,8 @@ class Repository:
         self.clock = clock
         # Names known to hold manifests, not seals: they are immutable, so asked for once.
         self._manifests_seen: set[VersionId] = set()
+        # The newest catalog of each grid as it was last read: immutable, and long.
+        self.catalogs: dict[VersionId, Any] = {}
 
     @classmethod
     def create(

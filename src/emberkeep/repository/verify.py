@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
 from emberkeep.repository import names
 from emberkeep.repository.digests import Digester
+from emberkeep.repository.grid import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
@@ -23,6 +24,7 @@ _KINDS = {
     names.PINS: ("pin",),
     names.CONDEMNED: ("condemned",),
     names.RESTORES: ("restore",),
+    names.GRID: ("catalog",),
 }
 
 
@@ -99,6 +101,12 @@ class _Check:
         self._pool = pool
         self._deep = deep
         self._sizes = {info.name: info.size for info in repository.store.list(names.DATA)}
+        self._sizes.update(
+            (info.name, info.size)
+            for info in repository.store.list(names.GRID)
+            if names.parse_bundle(info.name)
+        )
+        self._catalogs: dict[VersionId, Catalog] = {}
         self._manifests: dict[VersionId, Manifest | None] = {}
         self._files: dict[str, FileRef] = {}
         self._problems: dict[str, str] = {}
@@ -117,7 +125,11 @@ class _Check:
                 self._blame(names.writer_name(epoch), "missing", ())
         for directory, kinds in _KINDS.items():
             for info in self._repository.store.list(directory):
-                if info.name not in counted and info.name not in void:
+                if (
+                    info.name not in counted
+                    and info.name not in void
+                    and not names.parse_bundle(info.name)
+                ):
                     self._document(info.name, kinds)
 
     def _document(self, name: str, kinds: tuple[str, ...]) -> None:
@@ -138,12 +150,16 @@ class _Check:
             if manifest is None:
                 whole = False
                 continue
-            fresh = [file for file in manifest.files if file.name not in self._files]
+            files = self._needed(manifest)
+            if files is None:
+                whole = False
+                continue
+            fresh = [file for file in files if file.name not in self._files]
             self._files.update((file.name, file) for file in fresh)
             for file, problem in zip(fresh, self._pool.map(self._problem, fresh), strict=True):
                 if problem:
                     self._problems[file.name] = problem
-            for file in manifest.files:
+            for file in files:
                 if file.name in self._problems:
                     self._blame(file.name, self._problems[file.name], (version,))
                     whole = False
@@ -151,6 +167,19 @@ class _Check:
             seen |= new
             waiting.extend(new)
         return whole
+
+    def _needed(self, manifest: Manifest) -> tuple[FileRef, ...] | None:
+        """The files of a version; None if it cannot be found out what they are."""
+        grid = grid_of(manifest)
+        try:
+            if grid is not None and grid not in self._catalogs:
+                self._catalogs[grid] = newest_catalog(self._repository, grid)
+            known = None if grid is None else self._catalogs[grid]
+            return files_read(manifest, plan(self._repository, manifest, known))
+        except (DamageError, NoVersionError) as error:
+            name = getattr(error, "name", None) or manifest.name
+            self._blame(name, str(error), (manifest.version,))
+            return None
 
     def report(self, versions: tuple[VersionId, ...]) -> Report:
         by_digest = {(file.size, file.digest): file.name for file in self._files.values()}

@@ -62,6 +62,8 @@ class Writer:
         self._built_on: set[VersionId] = set()
         # Versions known to stand, so that building on them needs no look at the store.
         self._standing: set[VersionId] = set()
+        # Files of grids that no catalog may name yet, though one may come to.
+        self._unsettled: set[str] = set()
         self._lock = threading.RLock()
 
     @classmethod
@@ -203,6 +205,20 @@ class Writer:
             self._condemned = versions - self.protected()
             self._standing -= self._condemned
             return self._condemned
+
+    def hold_files(self, files: Iterable[str]) -> None:
+        """Called before files of a grid are put: gc leaves them alone until they are let go."""
+        with self._lock:
+            self._unsettled.update(files)
+
+    def let_go_files(self, files: Iterable[str]) -> None:
+        """Called when a catalog names the files, or none ever will."""
+        with self._lock:
+            self._unsettled.difference_update(files)
+
+    def held_files(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._unsettled)
 
     def _commit(self, manifest: Manifest) -> Manifest:
         with self._lock:

@@ -160,7 +160,7 @@ class CheckpointSettings:
         "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
         default=None)
     every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
-    layout: Literal["full", "one_shot", "intermittent", "consecutive"] = setting(
+    layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
         "what a version holds", default="intermittent")
     bits: int | None = setting(
         "quantize weights to 8, 4, 3 or 2 bits; exact if not set", default=None)

@@ -1,0 +1,217 @@
+"""What a grid of pieces asks of arrays: packed ids, filters, matching, sums that ignore order.
+
+A row is named by (table, id), the table being a number. Rows of a piece stand in groups of one
+table, ids ascending within a group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels.hashing import GOLDEN, hash_id, mix64
+
+U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+_u64 = np.uint64
+_ZERO, _ONE, _S6, _S7, _S8, _S32, _S63 = (
+    _u64(0),
+    _u64(1),
+    _u64(6),
+    _u64(7),
+    _u64(8),
+    _u64(32),
+    _u64(63),
+)
+_LOW7, _HIGH, _BYTE = _u64(0x7F), _u64(0x80), _u64(0xFF)
+_PROBES = 4
+_FACTOR = _u64(0xD6E8FEB86659FD93)
+
+MOST_BYTES_OF_ID = 10
+
+
+@kernel
+def pack_ids(ids: I64, counts_G: I64, out: U8) -> int:
+    """Each group as its first id in 8 bytes and gaps of 7 bits a byte; returns the bytes used."""
+    at = 0
+    row = 0
+    for group in range(counts_G.size):
+        for i in range(counts_G[group]):
+            if i == 0:
+                value = _u64(ids[row])
+                for _ in range(8):
+                    out[at] = np.uint8(value & _BYTE)
+                    value >>= _S8
+                    at += 1
+            else:
+                value = _u64(ids[row]) - _u64(ids[row - 1])
+                while value > _LOW7:
+                    out[at] = np.uint8((value & _LOW7) | _HIGH)
+                    value >>= _S7
+                    at += 1
+                out[at] = np.uint8(value)
+                at += 1
+            row += 1
+    return at
+
+
+@kernel
+def unpack_ids(packed: U8, counts_G: I64, ids: I64) -> int:
+    """The way back; returns the bytes used, or -1 where they end early or do not ascend."""
+    at = 0
+    row = 0
+    for group in range(counts_G.size):
+        value = _ZERO
+        for i in range(counts_G[group]):
+            if i == 0:
+                if at + 8 > packed.size:
+                    return -1
+                value = _ZERO
+                for byte in range(8):
+                    value |= _u64(packed[at]) << _u64(8 * byte)
+                    at += 1
+            else:
+                gap = _ZERO
+                shift = _ZERO
+                while True:
+                    if at >= packed.size or shift > _S63:
+                        return -1
+                    part = _u64(packed[at])
+                    at += 1
+                    gap |= (part & _LOW7) << shift
+                    shift += _S7
+                    if part < _HIGH:
+                        break
+                value += gap
+                if np.int64(value) <= ids[row - 1]:
+                    return -1
+            ids[row] = np.int64(value)
+            row += 1
+    return at
+
+
+@inline
+def _key(table: int, identity: int) -> np.uint64:
+    return mix64(hash_id(identity) + _u64(table) * GOLDEN)
+
+
+@kernel
+def bloom_add(words: U64, tables: I32, ids: I64) -> None:
+    """Enters keys in a filter whose number of words is a power of two."""
+    mask = _u64(words.size) * _u64(64) - _ONE
+    for i in range(ids.size):
+        h = _key(tables[i], ids[i])
+        step = (h >> _S32) | _ONE
+        for _ in range(_PROBES):
+            words[np.int64((h & mask) >> _S6)] |= _ONE << (h & _S63)
+            h += step
+
+
+@kernel
+def bloom_hits(words: U64, tables: I32, ids: I64) -> int:
+    """How many keys may be in the filter; no key that is in it is missed."""
+    mask = _u64(words.size) * _u64(64) - _ONE
+    hits = 0
+    for i in range(ids.size):
+        h = _key(tables[i], ids[i])
+        step = (h >> _S32) | _ONE
+        found = 1
+        for _ in range(_PROBES):
+            if (words[np.int64((h & mask) >> _S6)] >> (h & _S63)) & _ONE == _ZERO:
+                found = 0
+                break
+            h += step
+        hits += found
+    return hits
+
+
+@kernel
+def mark_deaths(
+    tables: I32, ids: I64, deaths: I32, new_tables: I32, new_ids: I64, version: int
+) -> int:
+    """Notes `version` as the death of rows that have none and stand in the new keys, too.
+
+    Both lists are sorted by (table, id). Returns how many died.
+    """
+    died = 0
+    j = 0
+    for i in range(ids.size):
+        while j < new_ids.size and (
+            new_tables[j] < tables[i] or (new_tables[j] == tables[i] and new_ids[j] < ids[i])
+        ):
+            j += 1
+        if j == new_ids.size:
+            break
+        if new_tables[j] == tables[i] and new_ids[j] == ids[i] and deaths[i] == 0:
+            deaths[i] = version
+            died += 1
+    return died
+
+
+@kernel
+def hash_column(column_RB: U8, salt: np.uint64, sums_R: U64) -> None:
+    """Adds a hash of each row's bytes to the row's sum; the salt tells columns apart."""
+    rows, width = column_RB.shape
+    whole = width // 8
+    for r in range(rows):
+        h = salt
+        for w in range(whole):
+            word = _ZERO
+            for b in range(8):
+                word |= _u64(column_RB[r, 8 * w + b]) << _u64(8 * b)
+            h = (h ^ word) * _FACTOR
+            h ^= h >> _S32
+        for b in range(8 * whole, width):
+            h = (h ^ _u64(column_RB[r, b])) * _FACTOR
+            h ^= h >> _S32
+        sums_R[r] += mix64(h)
+
+
+@kernel
+def sum_of_rows(tables: I32, ids: I64, sums_R: U64) -> np.uint64:
+    """One number for a set of rows, whatever their order: sums of disjoint sets add up."""
+    total = _ZERO
+    for r in range(ids.size):
+        total += mix64(sums_R[r] + _key(tables[r], ids[r]))
+    return total
+
+
+@kernel
+def gather_rows(data: U8, starts_R: I64, start: int, stop: int, out_RB: U8) -> None:
+    """Copies rows start..stop, each from where it begins in `data`."""
+    width = out_RB.shape[1]
+    for r in range(start, stop):
+        at = starts_R[r]
+        for b in range(width):
+            out_RB[r, b] = data[at + b]
+
+
+@kernel
+def claim_bits(starts_G: I64, counts_G: I64, ids: I64, bits: U64, kept: Bools) -> None:
+    """Keeps the first of equal ids, group after group; ids are below the number of bits."""
+    for g in range(starts_G.size):
+        for i in range(starts_G[g], starts_G[g] + counts_G[g]):
+            word = ids[i] >> 6
+            bit = _ONE << _u64(ids[i] & 63)
+            if bits[word] & bit == _ZERO:
+                bits[word] |= bit
+                kept[i] = True
+
+
+@kernel
+def claim_ids(starts_G: I64, counts_G: I64, ids: I64, rows_H: I64, kept: Bools) -> None:
+    """The same for any ids; `rows_H` is a power of two, all -1, larger than the ids are many."""
+    mask = _u64(rows_H.size - 1)
+    for g in range(starts_G.size):
+        for i in range(starts_G[g], starts_G[g] + counts_G[g]):
+            at = np.int64(hash_id(ids[i]) & mask)
+            while rows_H[at] >= 0 and ids[rows_H[at]] != ids[i]:
+                at = np.int64((_u64(at) + _ONE) & mask)
+            if rows_H[at] < 0:
+                rows_H[at] = i
+                kept[i] = True

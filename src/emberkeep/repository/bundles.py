@@ -1,0 +1,474 @@
+"""Rows of a grid as files: many pieces in one bundle, each read alone or with its neighbours.
+
+A *piece* holds rows with equal birth and death and the same form. Pieces are many and small, so a
+stream of records for each would cost more than its rows: here a piece is its columns, one after
+the other, and where they begin follows from the number of rows. What names the rows, the *head*,
+stands apart, all heads together at the end of the file: whoever wants to know which rows there
+are reads little. `docs/format.md` accounts for every byte.
+
+Rows are stored as codecs encoded them and move from file to file without being decoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from emberkeep.codecs import Codec, Raw, codec_from_dict
+from emberkeep.errors import DamageError
+from emberkeep.pool import Pool, spans
+from emberkeep.repository.documents import Json
+from emberkeep.repository.manifest import FileRef
+from emberkeep.repository.pieces import Codecs
+from emberkeep.snapshot import Chunk
+
+SUFFIX = "grid"
+PIECE_NBYTES = 32 * 2**20
+_LEAST_GATHER_ROWS = 512
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+_RAW = Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one plane of a row is stored: as it is, or as codes and parameters of a codec.
+
+    Of a lossy plane some rows are stored raw; they are rows of another form.
+    """
+
+    plane: str
+    width: int
+    dtype: str
+    codec: str
+    coded: bool
+
+    def columns(self) -> tuple[int, ...]:
+        """Bytes of a row in each of its columns."""
+        if not self.coded:
+            return (self.width * np.dtype(self.dtype).itemsize,)
+        parameters = 4
+        return self._codec().nbytes_per_row(self.width, self.dtype) - parameters, parameters
+
+    def decode(self, columns: Sequence[U8], pool: Pool) -> Array:
+        rows = columns[0].shape[0]
+        if not self.coded:
+            return columns[0].view(self.dtype).reshape(rows, self.width)
+        buffers: dict[str, Array] = {
+            "codes": columns[0],
+            "params": columns[1].view(np.uint32).reshape(-1),
+            "raw_rows": np.empty(0, np.uint32),
+            "raw_values": np.empty((0, self.width), np.float32),
+        }
+        return self._codec().decode(
+            buffers, rows=rows, width=self.width, dtype=self.dtype, pool=pool
+        )
+
+    def _codec(self) -> Codec:
+        return codec_from_dict(json.loads(self.codec))
+
+
+Family = tuple[Form, ...]
+"""The forms of all planes of a row; that of a tombstone is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where rows of one birth, death and family stand in a file.
+
+    `sum` is the order-free hash sum of its rows: sums of disjoint sets of rows add up.
+    """
+
+    birth: int
+    death: int | None
+    family: int
+    rows: int
+    offset: int
+    nbytes: int
+    digest: str
+    head: int
+    head_nbytes: int
+    head_digest: str
+    sum: int
+
+    def reads(self, version: int) -> bool:
+        """Whether a restore of the version reads the piece."""
+        return self.birth <= version and (self.death is None or version < self.death)
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.birth, self.death, self.family, self.rows, self.offset, self.nbytes,
+            self.digest, self.head, self.head_nbytes, self.head_digest, f"{self.sum:016x}",
+        ]  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Piece:
+        birth, death, family, rows, offset, nbytes, digest, head, head_nbytes, of_head, total = (
+            value
+        )
+        return cls(
+            birth=birth, death=death, family=family, rows=rows, offset=offset, nbytes=nbytes,
+            digest=digest, head=head, head_nbytes=head_nbytes, head_digest=of_head,
+            sum=int(total, 16),
+        )  # fmt: skip
+
+
+class Bundle:
+    """A file of pieces as a manifest or a catalog names it."""
+
+    def __init__(self, file: FileRef, families: Sequence[Family], pieces: Sequence[Piece]) -> None:
+        self.file = file
+        self.families = tuple(families)
+        self.pieces = tuple(pieces)
+
+    @classmethod
+    def of(cls, file: FileRef) -> Bundle | None:
+        """The pieces of a file; None if it is a file of another kind."""
+        about = file.metadata.get("grid")
+        return None if about is None else cls.described(file, about)
+
+    @classmethod
+    def described(cls, file: FileRef, about: Json) -> Bundle:
+        """A file whose pieces are described apart from it."""
+        try:
+            families = [tuple(Form(*form) for form in family) for family in about["families"]]
+            return cls(file, families, [Piece.from_json(piece) for piece in about["pieces"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamageError(
+                f"{file.name} is not described well: {error}", name=file.name
+            ) from error
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @cached_property
+    def used_nbytes(self) -> int:
+        return sum(piece.nbytes + piece.head_nbytes for piece in self.pieces)
+
+    def with_pieces(self, pieces: Iterable[Piece]) -> Bundle:
+        """The same file with fewer pieces, or others' deaths; the file itself stays."""
+        return Bundle(self.file, self.families, tuple(pieces))
+
+    @cached_property
+    def about(self) -> Json:
+        return {
+            "families": _families_json(self.families),
+            "pieces": [piece.to_json() for piece in self.pieces],
+        }
+
+    def to_json(self) -> Json:
+        metadata = {**self.file.metadata, "grid": self.about}
+        return {**self.file.to_json(), "metadata": metadata}
+
+    def reference(self) -> FileRef:
+        """The file with these pieces as its description."""
+        return replace(self.file, metadata={**self.file.metadata, "grid": self.about})
+
+
+def _families_json(families: Iterable[Family]) -> list[Any]:
+    return [
+        [[form.plane, form.width, form.dtype, form.codec, form.coded] for form in family]
+        for family in families
+    ]
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Encoded rows on their way into a file; `tables` are numbers, equal ones side by side."""
+
+    birth: int
+    death: int | None
+    family: Family
+    tables: I32
+    ids: I64
+    columns: tuple[U8, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.columns)
+
+    def take(self, rows: I64, death: int | None) -> Part:
+        """Some of the rows, with the death that they were found to have."""
+        columns = tuple(np.take(column, rows, axis=0) for column in self.columns)
+        return Part(self.birth, death, self.family, self.tables[rows], self.ids[rows], columns)
+
+    def sum(self) -> int:
+        from emberkeep.kernels import grid
+
+        sums = np.zeros(self.ids.size, np.uint64)
+        for number, column in enumerate(self.columns):
+            grid.hash_column(column, np.uint64(number + 1), sums)
+        return int(grid.sum_of_rows(self.tables, self.ids, sums))
+
+
+def encoded(chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int) -> Iterator[Part]:
+    """A chunk as parts, one for each family that its rows belong to."""
+    rows = chunk.ids.size
+    tables = np.full(rows, table, np.int32)
+    if chunk.planes is None:
+        yield Part(birth, None, (), tables, chunk.ids, ())
+        return
+    stored: list[tuple[str, Codec, Array, dict[str, Array]]] = []
+    kinds = np.zeros(rows, np.int64)
+    for number, (plane, values) in enumerate(chunk.planes.items()):
+        codec = codecs.get(plane, _RAW)
+        buffers = codec.encode(values, pool)
+        stored.append((plane, codec, values, buffers))
+        if "raw_rows" in buffers:
+            kinds[buffers["raw_rows"]] |= 1 << number
+    found = (0,) if not kinds.any() else np.unique(kinds).tolist()
+    for kind in found:
+        mine = None if len(found) == 1 else np.flatnonzero(kinds == kind)
+        family: list[Form] = []
+        columns: list[U8] = []
+        for number, (plane, codec, values, buffers) in enumerate(stored):
+            coded = "codes" in buffers and not kind >> number & 1
+            spec = json.dumps((codec if coded else _RAW).to_dict(), separators=(",", ":"))
+            family.append(Form(plane, values.shape[1], values.dtype.name, spec, coded))
+            kept = [buffers["codes"], buffers["params"]] if coded else [values]
+            columns.extend(_bytes_of_rows(column, mine) for column in kept)
+        some = slice(None) if mine is None else mine
+        yield Part(birth, None, tuple(family), tables[some], chunk.ids[some], tuple(columns))
+
+
+def _bytes_of_rows(values: Array, rows: I64 | None) -> U8:
+    values = np.ascontiguousarray(values if rows is None else values[rows])
+    return values.reshape(values.shape[0], -1).view(np.uint8)
+
+
+class BundleStream:
+    """One file to be, from parts: stream it to its end, then look at `metadata`.
+
+    Parts that follow each other and differ in nothing but their rows become one piece.
+    """
+
+    def __init__(
+        self, parts: Iterator[Part], tables: Sequence[str], *, nbytes: int, metadata: Json
+    ) -> None:
+        self._parts = parts
+        self._tables = tables
+        self._most_nbytes = nbytes
+        self.metadata = dict(metadata)
+        self.next = next(parts, None)
+        self.families: list[Family] = []
+        self.pieces: list[Piece] = []
+        self._rows: Counter[str] = Counter()
+        self._tombstones: Counter[str] = Counter()
+
+    def left(self) -> tuple[Part, ...]:
+        """The part that was taken from the parts and is not in the file."""
+        return () if self.next is None else (self.next,)
+
+    def stream(self) -> Iterator[memoryview]:
+        """The bytes of the file; ends when it is large enough or there are no more parts."""
+        heads: list[tuple[Piece, U8]] = []
+        offset = 0
+        while self.next is not None and offset < self._most_nbytes:
+            parts = [self.next]
+            waiting = self.next.nbytes
+            self.next = next(self._parts, None)
+            while (
+                self.next is not None
+                and waiting + self.next.nbytes <= PIECE_NBYTES
+                and _alike(self.next, parts[0])
+            ):
+                parts.append(self.next)
+                waiting += self.next.nbytes
+                self.next = next(self._parts, None)
+            piece, head = self._piece(parts, offset)
+            heads.append((piece, head))
+            offset += piece.nbytes
+            for column in range(len(parts[0].columns)):
+                for part in parts:
+                    yield _view(part.columns[column])
+        for piece, head in heads:
+            self.pieces.append(replace(piece, head=offset))
+            offset += head.nbytes
+            yield _view(head)
+        self.metadata.update(
+            rows=dict(self._rows),
+            tombstones=dict(self._tombstones),
+            grid={
+                "families": _families_json(self.families),
+                "pieces": [piece.to_json() for piece in self.pieces],
+            },
+        )
+
+    def _piece(self, parts: Sequence[Part], offset: int) -> tuple[Piece, U8]:
+        first = parts[0]
+        if first.family not in self.families:
+            self.families.append(first.family)
+        digest = xxhash.xxh3_64()
+        for column in range(len(first.columns)):
+            for part in parts:
+                digest.update(_view(part.columns[column]))
+        tables = np.concatenate([part.tables for part in parts])
+        ids = np.concatenate([part.ids for part in parts])
+        head = pack_head(tables, ids)
+        counted = self._rows if first.family else self._tombstones
+        for table, count in zip(*np.unique(tables, return_counts=True), strict=True):
+            counted[self._tables[int(table)]] += int(count)
+        piece = Piece(
+            birth=first.birth,
+            death=first.death,
+            family=self.families.index(first.family),
+            rows=ids.size,
+            offset=offset,
+            nbytes=sum(part.nbytes for part in parts),
+            digest=digest.hexdigest(),
+            head=0,
+            head_nbytes=head.nbytes,
+            head_digest=xxhash.xxh3_64_hexdigest(_view(head)),
+            sum=sum(part.sum() for part in parts) % 2**64,
+        )
+        return piece, head
+
+
+def _alike(one: Part, other: Part) -> bool:
+    return (one.birth, one.death, one.family) == (other.birth, other.death, other.family)
+
+
+def _view(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def streams(
+    chunks: Iterable[Chunk], codecs: Codecs, pool: Pool, *, birth: int, tables: Sequence[str],
+    file_nbytes: int, metadata: Json,
+) -> Iterator[BundleStream]:  # fmt: skip
+    """Cuts the chunks of a version into files; each must be streamed before the next."""
+    numbers = {name: number for number, name in enumerate(tables)}
+
+    def parts() -> Iterator[Part]:
+        for chunk in chunks:
+            yield from encoded(chunk, numbers[chunk.table], codecs, pool, birth=birth)
+
+    rest = parts()
+    while True:
+        bundle = BundleStream(rest, tables, nbytes=file_nbytes, metadata=metadata)
+        if bundle.next is None:
+            return
+        yield bundle
+        rest = itertools.chain(bundle.left(), rest)
+
+
+# -- heads ---------------------------------------------------------------------------------------
+
+
+def pack_head(tables: I32, ids: I64) -> U8:
+    """Groups of one table with ascending ids: (table, count) of each, then the packed ids."""
+    from emberkeep.kernels import grid
+
+    breaks = np.flatnonzero((np.diff(tables) != 0) | (np.diff(ids) <= 0)) + 1
+    starts = np.concatenate([[0], breaks]) if ids.size else np.empty(0, np.int64)
+    counts = np.diff(np.append(starts, ids.size)).astype(np.int64)
+    packed = np.empty(ids.size * grid.MOST_BYTES_OF_ID, np.uint8)
+    used = grid.pack_ids(np.ascontiguousarray(ids), counts, packed)
+    groups = np.stack([tables[starts.astype(np.int64)].astype(np.int64), counts], axis=1)
+    head = np.concatenate([[counts.size], groups.reshape(-1)]).astype("<u4")
+    return np.concatenate([head.view(np.uint8), packed[:used]])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a piece by name: groups of (table, count), and all ids."""
+
+    tables_G: I32
+    counts_G: I64
+    ids: I64
+
+    def tables(self) -> I32:
+        return np.repeat(self.tables_G, self.counts_G)
+
+
+def unpack_head(name: str, piece: Piece, head: memoryview) -> Rows:
+    """The rows that a head names, checked against its digest and the piece."""
+    from emberkeep.kernels import grid
+
+    data = np.frombuffer(head, np.uint8)
+    if xxhash.xxh3_64_hexdigest(head) != piece.head_digest or data.size < 4:
+        raise _damaged(name)
+    count = int(data[:4].view("<u4")[0])
+    groups = data[4 : 4 + 8 * count].view("<u4").reshape(-1, 2).astype(np.int64)
+    ids = np.empty(piece.rows, np.int64)
+    if groups.shape[0] != count or int(groups[:, 1].sum()) != piece.rows:
+        raise _damaged(name)
+    counts = np.ascontiguousarray(groups[:, 1])
+    packed = np.array(data[4 + 8 * count :])  # writable, as kernels were compiled for
+    if grid.unpack_ids(packed, counts, ids) != packed.size:
+        raise _damaged(name)
+    return Rows(groups[:, 0].astype(np.int32), counts, ids)
+
+
+def columns_of(bundle: Bundle, piece: Piece, body: memoryview) -> tuple[U8, ...]:
+    """The columns of a piece from its bytes, checked."""
+    check_body(bundle.name, piece, body)
+    data = np.frombuffer(body, np.uint8)
+    columns, at = [], 0
+    for width in widths_of(bundle.families[piece.family]):
+        columns.append(data[at : at + piece.rows * width].reshape(piece.rows, width))
+        at += piece.rows * width
+    return tuple(columns)
+
+
+@lru_cache(maxsize=256)
+def widths_of(family: Family) -> tuple[int, ...]:
+    """Bytes of a row in each column."""
+    return tuple(width for form in family for width in form.columns())
+
+
+def check_body(name: str, piece: Piece, body: memoryview) -> None:
+    if len(body) != piece.nbytes or xxhash.xxh3_64_hexdigest(body) != piece.digest:
+        raise _damaged(name)
+
+
+def _damaged(name: str) -> DamageError:
+    return DamageError(
+        f"{name} is damaged: its content does not match the digest of a piece; restore another "
+        "version, or copy the file back from a backup",
+        name=name,
+    )
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+def decoded(
+    family: Family, table: str, ids: I64, data: U8, starts: Sequence[I64], pool: Pool
+) -> Chunk:
+    """Rows of one table from anywhere in `data`: `starts` says where, for each column."""
+    from emberkeep.kernels import grid
+
+    columns: list[U8] = []
+    for width, begins in zip(widths_of(family), starts, strict=True):
+        out = np.empty((ids.size, width), np.uint8)
+        pool.run(
+            [
+                partial(grid.gather_rows, data, begins, a, b, out)
+                for a, b in spans(ids.size, pool.threads, _LEAST_GATHER_ROWS)
+            ]
+        )
+        columns.append(out)
+    planes, at = {}, 0
+    for form in family:
+        count = len(form.columns())
+        planes[form.plane] = form.decode(columns[at : at + count], pool)
+        at += count
+    return Chunk(table, ids, planes)

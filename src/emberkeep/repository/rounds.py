@@ -1,0 +1,148 @@
+"""Extraction beside saving: in a thread of its own, at low priority, and never far behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+from emberkeep.errors import DamageError, EmberkeepError, FencedError
+from emberkeep.repository.ahead import Worker
+from emberkeep.repository.documents import Json
+from emberkeep.repository.extraction import Extracted, Extractor
+from emberkeep.repository.grid import StaleError, grid_of
+from emberkeep.repository.manifest import Manifest
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.policies import Grid, GridCosts
+from emberkeep.repository.writer import Writer
+
+
+class Rounds:
+    """Runs a round of extraction whenever versions have been committed; several at once if it
+    must. A round that fails is told and done again with the next version: nothing depends on it.
+    """
+
+    def __init__(
+        self, writer: Writer, rules: Grid, tell: Callable[[str, Json], object], nice: int
+    ) -> None:
+        self.rules = rules
+        self.failure: FencedError | None = None
+        self._writer = writer
+        self._tell = tell
+        self._worker = Worker("emberkeep-extract", nice)
+        self._changed = threading.Condition()
+        self._waiting: list[Manifest] = []
+        self._busy = False
+        self._extractor: Extractor | None = None
+        self._restore: tuple[float, int] | None = None
+
+    def arrived(self, manifest: Manifest) -> None:
+        """A version of a grid was committed; returns at once."""
+        with self._changed:
+            self._waiting.append(manifest)
+            if not self._busy:
+                self._busy = True
+                self._worker.do(self._work)
+
+    def make_room(self) -> None:
+        """Called before a version is saved: waits while extraction is too far behind."""
+        if self.rules.behind == "skip" or len(self._waiting) <= self.rules.most_behind:
+            return
+        start = time.perf_counter()
+        with self._changed:
+            behind = len(self._waiting)
+            self._changed.wait_for(
+                lambda: not self._busy or len(self._waiting) <= self.rules.most_behind
+            )
+        waited = (time.perf_counter() - start) * 1e3
+        self._tell("extraction_behind", {"versions": behind, "waited_ms": waited})
+
+    def join(self) -> None:
+        """Waits until no round is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+
+    def restored(self, seconds: float, nbytes: int) -> None:
+        """A restore took so long: the best there is to predict the next one."""
+        self._restore = (seconds, max(1, nbytes))
+
+    def costs(
+        self, grid: VersionId, write_seconds_per_byte: float, increment_nbytes: int
+    ) -> GridCosts | None:
+        """What the next version would cost either way; None as long as nothing was measured."""
+        extractor = self._extractor
+        if extractor is None or extractor.grid != grid or extractor.catalog is None:
+            return None
+        seconds, nbytes = self._restore or (extractor.read_seconds, extractor.read_nbytes)
+        if not nbytes:
+            return None
+        read, needed = extractor.living
+        per_byte = seconds / nbytes
+        return GridCosts(
+            write_base=needed * write_seconds_per_byte,
+            write_increment=increment_nbytes * write_seconds_per_byte,
+            read_base=needed * per_byte,
+            read_more=(read - needed) * per_byte,
+            grid_nbytes=extractor.catalog.nbytes,
+            base_nbytes=needed,
+        )
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                waiting = list(self._waiting)
+                if not waiting:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+            try:
+                done = self._round(waiting)
+            except BaseException as error:
+                self._failed(error)
+                return
+            with self._changed:
+                self._waiting = self._waiting[done:]
+                self._changed.notify_all()
+
+    def _round(self, waiting: list[Manifest]) -> int:
+        """Takes in the versions of the first grid that waits; returns how many those were."""
+        grid = grid_of(waiting[0])
+        assert grid is not None
+        mine = [manifest for manifest in waiting if grid_of(manifest) == grid]
+        if self._extractor is None or self._extractor.grid != grid:
+            self._extractor = Extractor(self._writer, grid, self.rules)
+        split = self.rules.behind == "wait" or len(mine) <= self.rules.most_behind
+        start = time.perf_counter()
+        extracted = self._extractor.settle(mine[-1], split=split)
+        self._tell("extracted", _details(extracted, time.perf_counter() - start))
+        return len(mine)
+
+    def _failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._busy = False
+            # The next version brings them back: it names the one before it.
+            self._waiting = []
+            self._changed.notify_all()
+        if isinstance(error, FencedError):
+            self.failure = error
+        elif isinstance(error, StaleError | EmberkeepError):
+            what = "damage" if isinstance(error, DamageError) else "failure"
+            warnings.warn(f"extraction ended with a {what}: {error}", stacklevel=1)
+            self._tell("extraction_failed", {"error": str(error)})
+        else:
+            raise error
+
+
+def _details(extracted: Extracted, seconds: float) -> Json:
+    return {
+        "versions": list(extracted.versions),
+        "covered": extracted.covered,
+        "pieces": extracted.pieces,
+        "read_nbytes": extracted.read_nbytes,
+        "written_nbytes": extracted.written_nbytes,
+        "skipped": extracted.skipped,
+        "seconds": seconds,
+    }
