@@ -36,7 +36,7 @@ LAYERS: list[list[str]] = [
     ["loading"],
     ["cluster"],
     ["shard"],
-    ["parity"],
+    ["erasure"],
     ["repository"],
     ["tiered"],
     ["lookup"],

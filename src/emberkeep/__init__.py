@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from emberkeep.cluster.local import local
     from emberkeep.cluster.ray import ray_cluster
     from emberkeep.cluster.servers import connect, servers
+    from emberkeep.erasure.codes import Parity
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
     from emberkeep.keeper import Keeper
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
         all_versions,
         check_n_run,
         cpr,
+        ecrm,
         incr_cp,
         incremental,
+        parity,
         partial,
     )
     from emberkeep.tables import (
@@ -47,13 +50,17 @@ _HOMES = {
     "cluster.local": ("local",),
     "cluster.ray": ("ray_cluster",),
     "cluster.servers": ("connect", "servers"),
+    "erasure.codes": ("Parity",),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
     "keeper": ("Keeper",),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "overheads": ("Job",),
-    "strategies": ("all_versions", "check_n_run", "cpr", "incr_cp", "incremental", "partial"),
+    "strategies": (
+        "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
+        "partial",
+    ),
     "tables": (
         "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Tier",
         "Uniform",
@@ -76,6 +83,7 @@ __all__ = [
     "Keeper",
     "Momentum",
     "Normal",
+    "Parity",
     "RowWiseAdagrad",
     "ShardLostError",
     "Table",
@@ -86,10 +94,12 @@ __all__ = [
     "check_n_run",
     "connect",
     "cpr",
+    "ecrm",
     "fail_at",
     "incr_cp",
     "incremental",
     "local",
+    "parity",
     "partial",
     "random_failures",
     "ray_cluster",

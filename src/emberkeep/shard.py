@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.erasure.guard import Guard
+from emberkeep.erasure.messages import PushNumber
+from emberkeep.erasure.slabs import Recorder, state_of
 from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
-from emberkeep.parity.guard import Guard
-from emberkeep.parity.messages import PushNumber
-from emberkeep.parity.slabs import Recorder, state_of
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds

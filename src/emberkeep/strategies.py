@@ -15,10 +15,11 @@ from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint import Strategy
 from emberkeep.config import duration
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 from emberkeep.overheads import Job, partial_pays
 from emberkeep.priority import Kind, Priority
-from emberkeep.recovery import Recovery
+from emberkeep.recovery import Recovery, Scope
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout
 
@@ -122,13 +123,15 @@ class Preset:
     are lost.
 
     With `recovery` a version is taken at the very beginning, so that there always is one to go
-    back to.
+    back to. With `parity`, lost shards come back from the others first; `recovery` is for when
+    too many are lost at once.
     """
 
     strategy: Strategy = field(default_factory=Strategy)
     schedule: Every = field(default_factory=lambda: Every(time=timedelta(minutes=30)))
     retention: RetentionPolicy = DEFAULT_RETENTION
     recovery: Recovery | None = None
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
         if self.strategy.priority is not None and (
@@ -283,3 +286,37 @@ def partial(
 
 cpr = partial
 """The name of the paper; its defaults are `partial`'s."""
+
+
+def parity(
+    *,
+    k: int = 4,
+    r: int = 1,
+    background: bool = False,
+    chunk_rows: int = 8192,
+    rebuild_share: float = 0.25,
+    every: Interval = "6h",
+    layout: Layout = "intermittent",
+    bits: int | None = None,
+    keep: Keep = 3,
+    recovery: Scope = "full",
+) -> Preset:
+    """Up to `r` lost shards come back from the others with every row as it was, while training
+    goes on; `Parity` explains the choices.
+
+    Two levels: when more shards are lost at once than parity can bring back, `recovery` is made
+    from the newest version. As that is rare, so are versions.
+    """
+    return Preset(
+        strategy=Strategy(layout=layout, bits=bits),
+        schedule=schedule(every),
+        retention=retention(keep),
+        recovery=Recovery(scope=recovery),
+        parity=Parity(
+            k=k, r=r, background=background, chunk_rows=chunk_rows, rebuild_share=rebuild_share
+        ),
+    )
+
+
+ecrm = parity
+"""The name of the paper that `parity` comes from."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ShardLostError
-from emberkeep.parity.codes import Parity
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, grads_of, state, tables, wanted_of
 

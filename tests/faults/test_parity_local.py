@@ -16,8 +16,8 @@ import pytest
 from emberkeep.cluster import protection
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.cluster.mail import Mail
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
-from emberkeep.parity.codes import Parity
 from emberkeep.shard import Shard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
@@ -253,5 +253,6 @@ def test_what_cannot_be_protected_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs 5 shards"):
         local(shards=4, parity=Parity(k=4, r=1))
     cluster = local(shards=3, parity=Parity(k=2, r=1)).open(PLAIN, Adagrad(lr=0.1), seed=1)
+    cluster.protect(Parity(k=2, r=1))
     with pytest.raises(ConfigError, match="parity already"):
-        cluster.protect(Parity(k=2, r=1))
+        cluster.protect(Parity(k=1, r=1))

@@ -25,12 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emberkeep.errors import ParityLossError, StreamError
-from emberkeep.parity.codes import Placement, products
-from emberkeep.parity.coordinator import Coordinator, Decode
-from emberkeep.parity.guard import Guard, begin
-from emberkeep.parity.host import Host
-from emberkeep.parity.messages import (
+from emberkeep.erasure.codes import Placement, products
+from emberkeep.erasure.coordinator import Coordinator, Decode
+from emberkeep.erasure.guard import Guard, begin
+from emberkeep.erasure.host import Host
+from emberkeep.erasure.messages import (
     I64,
     Bools,
     Changed,
@@ -40,7 +39,8 @@ from emberkeep.parity.messages import (
     Shape,
     Words,
 )
-from emberkeep.parity.source import Source
+from emberkeep.erasure.source import Source
+from emberkeep.errors import ParityLossError, StreamError
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))
 randoms = st.integers(0, 2**32).map(Random)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from emberkeep import pool as pools
 from emberkeep.cluster.failures import When
-from emberkeep.errors import ShardLostError
+from emberkeep.erasure.codes import Parity
+from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.kernels import hashing
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
@@ -177,6 +178,13 @@ class Cluster:
     def serve(self, *shards: int) -> None:
         """Says that these shards were recovered: they answer again."""
         raise NotImplementedError
+
+    def protect(self, parity: Parity) -> None:
+        """Begins to keep parity; a cluster that has just that parity goes on with it."""
+        raise ConfigError(
+            "parity is for shards in one process so far: use cluster=ek.local(shards=...), or "
+            "protect servers with ek.incremental() or ek.partial()"
+        )
 
     def part(self, shard: int) -> Part:
         """One shard alone, as something that a version can be loaded into."""

@@ -16,9 +16,9 @@ from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
-from emberkeep.parity.codes import Parity
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
@@ -195,7 +195,12 @@ class LocalCluster(Cluster):
         """Begins to keep parity: what was trained before is protected before long."""
         with self._push_lock:
             if self._protection is not None:
-                raise ConfigError("the cluster has parity already; give it once")
+                if self._protection.spec != parity:
+                    raise ConfigError(
+                        f"the cluster has parity already, {self._protection.spec}, and is asked "
+                        f"for {parity}: give it once"
+                    )
+                return
             self._serving()
             self._protection = Protection(parity, self.shards, self.pool)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 
-from emberkeep.parity.messages import Message
+from emberkeep.erasure.messages import Message
 from emberkeep.pool import Pool
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from emberkeep.cluster.mail import Mail
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.coordinator import Coordinator
+from emberkeep.erasure.guard import Guard, begin
+from emberkeep.erasure.host import Host
+from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
+from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.coordinator import Coordinator
-from emberkeep.parity.guard import Guard, begin
-from emberkeep.parity.host import Host
-from emberkeep.parity.messages import Message, Point
-from emberkeep.parity.slabs import SlabRows, load_state, shapes_of, state_of
-from emberkeep.parity.source import Source
 from emberkeep.pool import Pool, be_nice
 from emberkeep.shard import Shard
 from emberkeep.slab import I64

@@ -156,6 +156,14 @@ class Keeper:
                     "partial recovery is for tables on shards, and the model has none: use "
                     "emberkeep's modules with cluster=, or ek.incremental()"
                 )
+        if self._preset.parity is not None:
+            if not homes:
+                raise ConfigError(
+                    "parity is for tables on shards, and the model has none: use emberkeep's "
+                    "modules with cluster=, or ek.incremental()"
+                )
+            for home in homes:
+                home.cluster.protect(self._preset.parity)
         if self._checkpointer is None or not homes:
             return None
         return Recoverer(

@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
 from emberkeep.kernels import galois, rows
 from emberkeep.memory import lazy_zeros
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
 from emberkeep.pool import spans
 from emberkeep.slab import Slab
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from emberkeep.erasure.codes import Code, Placement, products
+from emberkeep.erasure.guard import Guard
+from emberkeep.erasure.messages import I64, Bools, Layer, Point, Wanted, Words
 from emberkeep.errors import ParityLossError
 from emberkeep.kernels import galois
-from emberkeep.parity.codes import Code, Placement, products
-from emberkeep.parity.guard import Guard
-from emberkeep.parity.messages import I64, Bools, Layer, Point, Wanted, Words
 
 Replace = Callable[[int, int, Point], Guard]
 

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberkeep.errors import StreamError
-from emberkeep.kernels import galois
-from emberkeep.memory import lazy_zeros
-from emberkeep.parity.codes import Code, Placement, products
-from emberkeep.parity.messages import (
+from emberkeep.erasure.codes import Code, Placement, products
+from emberkeep.erasure.messages import (
     I64,
     LAYERS,
     U8,
@@ -30,6 +27,9 @@ from emberkeep.parity.messages import (
     Wanted,
     Words,
 )
+from emberkeep.errors import StreamError
+from emberkeep.kernels import galois
+from emberkeep.memory import lazy_zeros
 
 
 @dataclass(slots=True)
