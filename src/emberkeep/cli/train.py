@@ -31,6 +31,19 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; repeatable."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Where rows live: local, servers, ray (cluster.kind)."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="How many shards (cluster.shards).")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that train together (cluster.workers).")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster that exists (cluster.address).")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -49,7 +62,10 @@ def train(
     ] = False,
 ) -> None:
     """Train a model in one pass over the data, then judge it on held-out samples."""
-    settings = _settings(config, demo or (print_config and config is None), overrides or [])
+    short = {"kind": cluster, "shards": shards, "workers": workers, "address": address}
+    given = [f"cluster.{key}={value}" for key, value in short.items() if value is not None]
+    overrides = [*given, *(overrides or [])]
+    settings = _settings(config, demo or (print_config and config is None), overrides)
     if print_config:
         from emberkeep.config import to_toml
 
@@ -68,7 +84,12 @@ def train(
     hooks = [] if tensorboard is None else [TensorBoard(tensorboard)]
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"warning: {message}")
-        result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
+        if settings.cluster.workers > 1:
+            from emberkeep.train.distributed import run_on_ray
+
+            result = run_on_ray(settings, fresh=not resume)
+        else:
+            result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:

@@ -130,6 +130,9 @@ class Cluster:
     made once more. To bring shards back: `renew` them, fill them, let them `serve`.
     """
 
+    shared = False
+    """Whether other processes train the same rows: one of them alone saves and restores."""
+
     def __init__(
         self,
         tables: Sequence[Table],

@@ -91,6 +91,7 @@ class FlightCluster(Cluster):
     train asynchronously.
     """
 
+    shared = True
     handles: list[RemoteShard]  # type: ignore[assignment]
 
     def __init__(
@@ -273,7 +274,9 @@ class FlightCluster(Cluster):
         self, repository: Repository, chain: Sequence[Manifest], pool: pools.Pool,
         names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Every server reads its own rows of a version, all at once."""
+        """Every server reads its own rows of a version, all at once; the coordinator sees to it."""
+        if not self.coordinates:
+            return
         told = dict(names or {table.name: table.name for table in self.tables})
         self._drop_ahead()
         self._present()
@@ -338,6 +341,10 @@ class FlightCluster(Cluster):
                 return  # the pull itself will find out what is wrong
             rows = self._reader.submit(self._receive_ahead, wanted, routed)
             self._ahead = _Ahead(wanted, routed, rows)
+
+    def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
+        if ahead:
+            self.prefetch(wanted)
 
     def _receive_ahead(self, wanted: Sequence[RowIds], routed: Routed) -> list[F32]:
         replies = [shard.receive() for shard in self.handles]

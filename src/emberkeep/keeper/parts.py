@@ -50,10 +50,11 @@ def take_apart(
         for path, module in model.named_modules()
         if isinstance(module, EmbeddingBags | Embeddings)
     ]
-    if own and ranks > 1:
+    alone = [path for path, module in own if not module.cluster.shared]
+    if alone and ranks > 1:
         raise ConfigError(
-            f"{own[0][0]!r} holds rows of its own in every rank, which no rank could save alone: "
-            "train it in one process, or use torch's embeddings under DDP"
+            f"{alone[0]!r} holds rows of its own in every rank, which no rank could save alone: "
+            "train it in one process, put its rows on servers, or use torch's embeddings under DDP"
         )
     optimizers += [
         module.optimizer for _, module in own if not any(module.optimizer is o for o in optimizers)

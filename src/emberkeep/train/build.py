@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from emberkeep.cluster.client import ClusterSpec
 from emberkeep.cluster.local import local
+from emberkeep.cluster.servers import connect, servers
 from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
 from emberkeep.errors import ConfigError
 from emberkeep.models import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
@@ -81,7 +83,11 @@ def _split(source: Source, settings: Settings) -> tuple[Window, Window]:
 
 
 def embeddings(
-    settings: Settings, rows: Mapping[str, int | None], *, steps: int = 0
+    settings: Settings,
+    rows: Mapping[str, int | None],
+    *,
+    steps: int = 0,
+    rank: int = 0,
 ) -> EmbeddingBags:
     """One table per feature, on shards that fail as the settings say in a run of so many steps."""
     given = settings.tables
@@ -98,14 +104,29 @@ def embeddings(
         )
         for name, ids in rows.items()
     ]
-    shards = settings.cluster.shards
-    failures = settings.failures.schedule(shards=shards, steps=steps)
     return EmbeddingBags(
         tables,
         optimizer=settings.optimizer.spec(),
-        cluster=local(shards=shards, failures=failures),
+        cluster=_cluster(settings, steps, rank),
         seed=settings.run.seed,
     )
+
+
+def _cluster(settings: Settings, steps: int, rank: int) -> ClusterSpec:
+    given = settings.cluster
+    if given.kind == "servers":
+        return servers(shards=given.shards)
+    if given.kind == "connect":
+        return connect(given.addresses)
+    if given.kind == "ray":
+        from emberkeep.cluster.ray import RayCluster
+
+        return RayCluster(
+            shards=given.shards, address=given.address, name=given.name, rank=rank,
+            world=given.workers,
+        )  # fmt: skip
+    failures = settings.failures.schedule(shards=given.shards, steps=steps)
+    return local(shards=given.shards, failures=failures)
 
 
 def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> nn.Module:

@@ -98,10 +98,12 @@ class Keeping:
 
 
 def _telling(settings: Settings) -> Json:
-    """The settings that decide what a run computes; where and how often it is saved and which of
-    its shards are made to fail does not."""
+    """The settings that decide what a run computes; where and how often it is saved, where its
+    shards are and which of them are made to fail does not."""
     told: Json = json.loads(json.dumps(settings.to_dict()))
     del told["checkpoint"], told["failures"]
+    # Rows are the same bits wherever their shards are; how many ranks add them up is not the same.
+    told["cluster"] = {key: told["cluster"][key] for key in ("shards", "workers")}
     return told
 
 

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -32,11 +32,16 @@ from emberkeep.train.result import Result
 from emberkeep.train.settings import Settings
 
 
-def run(settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False) -> Result:
+def run(
+    settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False, rank: int = 0
+) -> Result:
     """Trains, evaluates, and if asked to does the same with the network that has no embeddings.
 
     With `checkpoint.path` set the run goes on from the newest version that is there, unless
     `fresh` starts it over.
+
+    With `cluster.workers` this process is one `rank` of them, and torch.distributed is set up. The
+    result is the same on all but for the held-out samples, which rank 0 alone looks at.
     """
     if fresh and settings.checkpoint.path is None:
         raise ConfigError(
@@ -45,30 +50,34 @@ def run(settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False) 
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
-        return _run(settings, hooks, fresh)
+        return _run(settings, hooks, fresh, rank)
 
 
-def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool) -> Result:
+def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int) -> Result:
     inputs = build.inputs(settings)
-    steps = -(-(inputs.train.count() or 0) // settings.run.batch_size)
-    bags = build.embeddings(settings, inputs.rows, steps=steps)
+    batch_size, world = settings.run.batch_size, settings.cluster.workers
+    steps = -(-(inputs.train.count() or 0) // batch_size)
+    bags = build.embeddings(settings, inputs.rows, steps=steps, rank=rank)
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
+    trained = network if world == 1 else nn.parallel.DistributedDataParallel(network)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
-    batch_size = settings.run.batch_size
 
     keeping = Keeping(settings=settings, fresh=fresh, hooks=hooks)
     start = time.perf_counter()
     progress = fit(
-        network,
+        trained,
         optimizers,
         inputs.train,
         batch_size,
         hooks=hooks,
         phase="embeddings",
         keeping=None if settings.checkpoint.path is None else keeping,
+        place=(rank, world),
     )
     seconds = time.perf_counter() - start
-    found_auc, found_log_loss = evaluate(network, inputs.test, batch_size)
+    found_auc = found_log_loss = math.nan
+    if rank == 0:
+        found_auc, found_log_loss = evaluate(network, inputs.test, batch_size)
 
     baseline_auc = baseline_log_loss = None
     if settings.run.compare:
@@ -112,14 +121,25 @@ def fit(
     hooks: Sequence[Hook],
     phase: str,
     keeping: Keeping | None = None,
+    place: tuple[int, int] = (0, 1),
 ) -> Progress:
-    """One pass in the order of the source, or the rest of one that was saved."""
+    """One pass in the order of the source, or the rest of one that was saved.
+
+    As one of several ranks, `place`, it trains on its part of every batch; a last batch that cannot
+    be shared evenly is left out.
+    """
     network.train()
     criterion = nn.BCEWithLogitsLoss()
-    steps = -(-(samples.count() or 0) // batch_size)
+    rank, world = place
+    count = samples.count() or 0
+    steps = -(-count // batch_size) if world == 1 else count // batch_size
     progress = Progress(steps)
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader(samples, batch_size=batch_size))
+        reader = stack.enter_context(
+            Reader(
+                samples, batch_size=batch_size // world, rank=rank, world=world, drop_last=world > 1
+            )
+        )
         keeper = None
         if keeping is not None:
             keeper = stack.enter_context(keeping.begin(network, optimizers, reader, progress))
@@ -149,11 +169,14 @@ def fit(
             for batch in reader:
                 train(batch)
             return progress
+        # Ranks cannot go back alone: what only a full recovery helps ends them all, and they
+        # resume from the newest version when they are started again.
+        surviving = keeper.surviving if world == 1 else nullcontext
         while True:
             for batch in keeper.batches():
-                with keeper.surviving():
+                with surviving():
                     train(batch)
-            with keeper.surviving():
+            with surviving():
                 keeper.close()
                 break
         progress.costs, progress.recoveries = keeper.costs(), keeper.recoveries()

@@ -217,10 +217,28 @@ class CheckpointSettings:
 class ClusterSettings:
     """Where rows live."""
 
-    shards: int = setting("shards in this process; each can fail alone", default=1, least=1)
+    kind: Literal["local", "servers", "ray", "connect"] = setting(
+        "in this process, on servers of this machine, on servers placed by Ray, or on those at "
+        "addresses", default="local")
+    shards: int = setting("shards, each of which can fail alone", default=1, least=1)
+    workers: int = setting("processes that train together (ray)", default=1, least=1)
+    address: str | None = setting(
+        "of a Ray cluster that exists; a local one is started if not set (ray)", default=None)
+    name: str | None = setting(
+        "of servers that `emberkeep cluster up` has started (ray)", default=None)
+    addresses: tuple[str, ...] = setting("of the servers, in shard order (connect)", default=())
 
     def __post_init__(self) -> None:
         config.check(self)
+        if self.kind != "ray":
+            for key in ("workers", "address", "name"):
+                if getattr(self, key) not in (None, 1):
+                    raise ConfigError(f'{key} is for kind = "ray"')
+        if (self.kind == "connect") != bool(self.addresses):
+            raise ConfigError('addresses are for kind = "connect", which needs them')
+        if self.kind == "connect" and len(self.addresses) != self.shards:
+            raise ConfigError(
+                f"there are {len(self.addresses)} addresses for {self.shards} shards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +317,11 @@ class Settings:
         if highest >= self.cluster.shards or self.failures.together > self.cluster.shards:
             raise ConfigError(
                 f"failures names more shards than cluster.shards has, {self.cluster.shards}")
+        if self.failures.any and self.cluster.kind != "local":
+            raise ConfigError('failures are made to happen on kind = "local"; kill servers instead')
+        if self.run.batch_size % self.cluster.workers:
+            raise ConfigError(
+                f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
         if self.failures.any and self.checkpoint.recovery is None:
             raise ConfigError(
                 "failures end the run unless checkpoint.recovery is set: full or partial")

@@ -1,0 +1,66 @@
+"""Training in several processes: workers of Ray Train over the same shard servers."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from emberkeep import config
+from emberkeep.cluster import ray
+from emberkeep.cluster.security import Security
+from emberkeep.keeper import Costs, Recoveries
+from emberkeep.train.loop import run
+from emberkeep.train.result import Result
+from emberkeep.train.settings import Settings
+
+ATTEMPTS = 4
+_WORKER_CPUS = 0.5
+_SERVER_CPUS = 0.1
+
+
+def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
+    """Trains with `cluster.workers` workers, the dense network under DDP, rows on servers.
+
+    The death of a worker ends all of them; they are started again and resume from the newest
+    version, if versions are saved.
+    """
+    given = settings.cluster
+    with ray.connected(given.address):
+        started: list[Any] = []
+        name = given.name or f"run-{uuid.uuid4().hex[:8]}"
+        if not ray.find(name):
+            started = ray.start(
+                given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security()
+            )
+        try:
+            named = replace(settings, cluster=replace(given, name=name))
+            told = ray.run_workers(
+                work,
+                {"settings": config.to_toml(named), "fresh": fresh},
+                workers=given.workers,
+                cpus=_WORKER_CPUS,
+                attempts=1 if settings.checkpoint.path is None else ATTEMPTS,
+            )
+        finally:
+            ray.stop(started)
+    return _result(settings, told["result"])
+
+
+def work(given: dict[str, Any]) -> None:
+    """What one worker does."""
+    settings = config.parse(Settings, given["settings"], source="the settings of the run")
+    rank, _ = ray.place()
+    result = run(settings, fresh=given["fresh"], rank=rank)
+    dist.barrier()  # nobody leaves while rank 0 still looks at rows
+    ray.report({"result": result.to_dict()} if rank == 0 else {})
+
+
+def _result(settings: Settings, told: dict[str, Any]) -> Result:
+    kinds = {"checkpoints": Costs, "recoveries": Recoveries}
+    parts = {
+        key: None if told.get(key) is None else kind(**told[key]) for key, kind in kinds.items()
+    }
+    return Result(**{**told, **parts, "settings": settings})
