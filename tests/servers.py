@@ -81,8 +81,8 @@ class FarmHosts:
 
     def replace(self, shard: int, life: str) -> str:
         self.kill(shard)
-        self.replaced += 1
         self.servers[shard] = self.farm.start(self.threads)
+        self.replaced += 1
         return self.address(shard)
 
     def close(self) -> None:

@@ -241,13 +241,21 @@ class FlightCluster(Cluster):
         known, life = shard.epoch, shard.life
         assert self._heart is not None
         self._heart.rest(shard.index)
+        address = None
         try:
             status = shard.connect()
             if status["draining"] or (status["life"] != life and status["epoch"]):
                 raise ServerError(f"{shard.address} is not this run's any more")
         except ServerError:
-            status = shard.connect(self.hosts.replace(shard.index, life))
-        shard.admit(max(known, status["epoch"]) + 1, self._about())
+            address = self.hosts.replace(shard.index, life)
+        try:
+            if address is not None:
+                status = shard.connect(address)
+            shard.admit(max(known, status["epoch"]) + 1, self._about())
+        except ServerError:  # it died too
+            shard.disconnect()
+            shard.state = "lost"
+            raise ShardLostError((shard.index,)) from None
         self._heart.beat_for(shard)
 
     def serve(self, *shards: int) -> None:

@@ -1,0 +1,285 @@
+"""Shard servers are killed at random moments of training: it ends by itself, and the accounts are
+right to the bit: pushes are applied once, versions are whole, what is lost is what is counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep import pool
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer, Strategy
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import PUSH, Request, pack_request, unpack_done
+from emberkeep.errors import EpochError, ShardLostError
+from emberkeep.recovery import Home, recover_partially
+from emberkeep.repository import Repository
+from emberkeep.slab import RowIds
+from emberkeep.tables import SGD, Table
+from emberkeep.train import build
+from emberkeep.train.hooks import Hook
+from emberkeep.train.loop import run
+from emberkeep.train.result import Result
+from emberkeep.train.settings import demo
+from tests.servers import Farm, FarmHosts
+
+SHARDS = 3
+ROWS, DIM = 60, 4
+SMALL = [
+    "data.samples=4000",
+    "data.rows_total=1000",
+    "run.batch_size=100",
+    "run.compare=false",
+    "model.bottom=[8]",
+    "model.top=[8]",
+    "tables.dim=4",
+    f"cluster.shards={SHARDS}",
+]
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    started = Farm()
+    yield started
+    started.close()
+
+
+class Killer:
+    """Kills random servers at random moments, so many of them, one after the other."""
+
+    def __init__(self, hosts: FarmHosts, kills: int, seed: int, least_ms: float) -> None:
+        self.hosts = hosts
+        self.killed = 0
+        self.serving_again: list[float] = []
+        self._kills = kills
+        self._random = np.random.default_rng(seed)
+        self._least_ms = least_ms
+        self.begin = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._kill)
+
+    def _kill(self) -> None:
+        self.begin.wait()
+        while self.killed < self._kills and not self._ended.is_set():
+            self._ended.wait((self._least_ms + self._random.exponential(40)) / 1e3)
+            before = self.hosts.replaced
+            self.hosts.kill(int(self._random.integers(self.hosts.count)))
+            self.killed += 1
+            while self.hosts.replaced == before and not self._ended.is_set():
+                time.sleep(0.002)  # the next one when this one was missed
+
+    def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.begin.set()
+        self._thread.join()
+
+
+# -- pushes, exactly once ------------------------------------------------------------------------
+
+
+def push_of(step: int) -> tuple[list[RowIds], Any]:
+    """Whole numbers, so that sums do not depend on their order."""
+    random = np.random.default_rng(step)
+    ids = np.sort(random.choice(ROWS, 20, replace=False))
+    grads = random.integers(-4, 5, (20, DIM)).astype(np.float32)
+    return [RowIds(ids.astype(np.int64), np.array([0, 20]))], grads
+
+
+def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
+    """Partial recovery by hand, and beside it what every shard must hold."""
+    hosts = FarmHosts(farm, SHARDS)
+    table = Table("t", rows=ROWS, dim=DIM)
+    cluster = FlightCluster([table], SGD(lr=1.0), hosts, pool=pool.Pool(1))
+    initial = cluster.read("t", np.arange(ROWS))["weight"]
+    repository = Repository.create(LocalStore(where), schema=cluster.schema())
+    keeper = Checkpointer(repository, cluster, strategy=Strategy(layout="consecutive"))
+    keeper.save(0)
+    keeper.wait()
+    applied: list[list[int]] = [[] for _ in range(SHARDS)]
+    recovered = []
+
+    def on_loss(lost: ShardLostError) -> bool:
+        while cluster.lost():
+            keeper.join()
+            gone = cluster.lost()
+            try:
+                recover_partially(keeper, Home(cluster, {"t": "t"}), gone)
+            except ShardLostError:
+                continue
+            assert keeper.whole is not None
+            for shard in gone:
+                saved = repository.manifest(keeper.whole.version).step
+                applied[shard] = [step for step in applied[shard] if step <= saved]
+                recovered.append(shard)
+        return True
+
+    cluster.on_loss = on_loss
+    step = 0
+    with Killer(hosts, kills, seed, least_ms=5) as killer:
+        killer.begin.set()
+        while killer.killed < kills or step % 5 or hosts.replaced < kills:
+            step += 1
+            wanted, grads = push_of(step)
+            cluster.pull(wanted)
+            cluster.push(wanted, [grads], lr=1.0)
+            for steps in applied:
+                steps.append(step)
+            if step % 4 == 0:
+                keeper.join()
+                try:
+                    keeper.save(step)
+                except ShardLostError:
+                    on_loss(ShardLostError(cluster.lost()))
+            assert step < 100_000
+    keeper.join()
+    expected = initial.copy()
+    for shard, steps in enumerate(applied):
+        for number in steps:
+            (ids,), grads = push_of(number)
+            mine = ids.ids % SHARDS == shard
+            expected[ids.ids[mine]] -= grads[mine]
+    cluster.pull(push_of(0)[0])  # whoever was killed last is missed here
+    held = cluster.read("t", np.arange(ROWS))["weight"]
+    assert np.abs(held - expected).max() < 1e-5
+    assert recovered
+    assert hosts.replaced >= kills
+    cluster.close()
+    hosts.end()
+
+
+def test_every_push_is_applied_once_however_often_servers_die(farm: Farm, tmp_path: Path) -> None:
+    trained_under_fire(farm, tmp_path / "r", kills=4, seed=1)
+
+
+@pytest.mark.soak
+def test_every_push_is_applied_once_however_often_servers_die_for_long(
+    farm: Farm, tmp_path: Path
+) -> None:
+    for seed in range(4):
+        trained_under_fire(farm, tmp_path / str(seed), kills=25, seed=seed)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+class Told(Hook):
+    def __init__(self, begun: threading.Event) -> None:
+        self.recovered: list[dict[str, Any]] = []
+        self._begun = begun
+
+    def on_step(self, step: Any) -> None:
+        self._begun.set()
+
+    def on_event(self, event: str, details: dict[str, Any]) -> None:
+        if event == "recovered":
+            self.recovered.append(details)
+
+
+class _Spec:
+    def __init__(self, hosts: FarmHosts) -> None:
+        self.hosts = hosts
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
+        return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=pool.Pool(1))
+
+
+def train(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, *more: str
+) -> tuple[Result, Told, Killer]:
+    hosts = FarmHosts(farm, SHARDS)
+    monkeypatch.setattr(build, "_cluster", lambda *_: _Spec(hosts))
+    settings = demo(
+        [*SMALL, f"checkpoint.path={where}", "checkpoint.every=3 steps", "checkpoint.keep=1000",
+         *more]
+    )  # fmt: skip
+    with Killer(hosts, kills, seed, least_ms=20) as killer:
+        told = Told(killer.begin)
+        result = run(settings, hooks=[told])
+    hosts.end()
+    return result, told, killer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Result:
+    return run(demo(SMALL))
+
+
+def check_full(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, whole: Result
+) -> int:
+    result, told, killer = train(
+        farm, monkeypatch, where, kills, seed, "checkpoint.recovery=full"
+    )
+    assert result.digest == whole.digest
+    assert result.auc == whole.auc
+    assert result.recoveries is not None
+    assert result.recoveries.full == len(told.recovered)
+    assert result.recoveries.pls == 0
+    return killer.killed
+
+
+def check_partial(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int
+) -> int:
+    result, told, killer = train(
+        farm, monkeypatch, where, kills, seed, "checkpoint.recovery=partial"
+    )
+    repository = Repository.open(LocalStore(where))
+    expected, last = 0.0, dict.fromkeys(range(SHARDS), 0)
+    for event in told.recovered:
+        assert event["scope"] == "partial", event
+        saved = repository.manifest(repository.version(event["version"])).step
+        for shard in event["shards"]:
+            lost = event["step"] - max(saved, last[shard])
+            expected += max(0, lost) / (result.steps * SHARDS)
+            last[shard] = event["step"]
+    assert result.recoveries is not None
+    assert result.recoveries.pls == pytest.approx(expected)
+    assert result.recoveries.partial == len(told.recovered)
+    newest = repository.latest()
+    assert newest is not None
+    assert repository.manifest(newest).step == result.steps
+    return killer.killed
+
+
+def test_full_recovery_of_killed_servers_gives_the_bits_of_an_uninterrupted_run(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uninterrupted: Result
+) -> None:
+    killed = sum(
+        check_full(farm, monkeypatch, tmp_path / str(seed), 3, seed, uninterrupted)
+        for seed in range(1)
+    )
+    assert killed
+
+
+def test_partial_recovery_of_killed_servers_counts_what_was_lost(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert check_partial(farm, monkeypatch, tmp_path / "r", 3, 5)
+
+
+@pytest.mark.soak
+def test_servers_are_killed_for_long(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uninterrupted: Result
+) -> None:
+    killed, seed = 0, 100
+    while killed < 100:
+        killed += check_full(farm, monkeypatch, tmp_path / f"f{seed}", 4, seed, uninterrupted)
+        killed += check_partial(farm, monkeypatch, tmp_path / f"p{seed}", 4, seed)
+        seed += 1
