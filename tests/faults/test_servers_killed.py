@@ -3,12 +3,9 @@ right to the bit: pushes are applied once, versions are whole, what is lost is w
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,8 @@ import pytest
 from emberkeep import pool
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Strategy
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.remote import Timing
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import PUSH, Request, pack_request, unpack_done
-from emberkeep.errors import EpochError, ShardLostError
+from emberkeep.errors import ShardLostError
 from emberkeep.recovery import Home, recover_partially
 from emberkeep.repository import Repository
 from emberkeep.slab import RowIds
@@ -223,9 +216,7 @@ def uninterrupted() -> Result:
 def check_full(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, whole: Result
 ) -> int:
-    result, told, killer = train(
-        farm, monkeypatch, where, kills, seed, "checkpoint.recovery=full"
-    )
+    result, told, killer = train(farm, monkeypatch, where, kills, seed, "checkpoint.recovery=full")
     assert result.digest == whole.digest
     assert result.auc == whole.auc
     assert result.recoveries is not None

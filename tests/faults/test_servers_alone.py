@@ -1,0 +1,253 @@
+"""What single servers do when things go wrong around them: stopped and woken, unreachable, answers
+lost on the way, a coordinator that dies between the shards' writes and the commit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep import pool
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.hosts import FixedHosts
+from emberkeep.cluster.local import local
+from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import PULL, PUSH, Request, check_reply, pack_request
+from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
+from emberkeep.repository import Repository
+from emberkeep.repository.writer import Draft
+from emberkeep.slab import RowIds
+from emberkeep.tables import SGD, Table
+from tests.contracts.engine import state
+from tests.servers import Farm, FarmHosts
+
+TABLE = Table("t", rows=40, dim=3)
+IDS = [RowIds(np.arange(40), np.array([0, 40]))]
+ONES = [np.ones((40, 3), np.float32)]
+QUICK = Timing(deadline=timedelta(seconds=1), lease=timedelta(seconds=1.5))
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    started = Farm()
+    yield started
+    started.close()
+
+
+def opened(hosts: FarmHosts | FixedHosts, timing: Timing | None = None) -> FlightCluster:
+    return FlightCluster([TABLE], SGD(lr=1.0), hosts, pool=pool.Pool(1), timing=timing)
+
+
+def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Farm) -> None:
+    hosts = FarmHosts(farm, 2)
+    cluster = opened(hosts, QUICK)
+    zombie, address = hosts.servers[1]
+    old = cluster.handles[1].epoch
+    os.kill(zombie, signal.SIGSTOP)
+    hosts.servers[1] = farm.start()  # as a supervisor on another machine would
+    with pytest.raises(ShardLostError):
+        cluster.pull(IDS)
+    cluster.handles[1].address = hosts.address(1)
+    time.sleep(QUICK.lease.total_seconds())  # nobody can know that it is dead: the lease says so
+    cluster.renew(1)
+    cluster.serve(1)
+    cluster.push(IDS, ONES, lr=1.0)
+    before = state(cluster)
+
+    os.kill(zombie, signal.SIGCONT)
+    connection = Connection(address, Security())
+    connection.open(timedelta(seconds=5))
+    mine = RowIds(np.arange(1, 40, 2), np.array([0, 20]))
+    for epoch, kind in ((old, PUSH), (old, PULL), (cluster.handles[1].epoch, PULL)):
+        request = Request(
+            kind=kind, epoch=epoch, incarnation=7, number=1, lr=1.0, wanted=[mine],
+            grads=[ONES[0][:20]] if kind == PUSH else [],
+        )  # fmt: skip
+        connection.send(pack_request(request), timedelta(seconds=5))
+        with pytest.raises(EpochError):
+            check_reply(connection.receive())
+    with pytest.raises(EpochError):
+        connection.act(
+            "install", {"epoch": old, "table": "t"}, {"": np.array([1])},
+            deadline=timedelta(seconds=5),
+        )  # fmt: skip
+    connection.close()
+    assert state(cluster) == before
+    cluster.close()
+    farm.kill(zombie)
+    hosts.end()
+
+
+def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) -> None:
+    hosts = FarmHosts(farm, 1)
+    with socket.socket() as silent:  # it is connected to, and never says a word
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)
+        cluster = opened(hosts, QUICK)
+        cluster.handles[0].disconnect()
+        cluster.handles[0].address = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(ShardLostError):
+            cluster.pull(IDS)
+        assert time.monotonic() - start < 10
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    start = time.monotonic()
+    nobody = FixedHosts([f"127.0.0.1:{port}"], Security(), patience=timedelta(seconds=1))
+    with pytest.raises(ServerError, match="start emberkeep serve"):
+        opened(nobody, QUICK)
+    assert time.monotonic() - start < 15
+    cluster.close()
+    hosts.end()
+
+
+def test_a_second_run_does_not_take_the_servers_of_the_first(farm: Farm) -> None:
+    hosts = FarmHosts(farm, 1)
+    first = opened(hosts, QUICK)
+    first.push(IDS, ONES, lr=1.0)
+    with pytest.raises(ServerError, match="another run, whose coordinator is alive"):
+        opened(hosts, QUICK)
+    first.pull(IDS)
+    first._heart.stop()  # type: ignore[union-attr]
+    second = opened(hosts, QUICK)  # once the lease has passed
+    with pytest.raises(ShardLostError):
+        first.pull(IDS)
+    assert second.touched_ids("t").size == 0
+    second.close()
+    hosts.end()
+
+
+class Proxy:
+    """Carries bytes between a client and a server; cuts the line when the server answers."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.cut_next_answer = threading.Event()
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                for source, target, answers in ((client, server, False), (server, client, True)):
+                    threading.Thread(
+                        target=self._carry, args=(source, target, answers), daemon=True
+                    ).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                # Short frames are the transport's own; an answer to a push is longer than those.
+                if answers and len(data) > 100 and self.cut_next_answer.is_set():
+                    self.cut_next_answer.clear()
+                    self.cuts += 1
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
+    hosts = FarmHosts(farm, 1)
+    proxy = Proxy(int(hosts.address(0).rpartition(":")[2]))
+    through = FixedHosts([f"127.0.0.1:{proxy.port}"], Security(), patience=timedelta(seconds=5))
+    cluster, twin = opened(through), local().open([TABLE], SGD(lr=1.0), seed=0)
+    for _ in range(6):
+        proxy.cut_next_answer.set()
+        cluster.push(IDS, ONES, lr=1.0)
+        twin.push(IDS, ONES, lr=1.0)
+        proxy.cut_next_answer.clear()
+    assert proxy.cuts >= 5
+    assert state(cluster) == state(twin)
+    assert cluster.table_state() == twin.table_state()
+    cluster.close()
+    proxy.close()
+    hosts.end()
+
+
+def _coordinate_and_die(addresses: list[str], where: str) -> None:
+    """Trains, saves, and dies when all shards have written and nothing is committed."""
+    hosts = FixedHosts(addresses, Security(), patience=timedelta(seconds=5))
+    cluster = opened(hosts, QUICK)
+    repository = Repository.create(LocalStore(where), schema=cluster.schema())
+    keeper = Checkpointer(repository, cluster)
+    cluster.push(IDS, ONES, lr=1.0)
+    keeper.save(1)
+    keeper.wait()
+    cluster.push(IDS, ONES, lr=1.0)
+    Draft.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    keeper.save(2)
+    keeper.join()
+
+
+def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
+    farm: Farm, tmp_path: Path
+) -> None:
+    hosts = FarmHosts(farm, 2)
+    where = tmp_path / "r"
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(
+        target=_coordinate_and_die, args=([hosts.address(0), hosts.address(1)], str(where))
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    store = LocalStore(where)
+    assert any("0000000002" in info.name for info in store.list("data"))  # the shards had written
+    successor = opened(hosts, QUICK)  # waits until the lease of the dead one has passed
+    repository = Repository.open(store)
+    keeper = Checkpointer(repository, successor)
+    restored = keeper.restore()
+    assert restored is not None
+    assert restored.manifest.step == 1
+    twin = local(shards=2).open([TABLE], SGD(lr=1.0), seed=0)
+    twin.push(IDS, ONES, lr=1.0)
+    assert state(successor) == state(twin)
+    successor.push(IDS, ONES, lr=1.0)
+    manifest = (keeper.save(2), keeper.wait())[1]
+    assert manifest is not None
+    assert manifest.step == 2
+    successor.close()
+    hosts.end()
+
+
+def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(farm: Farm) -> None:
+    from emberkeep.serving.epoch import Session
+    from emberkeep.serving.served import ServedShard
+
+    served = ServedShard(threads=1)
+    assert served.drain(1.0)
+    reply = served.answer(np.zeros(48, np.uint8), Session())
+    with pytest.raises(ServerError, match="shutting down"):
+        check_reply(reply)
+
+
+def test_waiting_times_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lease"):
+        Timing(lease=timedelta(seconds=1), deadline=timedelta(seconds=2))
+    with pytest.raises(ConfigError, match="above 0"):
+        Timing(deadline=timedelta(0))
