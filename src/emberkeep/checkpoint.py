@@ -436,10 +436,11 @@ class Checkpointer:
             return
         if not saving.copied.done():
             saving.copied.set_exception(outcome)
-        # Rows that were lost are no fault of the store: whoever recovers them saves again.
-        if not isinstance(outcome, CancelledError | ShardLostError):
-            self._failures.append(outcome)
-            warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
+        if not isinstance(outcome, CancelledError):
+            # Rows that were lost are no fault of the store: whoever recovers them saves again.
+            if not isinstance(outcome, ShardLostError):
+                self._failures.append(outcome)
+                warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
             self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
         saving.committed.set_exception(outcome)
 

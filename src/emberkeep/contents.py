@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import ConfigError, DamageError, NoVersionError, StorageError
+from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
 from emberkeep.loading import DENSE
 from emberkeep.pool import Pool
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
@@ -54,10 +54,16 @@ class Hold:
     """A pin where the store lets us write one; nothing where it does not.
 
     Without one a file may be gone before it is read, which is noticed, not served. `renew` is to be
-    called now and then while the work goes on.
+    called now and then while the work goes on. A prioritised version is refused: nobody but a lost
+    shard has a use for it.
     """
 
     def __init__(self, repository: Repository, version: VersionId) -> None:
+        if not repository.manifest(version).whole:
+            raise StateError(
+                f"version {version} is a prioritised one: it holds no instant and serves to bring "
+                "single shards back; choose a whole version"
+            )
         self._clock = repository.clock
         self._pin: Pin | None = None
         with suppress(StorageError):

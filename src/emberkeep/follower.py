@@ -234,7 +234,7 @@ class Follower:
                 )
             failure: EmberkeepError | None = None
             for _ in range(_ATTEMPTS):
-                newest = self._repository.latest()
+                newest = self._repository.newest_whole()
                 served = self._view and self._view.manifest.version
                 if newest is None or newest == served:
                     return None
@@ -242,7 +242,8 @@ class Follower:
                     self._move_to(newest)
                 except (ChangedError, DamageError, NoVersionError) as error:
                     # Under an unchanged history a missing file is damage; else gc was faster.
-                    if not isinstance(error, ChangedError) and self._repository.latest() == newest:
+                    moved_on = self._repository.newest_whole() != newest
+                    if not isinstance(error, ChangedError) and not moved_on:
                         raise
                     failure = error
                 else:

@@ -107,12 +107,14 @@ def plan(
     step: int,
     saved: int | None,
     total: int | None,
+    unchanged: bool = False,
     going_back: bool = False,
 ) -> Plan:
     """Decides for one loss.
 
     `saved` is the step of the newest whole version, `total` the steps of the whole job;
-    `going_back` says that a full recovery was begun and not ended.
+    `unchanged` says that no row was trained since that version, `going_back` that a full recovery
+    was begun and not ended.
     """
     after = losses
     if saved is not None and total is not None:
@@ -123,6 +125,13 @@ def plan(
 
     if going_back:
         return decided("full", "a full recovery was under way")
+    if unchanged and saved is not None and len(lost) < shards:
+        return Plan(
+            scope="partial",
+            shards=tuple(lost),
+            losses=losses,
+            reason="no row was trained since the version: nothing is lost",
+        )
     if recovery.scope == "full":
         return decided("full", recovery.reason or "the strategy recovers fully")
     if saved is None or total is None:
@@ -194,22 +203,40 @@ class _Named:
         self._part.forget_changes(keep_since_baseline=keep_since_baseline)
 
 
-def recover_partially(checkpointer: Checkpointer, home: Home, lost: Sequence[int]) -> None:
-    """Brings lost shards of one cluster back; the others are not touched.
+def recover_partially(
+    checkpointer: Checkpointer, home: Home, lost: Sequence[int]
+) -> Manifest | None:
+    """Brings lost shards of one cluster back; the others are not touched. Returns the newest
+    version that was read, None if there is none and the shards begin anew.
 
     The steps of tables go on with the survivors', since those count the pushes of the job; without
     any survivor they are the version's. Raises `ShardLostError` if a shard dies meanwhile: then
     begin anew.
     """
     cluster = home.cluster
-    survivors = [shard for shard in cluster.handles if shard.state == "serving"]
-    steps = {
-        name: {"steps": its["steps"], "tick": 0}
-        for name, its in (survivors[0].table_state() if survivors else {}).items()
-    }
+    steps = steps_of(cluster)
+    manifest = None
     cluster.renew(*lost)
     for shard in lost:
         part = cluster.part(shard)
-        checkpointer.restore_shard(_Named(part, home.names), shard, home.saved_by_same_shards)
-        part.load_table_state(steps)
+        manifest = checkpointer.restore_shard(
+            _Named(part, home.names), shard, home.saved_by_same_shards
+        )
+        if steps:
+            saved = {} if manifest is None else manifest.layout["tables"]
+            part.load_table_state(
+                {
+                    own: {"tick": 0, **saved.get(told, {}), "steps": steps[own]}
+                    for told, own in home.names.items()
+                }
+            )
     cluster.serve(*lost)
+    return manifest
+
+
+def steps_of(cluster: Cluster) -> dict[str, int]:
+    """How many pushes each table has taken part in, as the shards that still serve know it."""
+    for shard in cluster.handles:
+        if shard.state == "serving":
+            return {name: its["steps"] for name, its in shard.table_state().items()}
+    return {}

@@ -110,8 +110,11 @@ def check_full(
     recoveries = result.recoveries
     assert recoveries is not None
     assert recoveries.failures == losses(failures)
-    assert recoveries.full == len(told.recovered) > 0
-    assert (recoveries.partial, recoveries.pls) == (0, 0.0)
+    assert recoveries.full + recoveries.partial == len(told.recovered) > 0
+    assert recoveries.pls == 0.0
+    assert all(
+        it["scope"] == "full" or "no row was trained since" in it["reason"] for it in told.recovered
+    )
     assert len(told.steps) == STEPS + recoveries.repeated_steps
 
 

@@ -38,12 +38,31 @@ class _Rate:
         return (step.samples - self._before) / max(now - self._since, 1e-9)
 
 
+def recovery_line(details: dict[str, Any]) -> str:
+    """One recovery in one line."""
+    lost = details["shards"]
+    named = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+    seconds = f"in {details['seconds']:.2f} s"
+    if details["scope"] == "full":
+        return (
+            f"lost {named}; everything went back to version {details['version']}, step "
+            f"{details['step']}, {seconds}: {details['repeated_steps']} steps are taken again "
+            f"({details['reason']})"
+        )
+    return (
+        f"lost {named} after step {details['step']}; recovered alone from version "
+        f"{details['version']} {seconds}: PLS is now {details['pls']:.4g} ({details['reason']})"
+    )
+
+
 class _Telling(Hook):
     """Says in one line where the run goes on."""
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "resumed":
             say(f"resumed from version {details['version']}, after step {details['step']}")
+        elif event == "recovered":
+            say(recovery_line(details))
         elif event == "finished":
             say("this training is finished: nothing is left to train; --fresh starts it over")
 

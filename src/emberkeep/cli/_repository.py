@@ -40,9 +40,9 @@ def open_repository(url: str) -> tuple[Repository, ReadingStore]:
 
 
 def choose(repository: Repository, wanted: str | None) -> VersionId:
-    """The version that the user named by number or tag, or the newest."""
+    """The version that the user named by number or tag, or the newest whole one."""
     if wanted is None:
-        newest = repository.latest()
+        newest = repository.newest_whole()
         if newest is None:
             raise NoVersionError(f"{repository.store.url} has no version yet: save one first")
         return newest

@@ -14,7 +14,7 @@ from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from emberkeep.keeper import Costs
+    from emberkeep.keeper import Costs, Recoveries
     from emberkeep.train.result import Result
     from emberkeep.train.settings import Settings
 
@@ -144,6 +144,23 @@ def _print(result: Result) -> None:
         console.print(f"The embeddings {verb} AUC over the same network without them.")
     if result.checkpoints is not None and result.checkpoints.versions:
         _print_costs(result.checkpoints, result)
+    if result.recoveries is not None and result.recoveries.failures:
+        _print_recoveries(result.recoveries, result)
+
+
+def _print_recoveries(made: Recoveries, result: Result) -> None:
+    """What failing shards cost, for people."""
+    from rich.console import Console
+
+    made_of = [f"{count} {scope}" for scope, count in
+               (("full", made.full), ("partial", made.partial)) if count]  # fmt: skip
+    Console(highlight=False).print(
+        f"{made.failures} shards were lost; {' and '.join(made_of)} recoveries took "
+        f"{made.seconds:.2f} s ({made.seconds / result.seconds:.1%} of the time), "
+        f"{made.repeated_steps:,} of {result.steps:,} steps were taken again, and the updates of "
+        f"{made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})",
+        soft_wrap=True,
+    )
 
 
 def _print_costs(costs: Costs, result: Result) -> None:

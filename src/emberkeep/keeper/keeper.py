@@ -237,21 +237,27 @@ class Keeper:
         return manifest
 
     def _last_version(self, save: bool) -> Manifest | None:
-        if save:
-            save = 1 in self._ranks.largest([self._ranks.leads and self._exact() != self.steps])
         if not save:
             return None if self._checkpointer is None else self._checkpointer.close()
-        extras = self._extras()
         manifest = None
-        while self._checkpointer is not None:
+        if 1 in self._ranks.largest([self._ranks.leads and self._exact() != self.steps]):
+            extras = self._extras()
+            if self._checkpointer is not None:
+                manifest = self._close_with(self._checkpointer, extras)
+            self._ranks.barrier()
+        elif self._checkpointer is not None:
+            self._checkpointer.close()
+        # A shard that was lost after its last rows were copied comes back as it was.
+        self.recover()
+        return manifest
+
+    def _close_with(self, checkpointer: Checkpointer, extras: Extras) -> Manifest | None:
+        while True:
             try:
-                manifest = self._checkpointer.close(self.steps, extras)
-                break
+                return checkpointer.close(self.steps, extras)
             except ShardLostError as lost:
                 if self._recoverer is None or not self._recoverer.on_loss(lost):
                     raise
-        self._ranks.barrier()
-        return manifest
 
     def __enter__(self) -> Keeper:
         return self

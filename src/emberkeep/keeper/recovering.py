@@ -9,7 +9,16 @@ from typing import Any
 
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.errors import NoVersionError, ShardLostError
-from emberkeep.recovery import Home, Losses, Plan, Recovery, Scope, plan, recover_partially
+from emberkeep.recovery import (
+    Home,
+    Losses,
+    Plan,
+    Recovery,
+    Scope,
+    plan,
+    recover_partially,
+    steps_of,
+)
 from emberkeep.repository import Manifest
 
 
@@ -21,7 +30,7 @@ class Recovered:
     shards: tuple[int, ...]
     """Those that were lost; the shards of several clusters are counted through."""
     version: int | None
-    """Where their rows came from."""
+    """The newest that rows came from."""
     step: int
     """After which training goes on."""
     repeated_steps: int
@@ -131,15 +140,14 @@ class Recoverer:
         return made
 
     def _carry_out(self, decided: Plan, lost: tuple[int, ...], start: float) -> Recovered:
-        step = self._steps()
+        step, manifest = self._steps(), None
         # A version under way may still be committed, and less would be lost.
         self._checkpointer.join()
         if decided.scope == "partial":
             decided = self._plan()
             for home, shards in self._by_home(decided.shards):
-                recover_partially(self._checkpointer, home, shards)
+                manifest = recover_partially(self._checkpointer, home, shards)
             self.losses = decided.losses
-            manifest = self._checkpointer.whole
         else:
             self._going_back = True
             for home in self._homes:
@@ -174,7 +182,18 @@ class Recoverer:
             step=self._steps(),
             saved=None if whole is None else whole.step,
             total=self._total_steps,
+            unchanged=whole is not None and self._unchanged_since(whole),
             going_back=self._going_back,
+        )
+
+    def _unchanged_since(self, whole: Manifest) -> bool:
+        """Whether no push was applied since a version by any cluster that has lost shards."""
+        saved = whole.layout["tables"]
+        return all(
+            steps_of(home.cluster).get(own) == saved.get(told, {}).get("steps")
+            for home in self._homes
+            if home.cluster.lost()
+            for told, own in home.names.items()
         )
 
     def _dead(self) -> int:

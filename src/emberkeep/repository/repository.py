@@ -62,6 +62,7 @@ class Repository:
         self._manifests_seen: set[VersionId] = set()
         # The newest catalog of each grid as it was last read: immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
+        self._whole: dict[VersionId, bool] = {}
 
     @classmethod
     def create(
@@ -155,7 +156,9 @@ class Repository:
     def newest_whole(self) -> VersionId | None:
         """The newest version that holds one instant; prioritised ones are passed over."""
         for version in reversed(self.versions()):
-            if self.manifest(version).whole:
+            if version not in self._whole:
+                self._whole[version] = self.manifest(version).whole
+            if self._whole[version]:
                 return version
         return None
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from emberkeep.cluster.local import local
 from emberkeep.data import Synthetic
 from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.priority import Kind, Priority
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Normal, Optimizer, RowWiseAdagrad, Table
+from emberkeep.tracking import PRIORITISED
 
 _OPTIMIZERS: tuple[Optimizer, ...] = (
     SGD(lr=0.1),
@@ -35,3 +40,20 @@ def warm_up() -> None:
         rows = Embeddings(tables, optimizer=optimizer)
         sum(out.sum() for out in rows({"fixed": ids, "dynamic": ids}).values()).backward()
         rows.optimizer.step()
+    for kind in get_args(Kind):
+        _rank(Priority(kind=kind, fraction=0.5, period=1))
+
+
+def _rank(priority: Priority) -> None:
+    """Saves the rows that matter most, once and again after a failure."""
+    tables = [Table("fixed", rows=64, dim=4), Table("dynamic", capacity=64, dim=4)]
+    bags = EmbeddingBags(tables, optimizer=SGD(lr=0.1), cluster=local(shards=2))
+    bags.cluster.track(priority)
+    ids = torch.arange(32)
+    for advanced in ((), (PRIORITISED,)):
+        bags({"fixed": ids, "dynamic": ids}).sum().backward()
+        bags.optimizer.step()
+        for rows in (rows for shard in bags.cluster.freeze(PRIORITISED, 2**20) for rows in shard):
+            for _ in rows.chunks(64):
+                pass
+            rows.close(advanced)

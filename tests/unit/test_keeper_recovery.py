@@ -1,0 +1,285 @@
+"""A loop of one's own over shards that fail: at every store operation, in saves and recoveries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import emberkeep as ek
+from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Settings
+from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
+from emberkeep.repository import Repository
+
+STEPS = 12
+
+
+class Batches:
+    """A reader with a place: batches of ids that follow from their number."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < STEPS:
+            self.place += 1
+            random = np.random.default_rng(self.place)
+            ids = random.integers(0, 60, (2, 16))
+            yield {"user": torch.from_numpy(ids[0]), "item": torch.from_numpy(ids[1])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Model(nn.Module):
+    """Two modules of rows, each with shards of its own, and a dense layer."""
+
+    def __init__(self, failures: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.users = ek.EmbeddingBags(
+            [ek.Table("user", rows=60, dim=4)],
+            optimizer=ek.Adam(lr=0.1),
+            cluster=ek.local(shards=3, failures=failures),
+        )
+        self.items = ek.EmbeddingBags(
+            [ek.Table("item", rows=None, capacity=100, dim=4)],
+            optimizer=ek.Adagrad(lr=0.1),
+            cluster=ek.local(shards=2),
+        )
+        self.dense = nn.Linear(8, 1)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        rows = torch.cat([self.users(batch)[:, 0], self.items(batch)[:, 0]], 1)
+        return self.dense(self.dropout(rows))
+
+    def kill(self, *shards: int) -> None:
+        for cluster, first in ((self.users.cluster, 0), (self.items.cluster, 3)):
+            count = cluster.shard_count
+            mine = [s - first for s in shards if first <= s < first + count]
+            cluster.kill(*mine)  # type: ignore[attr-defined]
+
+    def bits(self) -> dict[str, bytes]:
+        return {name: value.numpy().tobytes() for name, value in self.state_dict().items()}
+
+
+class HookedStore(MemoryStore):
+    """Calls a function before each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Callable[[str, str], None] = lambda operation, name: None
+
+    def put(self, name: str, data: Any) -> int:
+        self.before("put", name)
+        return super().put(name, data)
+
+    def put_if_absent(self, name: str, data: Any) -> bool:
+        self.before("put", name)
+        return super().put_if_absent(name, data)
+
+    def get(self, name: str) -> bytes:
+        self.before("get", name)
+        return super().get(name)
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        self.before("get", name)
+        return super().get_range(name, start, length)
+
+
+def keeper_of(model: Model, store: Any, strategy: Any, **more: Any) -> ek.Keeper:
+    optimizers = [
+        model.users.optimizer, model.items.optimizer,
+        torch.optim.Adam(model.dense.parameters(), lr=0.01),
+    ]  # fmt: skip
+    return ek.Keeper(
+        store, model, optimizers, reader=Batches(), strategy=strategy, total_steps=STEPS, **more
+    )
+
+
+def train(model: Model, keeper: ek.Keeper, at: dict[int, Any] | None = None) -> list[int]:
+    """The documented loop; returns the batches that were trained on."""
+    seen: list[int] = []
+    keeper.resume()
+    while True:
+        for batch in keeper.batches():
+            with keeper.surviving():
+                action = (at or {}).pop(keeper.reader.place, None)
+                if action:
+                    keeper._checkpointer.join()  # type: ignore[union-attr]
+                    action()
+                model(batch).sum().backward()
+                for optimizer in keeper._parts.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(keeper.reader.place)
+                keeper.step()
+        with keeper.surviving():
+            keeper.close()
+            return seen
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, bytes]:
+    model = Model()
+    train(model, keeper_of(model, MemoryStore(), ek.incremental(every=5)))
+    return model.bits()
+
+
+FULL = ek.incremental(every=3, layout="consecutive", recovery="full")
+PARTIAL = ek.partial(every=3, priority=None)
+RANKED = ek.partial(every=6, priority="mfu", fraction=0.5)
+
+
+@pytest.mark.parametrize("lost", [(0,), (4,), (1, 2, 3), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("step", [1, 3, 4, 12])
+def test_full_recovery_takes_everything_back(
+    lost: tuple[int, ...], step: int, uninterrupted: dict[str, bytes]
+) -> None:
+    model = Model()
+    events: list[Any] = []
+    keeper = keeper_of(
+        model, MemoryStore(), FULL, on_event=lambda name, told: events.append((name, told))
+    )
+    seen = train(model, keeper, {step: lambda: model.kill(*lost)})
+    assert model.bits() == uninterrupted
+    back = (step - 1) // 3 * 3
+    (told,) = [told for name, told in events if name == "recovered"]
+    assert (told["shards"], told["step"]) == (lost, back)
+    assert told["repeated_steps"] == step - 1 - back
+    if step - 1 == back and len(lost) < 5 and not {3, 4} <= set(lost):
+        # Nothing was trained since the version, and survivors know it.
+        assert told["scope"] == "partial"
+        assert "no row was trained since" in told["reason"]
+        assert seen == [*range(1, STEPS + 1)]
+    else:
+        assert told["scope"] == "full"
+        assert seen == [*range(1, step), *range(back + 1, STEPS + 1)]
+    recoveries = keeper.recoveries()
+    assert recoveries is not None
+    assert (recoveries.failures, recoveries.pls) == (len(lost), 0.0)
+
+
+@pytest.mark.parametrize("strategy", [PARTIAL, RANKED], ids=["whole", "prioritised"])
+def test_partial_recovery_is_not_noticed_by_the_loop(strategy: Any) -> None:
+    model = Model(failures=(ek.fail_at(1, step=6, when="push"),))
+    store = MemoryStore()
+    keeper = keeper_of(model, store, strategy)
+    seen = train(model, keeper, {9: lambda: model.kill(3, 4)})
+    assert seen == [*range(1, STEPS + 1)]
+    recoveries = keeper.recoveries()
+    assert recoveries is not None
+    assert (recoveries.failures, recoveries.partial, recoveries.full) == (3, 2, 0)
+    assert 0 < recoveries.pls <= (5 + 8 + 8) / (STEPS * 5)  # if no version in between was ready
+    # Stored with every version, and there again in the next life.
+    repository = Repository.open(store)
+    told = [repository.manifest(version).counters["pls"] for version in repository.versions()]
+    assert told[0] == 0.0
+    assert told == sorted(told)
+    assert told[-1] == recoveries.pls
+    again = Model()
+    after = keeper_of(again, store, strategy)
+    after.resume()
+    resumed = after.recoveries()
+    assert resumed is not None
+    assert (resumed.pls, resumed.failures) == (recoveries.pls, 3)
+    assert again.bits() == model.bits()
+    after.close()
+
+
+def test_partial_recovery_that_would_lose_too_much_is_full(
+    uninterrupted: dict[str, bytes],
+) -> None:
+    model = Model()
+    keeper = keeper_of(model, MemoryStore(), ek.partial(every=4, priority=None, most_pls=0.03))
+    told: list[Any] = []
+    keeper._on_event = lambda name, details: told.append(details) if name == "recovered" else None
+    seen = train(model, keeper, {6: lambda: model.kill(0), 8: lambda: model.kill(0, 3)})
+    assert [it["scope"] for it in told] == ["partial", "full"]
+    assert "the job may lose 0.03" in told[1]["reason"]
+    assert seen == [*range(1, 8), *range(5, STEPS + 1)]
+    # The version that was gone back to had lost nothing yet, and so has the model.
+    recoveries = keeper.recoveries()
+    assert recoveries is not None
+    assert recoveries.pls == 0.0
+    assert model.bits() == uninterrupted
+
+
+@pytest.mark.parametrize("strategy", [FULL, PARTIAL, RANKED], ids=["full", "partial", "ranked"])
+@pytest.mark.parametrize("operation", ["put", "get"])
+def test_shards_die_at_every_operation_of_the_store(
+    strategy: Any, operation: str, uninterrupted: dict[str, bytes]
+) -> None:
+    """Puts are those of saves, gets those of recoveries."""
+    position, struck = 1, True
+    while struck:
+        struck = _strike(strategy, operation, position, uninterrupted)
+        position += 3
+
+
+def _strike(strategy: Any, operation: str, position: int, uninterrupted: dict[str, bytes]) -> bool:
+    """One run in which a shard dies at an operation; whether there were so many."""
+    model, store = Model(), HookedStore()
+    count = 0
+
+    def strike(what: str, name: str) -> None:
+        nonlocal count
+        if what == operation and not name.startswith(("writers", "repository")):
+            count += 1
+            if count == position:
+                model.kill(position % 5)
+
+    keeper = keeper_of(model, store, strategy, settings=Settings(threads=1))
+    store.before = strike
+    seen = train(model, keeper, {5: lambda: model.kill(1)})
+    assert seen[-1] == STEPS
+    assert set(seen) == set(range(1, STEPS + 1))
+    if strategy is FULL:
+        assert model.bits() == uninterrupted
+    recoveries = keeper.recoveries()
+    assert recoveries is not None
+    assert recoveries.failures >= 1
+    return count >= position
+
+
+def test_a_keeper_without_recovery_says_what_was_lost_and_recovers_when_asked() -> None:
+    model = Model()
+    keeper = keeper_of(model, MemoryStore(), ek.incremental(every=3))
+    keeper.resume()
+    model.kill(1)
+    with pytest.raises(ShardLostError, match="shard 1"):
+        model(next(iter(Batches())))
+    with pytest.raises(NoVersionError, match="before the first version"):
+        keeper.recover()
+    keeper.close(save=False)
+
+
+def test_nothing_lost_means_nothing_to_do() -> None:
+    model = Model()
+    keeper = keeper_of(model, MemoryStore(), FULL)
+    keeper.resume()
+    assert keeper.recover() is None
+    keeper.close()
+    assert model.users.cluster.on_loss is None
+
+
+def test_what_cannot_recover_partially_is_refused() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match="total_steps="):
+        ek.Keeper(MemoryStore(), model, [], strategy=PARTIAL)
+    plain = nn.EmbeddingBag(10, 2, sparse=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="has none"):
+        ek.Keeper(MemoryStore(), plain, optimizer, strategy=PARTIAL, total_steps=9)
+    both = nn.ModuleList([plain, Model()])
+    with pytest.raises(ConfigError, match="torch's"):
+        ek.Keeper(MemoryStore(), both, optimizer, strategy=RANKED, total_steps=9)
