@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from _common import options, report
+from _common import Options, options, report
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
@@ -35,10 +35,12 @@ from emberkeep.tables import Adagrad, Optimizer, RowWiseAdagrad, Table
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 STEPS = 12  # training steps of one interval
+INTERVALS = 3  # before batches repeat
 LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an interval
 SKEW = 0.6  # Zipf exponent
 BLOCK = 250_000
 LR = 0.01
+FULL = Strategy(layout="full")
 
 
 class Run:
@@ -64,23 +66,24 @@ class Run:
                         shape = (ids.size, plane.shape[1])
                         planes[name] = random.random(shape, np.float32) + 0.1
                 self.cluster.install(table.name, ids, planes)
-        self.batches = [self._batch(number) for number in range(2 * STEPS)]
+        self.batches = [self._batch(number) for number in range(INTERVALS * STEPS)]
+        most = max(wanted.ids.size for wanted in self.batches)
+        # What gradients are does not matter here: all batches share them.
+        self.grads = random.standard_normal((most, DIM), np.float32) * np.float32(1e-3)
 
-    def _batch(self, number: int) -> tuple[RowIds, np.ndarray]:
+    def _batch(self, number: int) -> RowIds:
         lookups = LOOKUPS * self.rows // ROWS
         ids = [
             np.unique(skewed_ids(self.rows, lookups, skew=SKEW, seed=t, start=number * lookups))
             for t in range(TABLES)
         ]
-        offsets = np.cumsum([0, *(part.size for part in ids)])
-        grads = np.random.default_rng(number).standard_normal((int(offsets[-1]), DIM), np.float32)
-        return RowIds(np.concatenate(ids), offsets), grads * np.float32(1e-3)
+        return RowIds(np.concatenate(ids), np.cumsum([0, *(part.size for part in ids)]))
 
     def step(self) -> None:
-        wanted, grads = self.batches[self._number % len(self.batches)]
+        wanted = self.batches[self._number % len(self.batches)]
         self._number += 1
         self.cluster.pull([wanted])
-        self.cluster.push([wanted], [grads], lr=LR)
+        self.cluster.push([wanted], [self.grads[: wanted.ids.size]], lr=LR)
 
     def interval(self) -> float:
         """Seconds of the training of one interval."""
@@ -92,7 +95,7 @@ class Run:
     def changed(self) -> float:
         """The share of the rows that an interval changes."""
         seen = np.zeros(TABLES * self.rows, bool)
-        for wanted, _ in self.batches[:STEPS]:
+        for wanted in self.batches[:STEPS]:
             table = np.repeat(np.arange(TABLES), np.diff(wanted.offsets))
             seen[table * self.rows + wanted.ids] = True
         return float(seen.mean())
@@ -149,27 +152,36 @@ def in_memory() -> Iterator[None]:
         place = before
 
 
-def begun(run: Run, path: Path, strategy: Strategy, keep: int = 1) -> Checkpointer:
+def begun(run: Run, path: Path, strategy: Strategy) -> Checkpointer:
     store = open_store(str(path))
     repository = Repository.create(store, schema=run.cluster.schema())
-    settings = Settings(retention=KeepLast(n=keep), grace=timedelta(0))
+    settings = Settings(retention=KeepLast(n=1), grace=timedelta(0))
     return Checkpointer(repository, run.cluster, strategy=strategy, settings=settings)
+
+
+@contextmanager
+def baseline(run: Run, strategy: Strategy = FULL) -> Iterator[Checkpointer]:
+    """A repository of its own that holds one version with all rows."""
+    with directory() as path:
+        keeper = begun(run, path, strategy)
+        keeper.save(0)
+        keeper.wait()
+        yield keeper
 
 
 def stored(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def beside_training(run: Run, path: Path, strategy: Strategy, saves: int) -> dict[str, float]:
-    """Saves one after the other while training goes on without a break.
+def beside_training(
+    run: Run, keeper: Checkpointer, strategy: Strategy, saves: int, alone_repeats: int
+) -> dict[str, float]:
+    """Saves one after the other while training goes on without a break; a version exists.
 
-    The first version, a baseline, is not counted. The stall of a checkpoint is the time that the
-    steps took longer than they take without any save.
+    The stall of a checkpoint is the time that the steps took longer than they take without any
+    save.
     """
-    keeper = begun(run, path, strategy)
-    keeper.save(0)
-    keeper.wait()
-    alone = statistics.median(run.interval() for _ in range(3)) / STEPS
+    alone = statistics.median(run.interval() for _ in range(alone_repeats)) / STEPS
     steps, commits, pauses = 0, [], []
     with Peak() as peak:
         start = time.perf_counter()
@@ -177,7 +189,7 @@ def beside_training(run: Run, path: Path, strategy: Strategy, saves: int) -> dic
             run.interval()
             steps += STEPS
             began = time.perf_counter()
-            saving = keeper.save(step)
+            saving = keeper.save(step, strategy=strategy)
             pauses.append((time.perf_counter() - began) * 1e3)
             while not saving.committed.done():
                 run.step()
@@ -200,7 +212,8 @@ def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, l
         keeper = begun(run, path, strategy)
         written, capacity, kinds = [], 0, []
         for step in range(intervals):
-            run.interval()
+            if step:
+                run.interval()
             keeper.save(step)
             manifest = keeper.wait()
             assert manifest is not None
@@ -210,24 +223,19 @@ def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, l
         return float(np.mean(written)), capacity, kinds
 
 
-def pauses(run: Run, saves: int) -> tuple[list[float], list[float]]:
+def pauses(run: Run, keeper: Checkpointer, saves: int) -> tuple[list[float], list[float]]:
     """The pause of a save after each step, and of a call that does nothing beside it."""
-    with directory() as path:
-        keeper = begun(run, path, Strategy(layout="consecutive"))
+    taken, nothing = [], []
+    for step in range(saves):
         run.step()
-        keeper.save(0)
+        start = time.perf_counter()
+        threading.Thread(target=lambda: None).start()
+        nothing.append((time.perf_counter() - start) * 1e3)
+        start = time.perf_counter()
+        keeper.save(step, strategy=Strategy(layout="consecutive"))
+        taken.append((time.perf_counter() - start) * 1e3)
         keeper.wait()
-        taken, nothing = [], []
-        for step in range(saves):
-            run.step()
-            start = time.perf_counter()
-            threading.Thread(target=lambda: None).start()
-            nothing.append((time.perf_counter() - start) * 1e3)
-            start = time.perf_counter()
-            keeper.save(step)
-            taken.append((time.perf_counter() - start) * 1e3)
-            keeper.wait()
-        return taken, nothing
+    return taken, nothing
 
 
 def tracking_pct(run: Run, rounds: int) -> float:
@@ -246,14 +254,15 @@ def tracking_pct(run: Run, rounds: int) -> float:
     return (statistics.median(times["tracked"]) / statistics.median(times["not"]) - 1) * 100
 
 
-def restore_times(run: Run, path: Path, repeats: int) -> tuple[float, float, float]:
-    """Seconds to restore a full version, seconds of torch.load and copy, and our peak memory."""
+def restore_times(
+    run: Run, keeper: Checkpointer, saved: Path, repeats: int
+) -> tuple[float, float, float]:
+    """Seconds to restore the newest version, seconds of torch.load and copy, and our peak memory.
+
+    `saved` is what torch.save wrote, of tensors of the same shapes.
+    """
     ours, theirs, peaks = [], [], []
     tensors = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
-    keeper = begun(run, path / "repository", Strategy(layout="full"))
-    keeper.save(0)
-    keeper.wait()
-    torch.save(tensors, path / "model.pt")
     for _ in range(repeats):
         with Peak() as peak:
             start = time.perf_counter()
@@ -261,7 +270,7 @@ def restore_times(run: Run, path: Path, repeats: int) -> tuple[float, float, flo
             ours.append(time.perf_counter() - start)
         peaks.append(peak.extra_mb)
         start = time.perf_counter()
-        loaded = torch.load(path / "model.pt", weights_only=True)
+        loaded = torch.load(saved, weights_only=True)
         for name, tensor in tensors.items():
             tensor.copy_(loaded[name])
         theirs.append(time.perf_counter() - start)
@@ -316,66 +325,95 @@ def peers(run: Run, repeats: int) -> dict[str, tuple[float, float, float, float]
 
 
 def main() -> None:
-    global place
     given = options(__file__, __doc__ or "")
-    if given.quick and os.path.isdir("/dev/shm"):
-        place = "/dev/shm"
+    with in_memory() if given.quick else nullcontext(), directory() as torch_path:
+        measure(given, torch_path)
+
+
+Figures = dict[str, float]
+Rows = list[list[str]]
+WIDTHS: list[int | None] = [None, 8, 4, 3, 2]
+
+
+def width(bits: int | None) -> str:
+    return "float32" if bits is None else f"{bits} bits"
+
+
+def measure_sizes(run: Run, quick: bool, figures: Figures, rows: Rows) -> None:
+    """Bytes of every layout in every width; nothing here is timed."""
+    layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
+    for bits in [8, 2] if quick else WIDTHS:
+        for layout in ["intermittent"] if quick else layouts:
+            with in_memory():  # sizes are the same wherever the files are
+                mean, capacity, kinds = sizes(run, Strategy(layout=layout, bits=bits), saved(quick))
+            rows.append(
+                [f"{layout}, {width(bits)}", "", "", "", f"{mean / 1e6:.0f}",
+                 f"{capacity / 1e6:.0f}", "", f"{run.nbytes / mean:.1f}×",
+                 f"{run.nbytes / capacity:.1f}×"]
+            )  # fmt: skip
+            if layout == "intermittent" and bits in (2, 8):
+                figures[f"write_ratio_{bits}bit"] = run.nbytes / mean
+                figures[f"capacity_ratio_{bits}bit"] = run.nbytes / capacity
+                print(f"{layout}, {width(bits)}: {' '.join(kinds)}", flush=True)
+
+
+def saved(quick: bool) -> int:
+    """Versions of each layout, the first being a baseline."""
+    return 3 if quick else 5
+
+
+def measure_beside(
+    run: Run, keeper: Checkpointer, bits: int | None, quick: bool, figures: Figures, rows: Rows
+) -> None:
+    strategy = Strategy(layout="intermittent", bits=bits)
+    beside = beside_training(run, keeper, strategy, *((1, 1) if quick else (3, 3)))
+    rows.append(
+        [f"intermittent, {width(bits)}, beside training", f"{beside['pause_ms']:.2f}",
+         f"{beside['stall_s']:.2f}", f"{beside['commit_s']:.2f}", "", "",
+         f"{beside['peak_mb']:.0f}", "", ""]
+    )  # fmt: skip
+    if bits is None:
+        figures["stall_seconds_per_checkpoint"] = beside["stall_s"]
+        figures["commit_seconds"] = beside["commit_s"]
+        figures["save_peak_extra_mb"] = beside["peak_mb"]
+        for minutes in (5, 30):
+            share = beside["stall_s"] / (minutes * 60) * 100
+            figures[f"slowdown_pct_every_{minutes}min"] = share
+
+
+def measure(given: Options, torch_path: Path) -> None:
     run = Run()
-    changed = run.changed()
-    run.interval()
-    full = run.nbytes
-    figures: dict[str, float] = {}
-    rows: list[list[str]] = []
-    # Pause and tracking first: they need no large save.
-    taken, nothing = pauses(run, 10 if given.quick else 100)
+    changed, full = run.changed(), run.nbytes
+    figures: Figures = {}
+    rows: Rows = []
+    # What torch.load is measured on is written while only bytes are counted.
+    writer = threading.Thread(target=torch_save, args=(run, torch_path))
+    writer.start()
+    measure_sizes(run, given.quick, figures, rows)
+    writer.join()
+    saves = 20 if given.quick else 100
+    with baseline(run) as keeper:
+        taken, nothing = pauses(run, keeper, saves)
+        measure_beside(run, keeper, None, given.quick, figures, rows)
+        ours, theirs, peak = restore_times(
+            run, keeper, torch_path / "model.pt", 1 if given.quick else 2
+        )
+    figures["restore_speed_vs_torch_load"] = theirs / ours
+    figures["restore_seconds"] = ours
+    figures["restore_peak_extra_mb"] = peak
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 2 if given.quick else 12)
     small = Run(ROWS // 10)
-    small_taken, _ = pauses(small, 10 if given.quick else 100)
+    with baseline(small) as keeper:
+        small_taken, _ = pauses(small, keeper, saves)
+    del small
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
     figures["pause_growth_10x_table"] = statistics.median(taken) / statistics.median(small_taken)
-    del small
-    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 3 if given.quick else 12)
-    intervals = 2 if given.quick else 5
-    layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
-    widths: list[int | None] = [None, 8, 4, 3, 2]
-    for bits in [8, 2] if given.quick else widths:
-        for layout in ["intermittent"] if given.quick else layouts:
-            strategy = Strategy(layout=layout, bits=bits)
-            with in_memory():  # sizes are the same wherever the files are
-                mean, capacity, kinds = sizes(run, strategy, intervals)
-            name = f"{layout}, {'float32' if bits is None else f'{bits} bits'}"
-            rows.append(
-                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
-                 f"{full / mean:.1f}×", f"{full / capacity:.1f}×"]
-            )  # fmt: skip
-            if layout == "intermittent" and bits in (2, 8):
-                figures[f"write_ratio_{bits}bit"] = full / mean
-                figures[f"capacity_ratio_{bits}bit"] = full / capacity
-                print(f"{name}: {' '.join(kinds)}", flush=True)
-    for bits in [None] if given.quick else widths:
-        with directory() as path:
-            beside = beside_training(
-                run, path, Strategy(layout="intermittent", bits=bits), 1 if given.quick else 3
-            )
-        name = f"intermittent, {'float32' if bits is None else f'{bits} bits'}, beside training"
-        rows.append(
-            [name, f"{beside['pause_ms']:.2f}", f"{beside['stall_s']:.2f}",
-             f"{beside['commit_s']:.2f}", "", "", f"{beside['peak_mb']:.0f}", "", ""]
-        )  # fmt: skip
-        if bits is None:
-            figures["stall_seconds_per_checkpoint"] = beside["stall_s"]
-            figures["commit_seconds"] = beside["commit_s"]
-            figures["save_peak_extra_mb"] = beside["peak_mb"]
-            for minutes in (5, 30):
-                share = beside["stall_s"] / (minutes * 60) * 100
-                figures[f"slowdown_pct_every_{minutes}min"] = share
-    with directory() as path:
-        ours, theirs, peak = restore_times(run, path, 1 if given.quick else 2)
-    figures["restore_speed_vs_torch_load"] = theirs / ours
-    figures["restore_seconds"] = ours
-    figures["restore_peak_extra_mb"] = peak
     if not given.quick:
+        for bits in WIDTHS[1:]:
+            with baseline(run) as keeper:
+                measure_beside(run, keeper, bits, given.quick, figures, rows)
         for name, (pause, commit, nbytes, extra) in peers(run, 2).items():
             rows.append(
                 [name, f"{pause * 1e3:.0f}", f"{pause:.2f}", f"{commit:.2f}",
@@ -400,7 +438,7 @@ def main() -> None:
         config={
             "tables": TABLES, "rows": ROWS, "dim": DIM, "optimizer": "row-wise Adagrad",
             "row_bytes": full // (TABLES * ROWS), "gigabytes": round(full / 1e9, 2),
-            "changed_per_interval": round(changed, 3), "intervals": intervals,
+            "changed_per_interval": round(changed, 3), "intervals": saved(given.quick),
             "ids": f"Zipf {SKEW}", "storage": "memory" if place else "disk",
         },
         figures=figures,

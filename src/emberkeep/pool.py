@@ -240,20 +240,35 @@ def _work(shared: _Shared, nice: int) -> None:
 
 
 class ForkLock:
-    """A re-entrant lock that is free in a forked child, whoever held it in the parent."""
+    """A re-entrant lock that is fair, and free in a forked child whoever held it in the parent.
+
+    Fair, because training releases it only to take it again: a saver beside it would wait for a
+    chance, step after step. Who waits for the lock holds the gate, where the next one must pass.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._gate, self._lock = threading.Lock(), threading.Lock()
+        self._owner, self._depth = 0, 0
         self._pid = os.getpid()
 
     def __enter__(self) -> None:
         if os.getpid() != self._pid:
-            self._lock = threading.RLock()
-            self._pid = os.getpid()
-        self._lock.acquire()
+            self._reset()
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._gate:
+                self._lock.acquire()
+            self._owner = me
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
 
 
 _shared: Pool | None = None

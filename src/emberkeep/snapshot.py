@@ -9,6 +9,7 @@ once, with all its planes from the instant of the freeze.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -31,6 +32,8 @@ Planes = dict[str, npt.NDArray[Any]]
 # Rows copied, and words of bitmaps looked at, under one holding of the lock.
 _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
+# How long the lock may be held for more slices, beside the time that was waited for it.
+_SHARE_OF_WAIT = 0.25
 _NONE: U64 = np.empty(0, np.uint64)
 
 
@@ -256,23 +259,34 @@ class Snapshot:
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[Part, int]:
         """Copies slices, each under the lock, until there is no room for another."""
         limit = max(limit, _SLICE_ROWS)
-        rows = np.empty(_SLICE_ROWS, np.int64)
         present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
         planes = self._empty(table, limit)
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
+            asked = time.perf_counter()
             with self.holder.lock:
-                self._check_lost()
-                taken, word = snapshots.take_slice(
-                    self._first, self._second, self.holder.touched, self._copied, word,
-                    min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
-                )  # fmt: skip
-                mine, part = rows[:taken], slice(count, count + taken)
-                later = self._source.take(mine, {name: v[part] for name, v in planes.items()})
-                ids[part] = table.ids_of(mine)
-            if later is not None:
-                later()
-            count += taken
+                began = time.perf_counter()
+                # Who waits long for training may hold it up a little longer: else the snapshot
+                # would last for as many steps as it has slices.
+                until = began + (began - asked) * _SHARE_OF_WAIT
+                later = []
+                while True:
+                    self._check_lost()
+                    rows = np.empty(_SLICE_ROWS, np.int64)
+                    taken, word = snapshots.take_slice(
+                        self._first, self._second, self.holder.touched, self._copied, word,
+                        min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
+                    )  # fmt: skip
+                    mine, part = rows[:taken], slice(count, count + taken)
+                    copy = self._source.take(mine, {name: v[part] for name, v in planes.items()})
+                    if copy is not None:
+                        later.append(copy)
+                    ids[part] = table.ids_of(mine)
+                    count += taken
+                    if word >= last or count + _SLICE_ROWS > limit or time.perf_counter() >= until:
+                        break
+            for copy in later:
+                copy()
         return Part(present, ids, planes).cut(0, count), word
 
     def _empty(self, table: TableRange, rows: int) -> Planes:
