@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from emberkeep.erasure.codes import Parity
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
-    from emberkeep.keeper import Keeper
+    from emberkeep.keeper import Keeper, TierKeeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
     from emberkeep.overheads import Job
@@ -53,7 +53,7 @@ _HOMES = {
     "erasure.codes": ("Parity",),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
-    "keeper": ("Keeper",),
+    "keeper": ("Keeper", "TierKeeper"),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "overheads": ("Job",),
@@ -88,6 +88,7 @@ __all__ = [
     "ShardLostError",
     "Table",
     "Tier",
+    "TierKeeper",
     "Uniform",
     "__version__",
     "all_versions",

@@ -148,6 +148,7 @@ class _Module(nn.Module):
         self._handle[0].register_post_accumulate_grad_hook(self._set_norm)  # type: ignore[no-untyped-call]
         self.optimizer = RowOptimizer(self, self._handle[0], optimizer.lr)
         self._waiting = _Waiting(len(self._layouts))
+        self._next: list[tuple[Features, _Pulled] | None] = [None]
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         raise NotImplementedError
@@ -181,12 +182,33 @@ class _Module(nn.Module):
 
     # -- forward ---------------------------------------------------------------------------------
 
+    def prefetch(self, features: Features) -> None:
+        """Says which batch comes next: where rows live in files, those that are not in memory are
+        read beside the work on the present batch. Returns at once.
+
+        Handing the same object to `forward` then is quickest; any other batch is as right.
+        """
+        if not self.cluster.tiered:
+            return
+        pulled, _ = self._planned(features, None)
+        self._next[0] = (features, pulled)
+        self.cluster.fetch([lookup.wanted for lookup in pulled.lookups], ahead=True)
+
     def _look_up(
         self, features: Features, scales: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, ...]:
+        ahead, self._next[0] = self._next[0], None
+        if ahead is not None and ahead[0] is features and not (scales or ahead[1].scaled):
+            return self._outputs_of(ahead[1], ())
+        return self._outputs_of(*self._planned(features, scales))
+
+    def _planned(
+        self, features: Features, scales: Mapping[str, Tensor] | None
+    ) -> tuple[_Pulled, Sequence[Tensor]]:
+        """What a batch looks up, and its per-sample weights."""
         quick = None if scales else self._one_hot(features)
         if quick is not None:
-            return self._outputs_of(_Pulled(quick, []), ())
+            return _Pulled(quick, []), ()
         given, scales = self._by_feature(features, scales or {})
         bags = {}
         for name in self.features:
@@ -205,12 +227,14 @@ class _Module(nn.Module):
                 if feature.name in scales:
                     scaled.append((g, f))
                     tensors.append(scales[feature.name])
-        return self._outputs_of(_Pulled(lookups, scaled), tensors)
+        return _Pulled(lookups, scaled), tensors
 
     def _outputs_of(self, pulled: _Pulled, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and self.training:
             for lookup in pulled.lookups:
                 lookup.trained = True
+            if self.cluster.tiered:
+                self.cluster.fetch([lookup.wanted for lookup in pulled.lookups])
             return _Rows.apply(self._handle[0], self, pulled, *scales)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self._outputs(pulled))
 

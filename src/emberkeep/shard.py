@@ -209,6 +209,11 @@ class Shard:
                 lookup.over_samples, lookup.ids_N, lookup.layout.tables_F, places, out_BFD
             )
 
+    def tiers(self) -> list[TieredSlab]:
+        """The slabs whose rows live in files."""
+        self._must_serve()
+        return [slab for slab in self.slabs if isinstance(slab, TieredSlab)]
+
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool) -> None:
         """Brings the rows of a batch that will be trained to memory; see `TieredSlab.fetch`."""
         self._must_serve()

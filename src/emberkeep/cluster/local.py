@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
+from emberkeep.tiered.slab import TieredSlab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,37 @@ class LocalCluster(Cluster):
         routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
         for s, shard in enumerate(self.shards):
             shard.fetch([r[s][0] for r in routed], ahead=ahead)
+
+    def prepare_tiers(self, batch: int) -> list[Future[Any]]:
+        """Declares the rows of all tiers to be those of `batch`, as they are now; returns at once.
+
+        The futures are done when every file could come back to it; then `commit_tiers`, or
+        `abandon_tiers`. There is one such batch at a time.
+        """
+        with self._push_lock:
+            self._serving()
+            return [
+                slab.checkpoint(batch, shard.table_state())
+                for shard in self.shards
+                for slab in shard.tiers()
+            ]
+
+    def commit_tiers(self) -> None:
+        """Makes the batch that every file has prepared the one to come back to."""
+        for slab in self._tiers():
+            slab.commit()
+
+    def abandon_tiers(self) -> None:
+        for slab in self._tiers():
+            slab.abandon()
+
+    def tier_batch(self) -> int | None:
+        """The batch that the tiers come back to, or None."""
+        return min((slab.batch or 0 for slab in self._tiers()), default=0) or None
+
+    def _tiers(self) -> list[TieredSlab]:
+        return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
+                if isinstance(slab, TieredSlab)]  # fmt: skip
 
     def _named(self, shards: Sequence[int]) -> list[int]:
         for shard in shards:

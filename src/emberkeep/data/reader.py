@@ -126,6 +126,14 @@ class Reader:
         batch, self._place = item
         return batch
 
+    def peek(self) -> Batch | None:
+        """The batch that `next` will hand out, if it lies ready; it does not count as handed out.
+
+        None where it would have to be waited for, or the budget does not cover it.
+        """
+        stream = self._own_stream()
+        return stream.peek() if isinstance(stream, _Prefetcher) and self._budget != 0 else None
+
     def state_dict(self) -> dict[str, Any]:
         """A small dict of plain values; the same on every worker after the same step."""
         return {
@@ -300,6 +308,11 @@ class _Prefetcher:
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def peek(self) -> Batch | None:
+        with self._changed:
+            item = self._ready[0] if self._ready else None
+        return item[0] if isinstance(item, tuple) else None
 
     def stop(self) -> None:
         """Asks the thread to end and drops what is ready; in a forked child there is none."""

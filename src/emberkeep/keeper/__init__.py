@@ -3,5 +3,6 @@
 from emberkeep.keeper.costs import Costs
 from emberkeep.keeper.keeper import Keeper
 from emberkeep.keeper.recovering import Recovered, Recoveries
+from emberkeep.keeper.tiers import TierKeeper
 
-__all__ = ["Costs", "Keeper", "Recovered", "Recoveries"]
+__all__ = ["Costs", "Keeper", "Recovered", "Recoveries", "TierKeeper"]

@@ -1,4 +1,4 @@
-"""Power cuts for `LocalStore`: what a disk may hold when the plug was pulled after any call.
+"""Power cuts for `LocalStore` and tiers: what a disk may hold when the plug was pulled.
 
 The model is the one that POSIX promises and no more: bytes are on the medium once their file was
 synced, directory entries once their directory was. Everything else may be there, be missing, or
@@ -14,6 +14,8 @@ from random import Random
 from typing import Any
 
 from emberkeep.blobs.local import Disk
+
+_SECTOR = 512
 
 
 class RecordingDisk(Disk):
@@ -32,6 +34,19 @@ class RecordingDisk(Disk):
     def write(self, handle: int, view: memoryview) -> None:
         super().write(handle, view)
         self.calls.append(("write", self._open[handle], bytes(view)))
+
+    def open(self, path: str, *, direct: bool) -> int:
+        handle = super().open(path, direct=direct)
+        self._open[handle] = path
+        return handle
+
+    def write_at(self, handle: int, view: memoryview, offset: int) -> None:
+        super().write_at(handle, view, offset)
+        self.calls.append(("write_at", self._open[handle], bytes(view), offset))
+
+    def allocate(self, handle: int, offset: int, nbytes: int) -> None:
+        super().allocate(handle, offset, nbytes)
+        self.calls.append(("allocate", self._open[handle], offset + nbytes))
 
     def sync(self, handle: int) -> None:
         super().sync(handle)
@@ -71,6 +86,30 @@ class RecordingDisk(Disk):
 class _File:
     content: bytes = b""
     synced: bytes = b""
+    waiting: list[tuple[bytes, int]] = field(default_factory=list)
+    """Writes in place since the last sync."""
+
+    def write_at(self, data: bytes, offset: int) -> None:
+        self.waiting.append((data, offset))
+        self.content = _written(self.content, data, offset)
+
+    def cut(self, random: Random) -> bytes:
+        """What may be there: of appended bytes any prefix, of writes in place any sectors."""
+        if not self.waiting:
+            return self.content[: random.randint(len(self.synced), len(self.content))]
+        held = self.synced.ljust(random.choice((len(self.synced), len(self.content))), b"\0")
+        for data, offset in self.waiting:
+            if random.random() < 0.3:
+                continue
+            whole = random.random() < 0.5
+            for at in range(0, len(data), _SECTOR):
+                if whole or random.random() < 0.5:
+                    held = _written(held, data[at : at + _SECTOR], offset + at)
+        return held
+
+
+def _written(content: bytes, data: bytes, offset: int) -> bytes:
+    return content[:offset].ljust(offset, b"\0") + data + content[offset + len(data) :]
 
 
 @dataclass
@@ -88,7 +127,12 @@ class _Medium:
             self._file(path).content += rest[0]
         elif kind == "sync":
             file = self._file(path)
-            file.synced = file.content
+            file.synced, file.waiting = file.content, []
+        elif kind == "write_at":
+            self._file(path).write_at(*rest)
+        elif kind == "allocate":
+            file = self._file(path)
+            file.content = file.content.ljust(rest[0], b"\0")
         elif kind == "rename":
             self.entries[rest[0]] = self.entries.pop(path)
         elif kind == "link":
@@ -137,6 +181,6 @@ def power_cut(
             continue
         content = file.synced
         if random is not None and file.content != file.synced:
-            content = file.content[: random.randint(len(file.synced), len(file.content))]
+            content = file.cut(random)
         with open(copy, "wb") as output:
             output.write(content)

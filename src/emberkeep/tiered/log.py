@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,15 @@ import numpy.typing as npt
 from emberkeep.blobs.local import Disk
 from emberkeep.errors import StateError, TierError
 from emberkeep.kernels import tier as kernels
-from emberkeep.tiered.superblock import SLOT_NBYTES, Json, Point, Superblock, decode, encode
+from emberkeep.tiered.superblock import (
+    SLOT_NBYTES,
+    Json,
+    Point,
+    Superblock,
+    decode,
+    encode,
+    pack_bits,
+)
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -133,6 +142,7 @@ class RowLog:
         self._unwritten: I64 = np.zeros(head.segments, np.int64)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
+        self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
         self._active = -1
@@ -344,7 +354,10 @@ class RowLog:
 
     def _drain_limbo(self) -> None:
         oldest = min(self._readers, default=self._turn)
-        self._free.extend(segment for segment, turn in self._limbo if turn < oldest)
+        idle = [segment for segment, turn in self._limbo if turn < oldest]
+        # Once there is something to come back to, the head says first that a segment's blocks are
+        # not needed: torn by a new use of it, they would look like damage.
+        (self._free if self.horizon is None else self._unlisted).extend(idle)
         self._limbo = [entry for entry in self._limbo if entry[1] >= oldest]
 
     def cleanable(self) -> int | None:
@@ -385,17 +398,26 @@ class RowLog:
         sequence = self._head_sequence + 1
         slot = aligned(SLOT_NBYTES)
         _bytes(slot)[:] = encode(head, sequence)
-        offset = (sequence % 2) * SLOT_NBYTES
+        offset = ((sequence - 1) % 2) * SLOT_NBYTES  # never the slot that is the newest
         with self._ending("written"):
             self.disk.write_at(self.handle, _bytes(slot), offset)
         self.sync()
         self.head, self._head_sequence = head, sequence
 
-    def prepare(self, point: Point) -> None:
-        """From now on the file can be taken to `point`, should everybody else get there."""
-        segments = int(self.states.size)  # those that are surely within the file once it is synced
+    def prepare(self, point: Point, free: Bool) -> None:
+        """From now on the file can be taken to `point`, should everybody else get there.
+
+        `free` are the segments that were free when the point was made; see `free_segments`.
+        """
+        listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
-        self.write_head(prepared=point, segments=segments)
+        self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
+        for segment in listed:
+            self._unlisted.remove(segment)
+        self._free.extend(listed)
+
+    def free_segments(self) -> Bool:
+        return np.equal(self.states, _FREE)
 
     def commit(self) -> None:
         """The prepared point becomes the one to come back to; what it made superfluous dies."""

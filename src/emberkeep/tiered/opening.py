@@ -24,7 +24,7 @@ from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import upkeep
 from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
 from emberkeep.tiered.slab import TieredSlab
-from emberkeep.tiered.superblock import Json, Point, Superblock
+from emberkeep.tiered.superblock import Json, Point, Superblock, pack_bits, unpack_bits
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20
@@ -121,9 +121,7 @@ def _open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> 
     """The file at `path`, made if need be. One that never had a durable batch is made anew."""
     disk = DISK()
     try:
-        if not os.path.isdir(os.path.dirname(path)):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            disk.sync_directory(os.path.dirname(os.path.dirname(path)))
+        _make_directory(os.path.dirname(path), disk)
         if os.path.exists(path):
             head, sequence = RowLog.read_head(path)
             check_schema(path, head.schema, wanted)
@@ -141,6 +139,15 @@ def _open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> 
         ) from error
 
 
+def _make_directory(path: str, disk: Disk) -> None:
+    """Makes a directory and those above it, durably."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(path)
+        _make_directory(above, disk)
+        disk.make_directory(path)
+        disk.sync_directory(above)
+
+
 def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     """Takes a slab that was just made to the durable batch of its file, if there is one."""
     log = slab.log
@@ -149,7 +156,10 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
         return None
     point = log.head.point(batch)
     assert point is not None
-    lives = (*log.head.lives, (point.stamp, point.sequence))
+    # Blocks up to here were synced before the head was written: the cleaner's copies among them
+    # count, although they may be younger than the point, because their originals may be gone.
+    synced = max(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None)
+    lives = (*log.head.lives, (point.stamp, synced))
     _check_length(log, point)
     first_life, last = _scan(slab, point, lives)
     found = int(rows.count_bits(slab.touched, 0, slab.touched.size))
@@ -166,7 +176,11 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)
     kept = lives[first_life - log.head.first_life :]
-    log.write_head(prepared=None, committed=point, first_life=first_life, lives=kept)
+    free = log.free_segments()
+    log.write_head(
+        prepared=None, committed=point, first_life=first_life, lives=kept,
+        segments=int(free.size), free=pack_bits(free),
+    )  # fmt: skip
     log.horizon = point.stamp
     return batch
 
@@ -192,7 +206,9 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
     extra = max(0, (os.path.getsize(log.path) - START)) // (log.segment_blocks * log.block_nbytes)
     log.resize(max(log.head.segments, extra))
     stamps_R = np.zeros(slab.rows, np.int64)
-    ends = np.array([stamp for stamp, _ in lives], np.int64)
+    ends, last = (np.array(part, np.int64) for part in zip(*lives, strict=True))
+    needed = np.zeros(log.states.size, np.bool_)
+    needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
     merging = threading.Lock()
     oldest, newest = [log.head.life + 1], [point.sequence]
 
@@ -207,15 +223,21 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
             first_block = segment * log.segment_blocks
             kernels.check_blocks(words, block_words, first_block, log.salt, generations, sequences)
             generation = int(generations.max(initial=-1))
+            whole = generations >= 0
+            if needed[segment]:
+                _check_holes(log, segment, generations == generation, sequences, words, lives)
             if generation <= 0:
                 continue
-            whole = generations >= 0
-            found_lives = (words[1::block_words][whole] >> np.uint64(32)).astype(np.int64)
-            _check_holes(log, segment, generations == generation, sequences, words, lives)
+            found_lives = (words[1::block_words] >> np.uint64(32)).astype(np.int64)
             with merging:
-                oldest.append(int(found_lives.min()))
+                oldest.append(int(found_lives[whole].min()))
                 newest.append(int(sequences.max()))
                 log.generations[segment] = generation
+            if not needed[segment]:
+                continue  # free when the head was written: whatever it holds is dead or younger
+            place = np.clip(found_lives - log.head.first_life, 0, len(lives) - 1)
+            generations[sequences > last[place]] = -1
+            with merging:
                 bad = kernels.merge_records(
                     words, block_words, log.per_block, log.layout.record_words, first_block,
                     generations, generation, log.head.first_life, ends, point.floor, slab.rows,
@@ -235,17 +257,19 @@ def _check_holes(
     lives: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
     """A segment is filled from its start by one life: what that life had synced must be there."""
-    first = int(np.flatnonzero(whole)[0])
-    life = int(words[first * (log.block_nbytes // 8) + 1] >> np.uint64(32)) - log.head.first_life
-    if not 0 <= life < len(lives):
-        return
-    expected = sequences[first] - first + np.arange(whole.size)
-    lost = ~whole & (expected <= lives[life][1])
-    if lost.any():
+    lost = whole.size
+    there = np.flatnonzero(whole & (sequences >= 0))
+    if there.size:
+        first = int(there[0])
+        life = int(words[first * (log.block_nbytes // 8) + 1] >> np.uint64(32))
+        life -= log.head.first_life
+        ended = lives[life][1] if 0 <= life < len(lives) else -1
+        expected = sequences[first] - first + np.arange(whole.size)
+        lost = int((~whole & (expected <= ended)).sum())
+    if lost:
         raise DamageError(
-            f"{log.path}, segment {segment}: {int(lost.sum())} blocks that were durable are "
-            "damaged; nothing was changed. Check the disk, and restore a version of a repository "
-            "into a new tier",
+            f"{log.path}, segment {segment}: {lost} blocks that were durable are damaged; nothing "
+            "was changed. Check the disk, and restore a version of a repository into a new tier",
             name=log.path,
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import ConfigError, ShardLostError, TierError
+from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
 from emberkeep.kernels import optimizers, rows
 from emberkeep.kernels import tier as kernels
 from emberkeep.memory import lazy_zeros
@@ -603,3 +603,12 @@ class TieredSlab(Slab):
             self.log.decide()
             self.log.release_dead()
         self._upkeep.wake()
+
+    def abandon(self) -> None:
+        """Gives up the checkpoint under way, if there is one; its rows wait for the next."""
+        with self.lock:
+            saving, self.saving = self.saving, None
+            self.frames.unsaved |= self.frames.frozen
+            self.frames.frozen = np.zeros_like(self.frames.frozen)
+        if saving is not None and not saving.prepared.done():
+            saving.prepared.set_exception(CancelledError(f"batch {saving.batch} was given up"))

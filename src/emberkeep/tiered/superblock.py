@@ -7,12 +7,16 @@ are synced before it, and it is synced before anybody is told.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from emberkeep.errors import DamageError, FormatError, TierError
@@ -47,13 +51,15 @@ class Superblock:
     """The state of one file.
 
     `lives[l - first_life]` says where life l ended: the last stamp and the last sequence that
-    count. The present life is `first_life + len(lives)`.
+    count. The present life is `first_life + len(lives)`. Segments that `free` does not name, of the
+    first `segments`, hold blocks that must all be there.
     """
 
     schema: Json
     salt: int
     segment_nbytes: int
     segments: int = 0
+    free: str = ""
     first_life: int = 1
     lives: tuple[tuple[int, int], ...] = ()
     prepared: Point | None = None
@@ -69,6 +75,18 @@ class Superblock:
             if point is not None and point.batch == batch:
                 return point
         return None
+
+
+def pack_bits(bits: npt.NDArray[np.bool_]) -> str:
+    """Bits as text; long runs of one kind take little room."""
+    return base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()
+
+
+def unpack_bits(text: str, count: int) -> npt.NDArray[np.bool_]:
+    if not text:
+        return np.zeros(count, np.bool_)
+    packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    return np.unpackbits(packed, count=count).astype(np.bool_)
 
 
 def encode(block: Superblock, sequence: int) -> bytes:

@@ -29,14 +29,10 @@ def run(slab: TieredSlab) -> bool:
     except EmberkeepError as error:
         # A file that cannot grow or has failed: whoever needs room next is told. A checkpoint
         # under way is given up, but never half of one declared whole.
-        with slab.lock:
-            saving = slab.saving
-            if saving is not None and not saving.prepared.done():
-                slab.saving = None
-                frames = slab.frames
-                frames.unsaved |= frames.frozen
-                frames.frozen = np.zeros_like(frames.frozen)
-                saving.prepared.set_exception(error)
+        saving = slab.saving
+        if saving is not None and not saving.prepared.done():
+            saving.prepared.set_exception(error)
+            slab.abandon()
         return False
 
 
@@ -99,8 +95,11 @@ def _save(slab: TieredSlab) -> bool:
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
             rows=saving.rows, floor=saving.floor, tables=saving.tables,
         )  # fmt: skip
-    slab.log.prepare(point)
-    saving.prepared.set_result(point)
+        free = slab.log.free_segments()
+    slab.log.prepare(point, free)
+    with slab.lock:
+        if slab.saving is saving:
+            saving.prepared.set_result(point)
     return False
 
 

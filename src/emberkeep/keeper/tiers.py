@@ -1,0 +1,216 @@
+"""Checkpoints that a tier makes by itself: rows stay in its files, everything else goes beside.
+
+A request returns at once. While training goes on, upkeep brings the rows of that batch to the
+files and each file *prepares* the batch; then dense state, optimizers and the reader's place are
+stored below the tier, and only then every file *commits*. Whatever ends the process in between,
+all of them come back at the same batch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from emberkeep.blobs.local import LocalStore
+from emberkeep.cluster.local import LocalCluster
+from emberkeep.errors import ConfigError, DamageError, MissingObjectError
+from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
+from emberkeep.keeper.parts import Optimizers, take_apart
+from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.strategies import Interval, schedule
+
+
+class TierKeeper:
+    """Keeps a model whose tables all have a tier.
+
+        keeper = ek.TierKeeper(model, optimizers, reader=reader, every="20min")
+        keeper.resume()
+        for batch in reader:
+            ...
+            optimizer.step()
+            keeper.step()
+        keeper.close()
+
+    `durable` is the step that a crash, or a power cut, comes back to. With all state on one machine
+    a checkpoint dies with its disk: use `ek.Keeper` as well, less often, where that matters.
+    `on_event(name, details)` hears of "saved" and "save_failed", from the thread that saves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        reader: Any = None,
+        every: Interval = "20min",
+        state: Mapping[str, Stateful] | None = None,
+        on_event: Callable[[str, Json], object] | None = None,
+    ) -> None:
+        self.steps = 0
+        self.reader = reader
+        self._schedule = schedule(every)
+        parts = take_apart(model, optimizer, state or {}, strict=True, ranks=1)
+        self._dense = parts.dense
+        self._cluster, path = _tiered(model)
+        self._store = LocalStore(os.path.join(path, "state"))
+        self._tell = on_event or (lambda _name, _details: None)
+        self._saving: Future[int] | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._saved_at = time.monotonic()
+
+    @property
+    def durable(self) -> int | None:
+        """The step that is safe; None before the first checkpoint."""
+        return self._cluster.tier_batch()
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def resume(self) -> int | None:
+        """Goes on from the last durable step, to which the rows are back already; None if new.
+
+        A state that does not fit the model is refused before anything of the model is changed.
+        """
+        batch = self.durable
+        if batch is None:
+            return None
+        try:
+            packed = Packed.decode(self._store.get(_name(batch)))
+        except MissingObjectError:
+            raise DamageError(
+                f"the tier holds the rows of step {batch}, and {self._store.url} not what belongs "
+                "to them; bring that directory back, or restore a version of a repository",
+                name=_name(batch),
+            ) from None
+        content = unpack(packed)
+        saved = self._dense.check(Packed.decode(content["dense"]))
+        if self.reader is not None:
+            self.reader.load_state_dict(content["reader"])
+        self._dense.load(saved)
+        set_generators(saved["generators"][0])
+        self.steps = batch
+        return batch
+
+    def step(self) -> None:
+        """Ends a step; requests a checkpoint if one is due and none is under way.
+
+        Raises what made the last one fail.
+        """
+        self.steps += 1
+        self._raise()
+        passed = timedelta(seconds=time.monotonic() - self._saved_at)
+        if self._schedule.due(self.steps, passed) and not self._busy():
+            self.checkpoint()
+
+    def checkpoint(self) -> Future[int]:
+        """Declares this step one to come back to. Returns at once; done when it is durable."""
+        self._join()
+        self._raise()
+        started = time.monotonic()
+        reader = {} if self.reader is None else self.reader.state_dict()
+        dense = self._dense.capture([generators()])
+        prepared = self._cluster.prepare_tiers(self.steps)
+        pause_ms = (time.monotonic() - started) * 1e3
+        saving: Future[int] = Future()
+        self._saving, self._saved_at = saving, started
+        self._thread = threading.Thread(
+            target=self._finish, args=(self.steps, prepared, dense, reader, saving, pause_ms),
+            name="emberkeep-tier-commit", daemon=True,
+        )  # fmt: skip
+        self._thread.start()
+        return saving
+
+    def wait(self) -> int | None:
+        """Waits for the checkpoint under way; raises if it failed. Returns the durable step."""
+        self._join()
+        self._raise()
+        return self.durable
+
+    def close(self, *, save: bool = True) -> int | None:
+        """Ends keeping, with a last checkpoint unless the present step is durable already."""
+        self._join()
+        if save and self.durable != self.steps:
+            self.checkpoint()
+        return self.wait()
+
+    def __enter__(self) -> TierKeeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._join()
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _finish(
+        self, step: int, prepared: list[Future[Any]], dense: Packed, reader: Json,
+        saving: Future[int], pause_ms: float,
+    ) -> None:  # fmt: skip
+        started = time.monotonic()
+        try:
+            for future in prepared:
+                future.result()
+            content = pack({"dense": dense.encode(), "reader": reader}, what="tier")
+            self._store.put(_name(step), content.encode())
+            self._cluster.commit_tiers()
+            old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
+            self._store.delete(old)
+        except BaseException as error:
+            self._cluster.abandon_tiers()
+            self._error = error
+            saving.set_exception(error)
+            self._tell("save_failed", {"step": step, "error": str(error)})
+            return
+        saving.set_result(step)
+        durable_ms = (time.monotonic() - started) * 1e3
+        self._tell("saved", {"step": step, "pause_ms": pause_ms, "durable_ms": durable_ms})
+
+    def _busy(self) -> bool:
+        return self._saving is not None and not self._saving.done()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _name(step: int) -> str:
+    return f"step-{step}.safetensors"
+
+
+def _tiered(model: nn.Module) -> tuple[LocalCluster, str]:
+    """The cluster of the one module with tiers, and where they are; anything else is refused."""
+    modules = [m for m in model.modules() if isinstance(m, EmbeddingBags | Embeddings)]
+    tiers = {table.tier for module in modules for table in module.tables}
+    if len(modules) != 1 or len(tiers) != 1 or None in tiers:
+        raise ConfigError(
+            "TierKeeper keeps a model with one module of tables that all name the same tier; use "
+            "ek.Keeper for others"
+        )
+    cluster = modules[0].cluster
+    if not isinstance(cluster, LocalCluster):
+        raise ConfigError("TierKeeper needs shards of this process: use cluster=ek.local()")
+    tier = tiers.pop()
+    assert tier is not None
+    return cluster, tier.path

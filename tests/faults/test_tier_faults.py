@@ -1,0 +1,335 @@
+"""What can happen to a tier's files and its disk: each is told plainly, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs.local import Disk, LocalStore
+from emberkeep.checkpoint import Checkpointer
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.errors import ConfigError, DamageError, StateError, TierError
+from emberkeep.repository import Repository
+from emberkeep.tables import SGD, Adagrad, Table
+from emberkeep.tiered import opening
+from emberkeep.tiered.log import START
+from emberkeep.tiered.superblock import SLOT_NBYTES
+from tests.contracts.engine import grads_of, state, wanted_of
+from tests.unit.test_tiered import tiered
+
+TABLES = [Table("a", rows=2000, dim=6), Table("b", rows=None, capacity=200, dim=6)]
+OPTIMIZER = Adagrad(lr=0.1)
+
+
+class Failing(Disk):
+    """Fails whatever it is told to."""
+
+    fails: str | None = None
+    code = errno.EIO
+
+    def _maybe(self, what: str) -> None:
+        if what == type(self).fails:
+            raise OSError(self.code, os.strerror(self.code))
+
+    def allocate(self, handle: int, offset: int, nbytes: int) -> None:
+        self._maybe("allocate")
+        super().allocate(handle, offset, nbytes)
+
+    def write_at(self, handle: int, view: memoryview, offset: int) -> None:
+        self._maybe("write_at")
+        super().write_at(handle, view, offset)
+
+    def sync(self, handle: int) -> None:
+        self._maybe("sync")
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(opening, "DISK", Failing)
+    Failing.fails, Failing.code = None, errno.EIO
+    yield
+    Failing.fails = None
+
+
+def start(path: Path, tables: list[Table] = TABLES, **given: Any) -> LocalCluster:
+    optimizer = given.get("optimizer", OPTIMIZER)
+    shards = given.get("shards", 1)
+    made = tiered(tables, optimizer, path, 300 * shards)
+    return local(shards=shards, threads=2).open(made, optimizer, seed=given.get("seed", 0))
+
+
+def end(cluster: LocalCluster) -> None:
+    for shard in cluster.shards:
+        shard.kill()
+
+
+def train(cluster: LocalCluster, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    batch = {
+        "a": random.choice(2000, 200, replace=False).tolist(),
+        "b": random.choice(150, 20, replace=False).tolist(),
+    }
+    grads = {name: random.standard_normal((len(ids), 6)) for name, ids in batch.items()}
+    cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
+
+
+def make_durable(cluster: LocalCluster, batch: int) -> Any:
+    before = state(cluster)
+    for future in cluster.prepare_tiers(batch):
+        future.result(60)
+    cluster.commit_tiers()
+    return before
+
+
+def trained(path: Path, batches: int = 12) -> Any:
+    """A tier with a durable batch, closed; the state that it must come back with."""
+    cluster = start(path)
+    for seed in range(batches):
+        train(cluster, seed)
+    before = make_durable(cluster, batches)
+    train(cluster, 99)  # not durable
+    end(cluster)
+    return before
+
+
+def test_it_comes_back_at_the_durable_batch(tmp_path: Path) -> None:
+    before = trained(tmp_path / "t")
+    for _ in range(2):  # also after a life that did nothing
+        cluster = start(tmp_path / "t")
+        assert cluster.tier_batch() == 12
+        assert state(cluster) == before
+        end(cluster)
+
+
+def test_without_a_durable_batch_it_starts_anew(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t")
+    train(cluster, 0)
+    end(cluster)
+    cluster = start(tmp_path / "t")
+    assert cluster.tier_batch() is None
+    assert cluster.touched_ids("a").size == 0
+    end(cluster)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: start(path, [replace(TABLES[0], rows=2001), TABLES[1]]), ["'a'", "2001"]),
+        (lambda path: start(path, [replace(TABLES[0], name="c"), TABLES[1]]), ["'a'"]),
+        (lambda path: start(path, seed=5), ["'a'", "seed"]),
+        (lambda path: start(path, shards=2), ["number of shards", "1", "2"]),
+        (lambda path: start(path, optimizer=SGD(lr=0.1)), ["planes", "accumulator"]),
+    ],
+)
+def test_a_file_of_another_model_is_refused_and_left_alone(
+    tmp_path: Path, change: Callable[[Path], Any], words: list[str]
+) -> None:
+    before = trained(tmp_path / "t")
+    with pytest.raises(StateError) as refused:
+        change(tmp_path / "t")
+    for word in words:
+        assert word in str(refused.value)
+    cluster = start(tmp_path / "t")
+    assert state(cluster) == before
+    end(cluster)
+
+
+def _spoil(path: Path, offset: int, nbytes: int = 600) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(os.urandom(nbytes))
+
+
+def test_one_torn_head_is_survived_two_are_told(tmp_path: Path) -> None:
+    before = trained(tmp_path / "t")
+    file = tmp_path / "t" / "rows-0-0.tier"
+    _, newest = opening.RowLog.read_head(str(file))
+    _spoil(file, (newest % 2) * SLOT_NBYTES)  # the older one
+    cluster = start(tmp_path / "t")
+    assert state(cluster) == before
+    end(cluster)
+    content = file.read_bytes()
+    for slot in (0, SLOT_NBYTES):
+        _spoil(file, slot)
+    with pytest.raises(DamageError, match="no readable head"):
+        start(tmp_path / "t")
+    assert file.read_bytes()[START:] == content[START:]
+
+
+def test_a_short_file_is_told(tmp_path: Path) -> None:
+    trained(tmp_path / "t")
+    file = tmp_path / "t" / "rows-0-0.tier"
+    os.truncate(file, START + 20_000)
+    with pytest.raises(DamageError, match="cut short"):
+        start(tmp_path / "t")
+    assert file.stat().st_size == START + 20_000
+
+
+def test_a_damaged_block_is_told(tmp_path: Path) -> None:
+    trained(tmp_path / "t")
+    file = tmp_path / "t" / "rows-0-0.tier"
+    head, _ = opening.RowLog.read_head(str(file))
+    free = opening.unpack_bits(head.free, head.segments)
+    segment = int(np.flatnonzero(~free)[0])
+    _spoil(file, START + segment * 16384 + 100)
+    with pytest.raises(DamageError, match="damaged"):
+        start(tmp_path / "t")
+
+
+def test_a_missing_file_of_several_is_told(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t", shards=3)
+    train(cluster, 0)
+    make_durable(cluster, 1)
+    end(cluster)
+    os.unlink(tmp_path / "t" / "rows-1-0.tier")
+    with pytest.raises(DamageError, match=r"rows-1-0.tier is missing"):
+        start(tmp_path / "t", shards=3)
+
+
+def test_a_batch_that_one_file_has_committed_is_committed_in_all(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t", shards=3)
+    for batch in (1, 2):
+        train(cluster, batch)
+        before = state(cluster)
+        for future in cluster.prepare_tiers(batch):
+            future.result(60)
+        if batch == 1:
+            cluster.commit_tiers()
+    cluster.shards[1].tiers()[0].commit()  # and there the coordinator dies
+    end(cluster)
+    cluster = start(tmp_path / "t", shards=3)
+    assert cluster.tier_batch() == 2
+    assert state(cluster) == before
+    end(cluster)
+
+
+def test_a_file_in_use_is_refused(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t")
+    with pytest.raises(TierError, match="in use"):
+        start(tmp_path / "t")
+    train(cluster, 0)
+    end(cluster)
+
+
+def test_a_full_disk_refuses_the_batch_and_training_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    cluster = start(tmp_path / "t")
+    train(cluster, 0)
+    before = make_durable(cluster, 1)
+    Failing.fails, Failing.code = "allocate", errno.ENOSPC
+    for seed in range(1, 60):
+        before = state(cluster)
+        try:
+            train(cluster, seed)
+        except TierError:
+            break
+    with pytest.raises(TierError, match="No space left"):
+        train(cluster, seed)
+    assert state(cluster) == before
+    Failing.fails = None
+    train(cluster, 100)
+    before = make_durable(cluster, 2)
+    end(cluster)
+    cluster = start(tmp_path / "t")
+    assert state(cluster) == before
+    end(cluster)
+
+
+@pytest.mark.parametrize("fails", ["sync", "write_at"])
+def test_a_failed_sync_or_write_ends_the_shard(tmp_path: Path, fails: str) -> None:
+    cluster = start(tmp_path / "t")
+    train(cluster, 0)
+    before = make_durable(cluster, 1)
+    train(cluster, 1)
+    Failing.fails = fails
+    (future,) = cluster.prepare_tiers(2)
+    with pytest.raises(TierError, match="ended"):
+        future.result(60)
+    cluster.abandon_tiers()
+    Failing.fails = None  # it is never retried as if nothing had happened
+    with pytest.raises(TierError, match="has failed"):
+        cluster.prepare_tiers(2)
+    with pytest.raises(TierError, match="has failed"):
+        train(cluster, 2)
+    end(cluster)
+    cluster = start(tmp_path / "t")
+    assert state(cluster) == before
+    end(cluster)
+
+
+def test_a_batch_larger_than_the_cache_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t")
+    batch = {"a": list(range(400))}
+    with pytest.raises(ConfigError, match="raise memory="):
+        cluster.push(
+            wanted_of(cluster, batch),
+            grads_of(cluster, {"a": np.ones((400, 6))}),
+            lr=0.1,
+        )
+    assert cluster.touched_ids("a").size == 0
+    end(cluster)
+
+
+def test_a_lost_shard_comes_back_alone_at_the_durable_batch(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t", shards=2)
+    for seed in range(4):
+        train(cluster, seed)
+    make_durable(cluster, 4)
+    held = cluster.shards[1].read_all("a")
+    train(cluster, 5)
+    other = cluster.shards[0].read_all("a")
+    cluster.kill(1)
+    cluster.renew(1)
+    cluster.serve(1)
+    for mine, wanted in ((1, held), (0, other)):
+        ids, planes = cluster.shards[mine].read_all("a")
+        assert ids.tobytes() == wanted[0].tobytes()
+        assert all(planes[name].tobytes() == wanted[1][name].tobytes() for name in planes)
+    train(cluster, 6)
+    end(cluster)
+
+
+def test_versions_of_tiered_rows_are_whole(tmp_path: Path) -> None:
+    """The repository over a tier: frozen while most rows are in the file, written beside pushes."""
+    cluster = start(tmp_path / "t")
+    repository = Repository.create(LocalStore(tmp_path / "r"), schema=cluster.schema())
+    checkpointer = Checkpointer(repository, cluster)
+    seen = []
+    for step in range(1, 5):
+        for seed in range(3):
+            train(cluster, 10 * step + seed)
+        if step == 3:
+            cluster.delete("a", np.arange(0, 2000, 7))
+        seen.append(state(cluster))
+        saving = checkpointer.save(step)
+        train(cluster, 1000 + step)
+        saving.committed.result(60)
+    end(cluster)
+    copy = start(tmp_path / "u")
+    other = Checkpointer(Repository.open(LocalStore(tmp_path / "r")), copy)
+    for version in repository.versions():
+        other.restore(version.number)
+        assert state(copy) == seen[version.number - 1]
+    end(copy)
+
+
+def test_clearing_is_part_of_the_next_durable_batch(tmp_path: Path) -> None:
+    trained(tmp_path / "t")
+    cluster = start(tmp_path / "t")
+    cluster.clear()
+    train(cluster, 3)
+    before = make_durable(cluster, 20)
+    end(cluster)
+    cluster = start(tmp_path / "t")
+    assert cluster.tier_batch() == 20
+    assert state(cluster) == before
+    end(cluster)
