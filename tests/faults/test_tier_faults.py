@@ -15,6 +15,7 @@ import pytest
 from emberkeep.blobs.local import Disk, LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
@@ -333,3 +334,10 @@ def test_clearing_is_part_of_the_next_durable_batch(tmp_path: Path) -> None:
     assert cluster.tier_batch() == 20
     assert state(cluster) == before
     end(cluster)
+
+
+def test_parity_over_a_tier_is_refused_with_the_reason(tmp_path: Path) -> None:
+    made = tiered(TABLES, OPTIMIZER, tmp_path / "t", 300)
+    with pytest.raises(ConfigError, match="larger than memory"):
+        local(shards=4, parity=Parity(k=2, r=1)).open(made, OPTIMIZER, seed=0)
+    assert not (tmp_path / "t").exists()

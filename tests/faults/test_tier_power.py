@@ -172,7 +172,7 @@ def test_the_model_of_the_disk_finds_a_missing_sync(tmp_path: Path) -> None:
 
     class Forgetful(RecordingDisk):
         def sync(self, handle: int) -> None:
-            if not self._open[handle].endswith(".tier"):
+            if not self._open.get(handle, "").endswith(".tier"):
                 super().sync(handle)
 
     disk = Forgetful()

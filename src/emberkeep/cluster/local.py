@@ -55,6 +55,11 @@ class Local:
             self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> LocalCluster:
+        if self.parity is not None and any(table.tier is not None for table in tables):
+            raise ConfigError(
+                "parity over tiered tables would itself be larger than memory: leave out parity= "
+                "(a tier brings a lost shard back by itself), or tier="
+            )
         pool = pools.shared() if self.threads is None else pools.Pool(self.threads)
         cluster = LocalCluster(tables, optimizer, shards=self.shards, seed=seed, pool=pool)
         cluster.failures = list(self.failures)
