@@ -19,8 +19,8 @@ CHECKED := src tests benchmarks
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## train a small model on synthetic data, about a minute
-	@$(BIN)/emberkeep train --demo
+demo: $(READY) ## train over 8 shards, kill two of them, recover; about two minutes
+	@$(BIN)/emberkeep demo
 
 test: $(READY) ## run all tests but the long ones
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" tests

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from emberkeep import __version__
+from emberkeep.cli.demo import demo
 from emberkeep.cli.diff import diff
+from emberkeep.cli.emulate import emulate
 from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
@@ -33,10 +35,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # an unexpected error is a bug: its whole traceback is wanted
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(demo)
 app.command()(train)
 app.command()(warm)
 app.command(rich_help_panel=_CLUSTERS)(serve)
 app.command(rich_help_panel=_PLANNING)(plan)
+app.command(rich_help_panel=_PLANNING)(emulate)
 app.command(rich_help_panel=_REPOSITORIES)(versions)
 app.command(rich_help_panel=_REPOSITORIES)(show)
 app.command(rich_help_panel=_REPOSITORIES)(verify)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from emberkeep.cli._options import option, read_time
 from emberkeep.cli._repository import emit, print_json, print_table
 from emberkeep.cli._shell import command, say
-from emberkeep.config import duration as read_duration
 from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,69 +19,65 @@ if TYPE_CHECKING:
     from emberkeep.planning.records import Record
 
 
-def _option(name: str, text: str, metavar: str = "TIME") -> Any:
-    return typer.Option(name, metavar=metavar, help=text)
-
-
 @command
 def plan(
-    duration: Annotated[str, _option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
-    shards: Annotated[int, _option("--shards", "Shards that hold the tables.", "N")],
+    duration: Annotated[str, option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
+    shards: Annotated[int, option("--shards", "Shards that hold the tables.", "N")],
     mtbf: Annotated[
-        str | None, _option("--mtbf", "Mean time between failures of the whole job.")
+        str | None, option("--mtbf", "Mean time between failures of the whole job.")
     ] = None,
     failures: Annotated[
         Path | None,
-        _option("--failures", "Or a record of failures, one a line, to fit.", "FILE.csv"),
+        option("--failures", "Or a record of failures, one a line, to fit.", "FILE.csv"),
     ] = None,
     column: Annotated[
-        str | None, _option("--failures-column", "The column with their times.", "NAME")
+        str | None, option("--failures-column", "The column with their times.", "NAME")
     ] = None,
     nodes: Annotated[
         int | None,
-        _option(
+        option(
             "--failures-nodes",
             "The record is of so many machines: scale it to the shards of the job.",
             "N",
         ),
     ] = None,
-    together: Annotated[int, _option("--fail-together", "Shards that one failure takes.", "N")] = 1,
+    together: Annotated[int, option("--fail-together", "Shards that one failure takes.", "N")] = 1,
     save_time: Annotated[
-        str | None, _option("--save-time", "How long training stands still for a version.")
+        str | None, option("--save-time", "How long training stands still for a version.")
     ] = None,
-    load_time: Annotated[str | None, _option("--load-time", "How long loading takes.")] = None,
+    load_time: Annotated[str | None, option("--load-time", "How long loading takes.")] = None,
     reschedule_time: Annotated[
-        str, _option("--reschedule-time", "Until there is a new machine.")
+        str, option("--reschedule-time", "Until there is a new machine.")
     ] = "0s",
     repository: Annotated[
-        str | None, _option("--repository", "Measure save and load time of this one.", "URL")
+        str | None, option("--repository", "Measure save and load time of this one.", "URL")
     ] = None,
     pls: Annotated[
         float | None,
-        _option("--pls", "Share of updates that may be lost; 0.1 by default.", "SHARE"),
+        option("--pls", "Share of updates that may be lost; 0.1 by default.", "SHARE"),
     ] = None,
     accuracy_loss: Annotated[
-        float | None, _option("--accuracy-loss", "Or the AUC that may be lost.", "AUC")
+        float | None, option("--accuracy-loss", "Or the AUC that may be lost.", "AUC")
     ] = None,
     slope: Annotated[
-        float | None, _option("--slope", "AUC lost per PLS of 1, as emulate fits it.", "AUC")
+        float | None, option("--slope", "AUC lost per PLS of 1, as emulate fits it.", "AUC")
     ] = None,
     max_interval: Annotated[
-        str | None, _option("--max-interval", "Save at least this often.")
+        str | None, option("--max-interval", "Save at least this often.")
     ] = None,
     price: Annotated[
-        float | None, _option("--price", "Price of a machine for an hour.", "MONEY")
+        float | None, option("--price", "Price of a machine for an hour.", "MONEY")
     ] = None,
     machines: Annotated[
         int | None,
-        _option("--machines", "That stand still together; as many as shards by default.", "N"),
+        option("--machines", "That stand still together; as many as shards by default.", "N"),
     ] = None,
     parity_slowdown: Annotated[
         float | None,
-        _option("--parity-slowdown", "How much slower steps are with parity: 0.02.", "SHARE"),
+        option("--parity-slowdown", "How much slower steps are with parity: 0.02.", "SHARE"),
     ] = None,
     report: Annotated[
-        Path | None, _option("--report", "Write a page with plots, data beside it.", "FILE.html")
+        Path | None, option("--report", "Write a page with plots, data beside it.", "FILE.html")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -96,16 +92,16 @@ def plan(
     if failures is not None:
         record, fitted, between = _fitted(failures, column, nodes, shards)
     else:
-        between = _time("--mtbf", mtbf or "")
+        between = read_time("--mtbf", mtbf or "")
     save, load = _costs(save_time, load_time, repository)
     job = Job(
-        duration=_time("--duration", duration),
+        duration=read_time("--duration", duration),
         mtbf=between,
         shards=shards,
         failing_together=together,
         save=save,
         load=load,
-        reschedule=_time("--reschedule-time", reschedule_time),
+        reschedule=read_time("--reschedule-time", reschedule_time),
     )
     found = advise(
         Question(
@@ -113,7 +109,7 @@ def plan(
             pls=pls,
             accuracy_loss=accuracy_loss,
             slope=slope,
-            max_interval=None if max_interval is None else _time("--max-interval", max_interval),
+            max_interval=read_time("--max-interval", max_interval) if max_interval else None,
             price=price,
             machines=machines,
             parity_slowdown=parity_slowdown,
@@ -133,13 +129,6 @@ def plan(
         print_json(told)
     else:
         _print(found, record, fitted)
-
-
-def _time(name: str, text: str) -> timedelta:
-    try:
-        return read_duration(text)
-    except ValueError:
-        raise ConfigError(f"{name} {text!r} is no duration: write 56h, 5.7min, 1h 30min") from None
 
 
 def _fitted(
@@ -163,8 +152,8 @@ def _costs(
     save_time: str | None, load_time: str | None, repository: str | None
 ) -> tuple[timedelta, timedelta]:
     """Save and load time: as given, and what is not given as measured."""
-    save = None if save_time is None else _time("--save-time", save_time)
-    load = None if load_time is None else _time("--load-time", load_time)
+    save = None if save_time is None else read_time("--save-time", save_time)
+    load = None if load_time is None else read_time("--load-time", load_time)
     if repository is None:
         if save is None or load is None:
             raise ConfigError("give --save-time and --load-time, or --repository to measure them")

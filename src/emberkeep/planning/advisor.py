@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from emberkeep.overheads import (
 HOUR = timedelta(hours=1)
 
 PRIORITY_SHARE = 1 / 8
-"""Prioritised saving writes this share of the rows, so many times as often."""
+"""Prioritised versions hold this share of the rows; one of so many versions is a whole one."""
 DEFAULT_PLS = 0.1
 PARITY_SLOWDOWN = 0.026
 """Of a step, as the ECRM paper measured it on 20 machines with 25 Gbit/s."""
@@ -173,16 +173,20 @@ def _strategies(question: Question) -> dict[str, Option]:
     }  # fmt: skip
     if wide > timedelta(0):
         overhead, pls = overhead_partial(job, wide), expected_pls(job, wide)
-        often = wide * PRIORITY_SHARE
-        share = f"1/{round(1 / PRIORITY_SHARE)} of the rows each time"
+        options["cpr"] = _option(
+            question, wide, overhead, pls=pls,
+            note="as partial, saved as rarely as the target allows",
+        )  # fmt: skip
+        # In between, all prioritised versions together write another model less one share.
+        more = replace(overhead, save=overhead.save * (2 - PRIORITY_SHARE))
+        often = f"and 1/{round(1 / PRIORITY_SHARE)} of the rows so often in between,"
         notes = {
-            "cpr": (wide, "as partial, saved as rarely as the target allows"),
-            "cpr_mfu": (often, f"{share}, most used first; 4 bytes a row more"),
-            "cpr_ssu": (often, f"{share}, by sub-sampled use; half a byte a row more"),
-            "cpr_scar": (often, f"{share}, most changed first; every row's weight twice"),
+            "cpr_mfu": f"{often} most used first; 4 bytes a row more",
+            "cpr_ssu": f"{often} by sub-sampled use; half a byte a row more",
+            "cpr_scar": f"{often} most changed first; every row twice",
         }
-        for name, (interval, note) in notes.items():
-            options[name] = _option(question, interval, overhead, pls=pls, note=note)
+        for name, note in notes.items():
+            options[name] = _option(question, wide * PRIORITY_SHARE, more, pls=pls, note=note)
     else:
         options["cpr"] = _option(
             question, None, Overhead(save=math.inf), pls=0.0, note="no interval keeps to PLS 0"

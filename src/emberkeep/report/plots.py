@@ -128,7 +128,7 @@ def stacked_bars(
         refused = [place for place, is_hatched in enumerate(hatched) if is_hatched]
         axes.bar(
             refused, [below[place] for place in refused], width=0.62, fill=False, hatch="////",
-            edgecolor=PARTS["lost"], linewidth=0, label="refused: does not pay",
+            edgecolor=_INK, linewidth=0, label="refused: does not pay",
         )  # fmt: skip
     for place, total in enumerate(below):
         text = f"{total:.2f}%" if texts is None else texts[place]

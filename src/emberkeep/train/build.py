@@ -154,6 +154,11 @@ def dense_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optim
     return kinds[given.kind](network.parameters(), lr=given.lr)
 
 
+def use_one_thread() -> None:
+    """Of torch, in this process: for runs that share a machine with others."""
+    torch.set_num_threads(1)
+
+
 def _shape(settings: Settings) -> DLRMShape:
     given = settings.model
     return DLRMShape(bottom=(*given.bottom, settings.tables.dim), top=(*given.top, 1))

@@ -1,0 +1,23 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import typer
+
+from emberkeep.config import duration
+from emberkeep.errors import ConfigError
+
+
+def option(name: str, text: str, metavar: str = "TIME") -> Any:
+    return typer.Option(name, metavar=metavar, help=text)
+
+
+def read_time(name: str, text: str) -> timedelta:
+    """What the user gave for the option `name`."""
+    try:
+        return duration(text)
+    except ValueError:
+        raise ConfigError(f"{name} {text!r} is no duration: write 56h, 5.7min, 1h 30min") from None

@@ -1,0 +1,104 @@
+"""`emberkeep demo`: what the project is for, in about two minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from emberkeep.cli._options import option
+from emberkeep.cli._repository import emit, print_json, print_table, size_text
+from emberkeep.cli._shell import command, say
+
+if TYPE_CHECKING:
+    from emberkeep.train.demo import Demonstration
+
+
+@command
+def demo(
+    directory: Annotated[
+        Path, option("--directory", "Where versions and the report go.", "DIR")
+    ] = Path("emberkeep-demo"),
+    overrides: Annotated[
+        list[str] | None,
+        option("--set", "Replace one setting; repeatable.", "SECTION.KEY=VALUE"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Train over 8 shards, kill two of them on the way, recover, and compare with a run without."""
+    from emberkeep.train.demo import settings
+
+    given = settings(directory, overrides or ())
+    # See `emberkeep train`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from emberkeep.cli._progress import progress
+    from emberkeep.report.page import write
+    from emberkeep.report.training import training_page
+    from emberkeep.train.demo import demonstrate
+
+    found = demonstrate(given, hooks=lambda: [progress()], tell=say)
+    page = training_page("Two shards were killed", [found.alone, found.failing])
+    told = _told(found)
+    path = write(directory / "report.html", page, told)
+    if as_json:
+        print_json({**told, "report": str(path)})
+    else:
+        _print(found, path, directory)
+
+
+def _told(found: Demonstration) -> dict[str, Any]:
+    return {
+        "without_failures": found.alone.result.to_dict(),
+        "with_failures": found.failing.result.to_dict(),
+        "auc_lost": found.auc_lost,
+        "recoveries": found.failing.recoveries,
+        "versions": found.failing.saves,
+    }
+
+
+def _print(found: Demonstration, path: Path, directory: Path) -> None:
+    alone, failing = found.alone.result, found.failing.result
+    shards = failing.settings.cluster.shards
+    emit(
+        f"{failing.settings.model.kind} trained on {failing.samples:,} samples over {shards} shards"
+    )
+    for made in found.failing.recoveries:
+        again = (
+            f", {made['repeated_steps']} steps were taken again" if made["repeated_steps"] else ""
+        )
+        killed = " and ".join(str(shard) for shard in made["shards"])
+        emit(
+            f"shards {killed} were killed after step {made['step']} of {failing.steps}; "
+            f"{made['scope']} recovery took {made['seconds']:.2f} s{again} ({made['reason']}); "
+            f"PLS {made['pls']:.4f}"
+        )
+    rows = [
+        ("without failures", f"{alone.auc:.4f}", f"{alone.log_loss:.4f}"),
+        ("with failures", f"{failing.auc:.4f}", f"{failing.log_loss:.4f}"),
+    ]
+    if alone.baseline_auc is not None:
+        rows.append(
+            ("without embeddings", f"{alone.baseline_auc:.4f}", f"{alone.baseline_log_loss:.4f}")
+        )
+    if alone.best_auc is not None:
+        rows.append(("the best possible", f"{alone.best_auc:.4f}", ""))
+    held_out = f"on {alone.test_samples:,} held-out samples"
+    print_table([held_out, "AUC", "log-loss"], rows, right=("AUC", "log-loss"))
+    costs, lost = failing.checkpoints, failing.recoveries
+    assert costs is not None
+    assert lost is not None
+    emit(
+        f"\nThe failure cost {found.auc_lost:.4f} AUC and {lost.seconds:.2f} s; "
+        f"versions cost {costs.stall_seconds:.2f} s in all"
+    )
+    if alone.baseline_auc is not None:
+        emit(f"The embeddings add {failing.auc - alone.baseline_auc:.4f} AUC all the same")
+    emit(
+        f"{costs.versions} versions were saved beside training, pausing it for "
+        f"{costs.pause_ms_median:.1f} ms each; {size_text(costs.written_nbytes)} were written: "
+        f"emberkeep versions {directory / 'run'}"
+    )
+    emit(f"report: {path}")

@@ -1,0 +1,368 @@
+"""Strategies under the same failures: the model is trained for real, time is that of the job.
+
+A run of minutes stands for a job of days. Its steps are the job's length: failures, intervals and
+what saving, loading and rescheduling take are scaled down to steps together, as the CPR paper does.
+Shards are killed and recovered by the code that runs in production; what is projected is time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from queue import Queue
+from typing import Any, Literal, get_args
+
+from emberkeep import config
+from emberkeep.blobs import open_store
+from emberkeep.errors import ConfigError
+from emberkeep.overheads import (
+    Job,
+    Overhead,
+    optimal_full_interval,
+    partial_pays,
+)
+from emberkeep.planning.advisor import DEFAULT_PLS, PRIORITY_SHARE
+from emberkeep.planning.failures import HOUR, Failure, drawn_failures, uniform_times
+from emberkeep.priority import Kind
+from emberkeep.strategies import Every
+from emberkeep.tracking import PRIORITISED
+from emberkeep.train.hooks import Step
+from emberkeep.train.recording import Recording
+from emberkeep.train.settings import (
+    CheckpointSettings,
+    DataSettings,
+    FailureSettings,
+    ModelSettings,
+    RowOptimizerSettings,
+    RunSettings,
+    Settings,
+    TableSettings,
+)
+
+Name = Literal["full", "partial", "cpr", "cpr_mfu", "cpr_ssu", "cpr_scar"]
+STRATEGIES: tuple[Name, ...] = get_args(Name)
+SMALL = Settings(
+    data=DataSettings(source="synthetic", samples=330_000, rows_total=50_000),
+    tables=TableSettings(dim=16),
+    model=ModelSettings(bottom=(32,), top=(32,)),
+    optimizer=RowOptimizerSettings(lr=0.05),
+    run=RunSettings(batch_size=1000),
+)
+"""What is trained unless something else is asked for: a few seconds on one core."""
+
+_LONGEST_SAVE_SECONDS = 600.0
+_PRIORITIES: dict[str, Kind] = {"cpr_mfu": "mfu", "cpr_ssu": "ssu", "cpr_scar": "scar"}
+
+Progress = Callable[[int, int], object]
+"""Told of how many runs are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tactics:
+    """How one run saves and recovers."""
+
+    partial: bool
+    priority: Kind | None
+    """Which rows are saved in between; None: none."""
+    every: int
+    """Steps between whole versions."""
+    interval: timedelta
+    """The same on the job's clock."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run under failures came to."""
+
+    strategy: str
+    auc: float
+    log_loss: float
+    steps: int
+    pls: float = 0.0
+    interval: timedelta = timedelta(0)
+    overhead: Overhead = field(default_factory=Overhead)
+    """Projected, as fractions of the job."""
+    versions: int = 0
+    written_nbytes: int = 0
+    steps_again: int = 0
+    began_anew: bool = False
+    """A shard failed before any version held its rows."""
+    note: str = ""
+    seconds: float = 0.0
+    """What the run took here; this machine's, not the job's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        told = asdict(self)
+        told["overhead"] = self.overhead.total
+        told["breakdown"] = asdict(self.overhead)
+        told["interval_hours"] = self.interval / HOUR
+        del told["interval"]
+        return told
+
+
+def small_task(overrides: Iterable[str] = ()) -> Settings:
+    """A training of seconds whose AUC means something: synthetic samples with a planted model."""
+    return config.parse(Settings, config.to_toml(SMALL), source="--set", overrides=overrides)
+
+
+def named(text: str) -> Name:
+    """The strategy that the user means."""
+    for name in STRATEGIES:
+        if name == text.replace("-", "_").lower():
+            return name
+    raise ConfigError(f"strategies are {', '.join(STRATEGIES)}, not {text!r}")
+
+
+def tactics(
+    name: Name,
+    job: Job,
+    *,
+    steps: int,
+    pls: float = DEFAULT_PLS,
+    interval: timedelta | None = None,
+    force: bool = False,
+) -> Tactics:
+    """Full recovery and naive partial recovery at full recovery's best interval, the others at the
+    interval that `pls` allows, or at the one that is given. Where partial recovery does not pay the
+    CPR strategies recover fully, unless `force` or an interval asks for it all the same."""
+    wanted, partial, note = optimal_full_interval(job), name != "full", ""
+    priority: Kind | None = None
+    if name.startswith("cpr"):
+        verdict = partial_pays(job, pls)
+        allowed = verdict.partial_interval if interval is None else interval
+        if verdict.pays or interval is not None or (force and allowed > timedelta(0)):
+            wanted = allowed
+            priority = _PRIORITIES.get(name)
+        else:
+            partial, note = False, f"recovered fully: {verdict.reason}"
+    # Prioritised versions divide the steps between whole ones evenly.
+    unit = 1 if priority is None else round(1 / PRIORITY_SHARE)
+    return Tactics(
+        partial=partial,
+        priority=priority,
+        every=unit * max(1, round(wanted / job.duration * steps / unit)),
+        interval=wanted,
+        note=note,
+    )
+
+
+def projected(job: Job, *, steps: int, saves: float, failures: int, steps_again: int) -> Overhead:
+    """What a run would have cost in production: `saves` in whole models, steps as time."""
+    return Overhead(
+        save=saves * (job.save / job.duration),
+        load=failures * (job.load / job.duration),
+        lost=steps_again / steps,
+        reschedule=failures * (job.reschedule / job.duration),
+    )
+
+
+def failing_steps(failures: tuple[Failure, ...], job: Job, *, steps: int) -> list[int]:
+    """The step after which each failure happens, from 1 to the last."""
+    return [min(steps, max(1, round(f.at / job.duration * steps))) for f in failures]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """A job, the training that stands for it, and the failures that strike it."""
+
+    settings: Settings
+    job: Job
+    pls: float = DEFAULT_PLS
+    count: int | None = None
+    """How many failures, each as likely at any time; if not given, as many as are expected."""
+    times: tuple[timedelta, ...] | None = None
+    """When they strike, if that is known."""
+    interval: timedelta | None = None
+    """Between versions of every partial strategy, instead of what `pls` allows."""
+    force: bool = False
+    """Recover partially also where it does not pay."""
+    seed: int = 0
+
+    def failures(self) -> tuple[Failure, ...]:
+        """The same for every strategy."""
+        count = round(self.job.failures) if self.count is None else self.count
+        times = self.times
+        if times is None:
+            times = uniform_times(count, self.job.duration, seed=self.seed)
+        return drawn_failures(
+            times, shards=self.job.shards, together=self.job.failing_together, seed=self.seed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One run: a strategy, or None for the run without failures."""
+
+    spec: Emulation
+    strategy: Name | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulated:
+    """The same failures under each strategy, and the run without any."""
+
+    spec: Emulation
+    alone: Outcome
+    outcomes: dict[str, Outcome]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "failures": [
+                {"hours": f.at / HOUR, "shards": list(f.shards)} for f in self.spec.failures()
+            ],
+            "alone": self.alone.to_dict(),
+            "strategies": {name: o.to_dict() for name, o in self.outcomes.items()},
+        }
+
+
+def emulate(
+    spec: Emulation,
+    strategies: Sequence[Name] = STRATEGIES,
+    *,
+    progress: Progress = lambda *_: None,
+) -> Emulated:
+    """Trains once without failures, and once under them with each strategy."""
+    tasks = [Task(spec=spec, strategy=name) for name in (None, *strategies)]
+    alone, *outcomes = run_all(tasks, progress=progress)
+    return Emulated(spec=spec, alone=alone, outcomes=dict(zip(strategies, outcomes, strict=True)))
+
+
+def run_all(tasks: Sequence[Task], *, progress: Progress = lambda *_: None) -> list[Outcome]:
+    """Runs tasks side by side, each in a process and on a thread of its own, so that outcomes
+    depend neither on their order nor on how many cores there are."""
+    workers = min(len(tasks), os.cpu_count() or 1)
+    # A fork of a process that has used torch may hang: every process starts afresh.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_alone_on_a_core) as pool:
+        futures = [pool.submit(run, task) for task in tasks]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(tasks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def run(task: Task) -> Outcome:
+    """One run, here: trains, kills, recovers and judges; then projects what it took."""
+    from emberkeep.train import build
+    from emberkeep.train.loop import run as train
+
+    spec, job, given = task.spec, task.spec.job, task.spec.settings
+    samples = build.inputs(given).train.count() or 0
+    steps = -(-samples // given.run.batch_size)
+    settings = replace(
+        given,
+        cluster=replace(given.cluster, shards=job.shards),
+        checkpoint=CheckpointSettings(),
+        failures=FailureSettings(),
+        run=replace(given.run, compare=False),
+    )
+    if task.strategy is None:
+        result = train(settings)
+        return Outcome(
+            strategy="none", auc=result.auc, log_loss=result.log_loss, steps=steps,
+            seconds=result.seconds,
+        )  # fmt: skip
+    chosen = tactics(
+        task.strategy, job, steps=steps, pls=spec.pls, interval=spec.interval, force=spec.force
+    )
+    failures = spec.failures()
+    at = failing_steps(failures, job, steps=steps)
+    with _memory_of_its_own() as url:
+        settings = replace(
+            settings,
+            failures=FailureSettings(at=tuple(
+                f"{', '.join(map(str, failure.shards))} at {step}"
+                for step, failure in zip(at, failures, strict=True)
+            )),
+            checkpoint=CheckpointSettings(
+                path=url,
+                every=f"{chosen.every} steps",
+                recovery="partial" if chosen.partial else "full",
+                priority=chosen.priority,
+                fraction=PRIORITY_SHARE,
+                keep=1,
+            ),
+        )  # fmt: skip
+        heard = _Heard(task.strategy, settings.checkpoint.preset().schedule)
+        result = train(settings, hooks=[heard])
+    assert result.recoveries is not None
+    saves = [save for save in heard.saves if 0 < save["step"] < steps]
+    return Outcome(
+        strategy=task.strategy,
+        auc=result.auc,
+        log_loss=result.log_loss,
+        steps=steps,
+        pls=result.recoveries.pls,
+        interval=chosen.interval,
+        overhead=projected(
+            job,
+            steps=steps,
+            saves=sum(PRIORITY_SHARE if s["kind"] == PRIORITISED else 1.0 for s in saves),
+            failures=len(failures),
+            steps_again=result.recoveries.repeated_steps,
+        ),
+        versions=len(saves),
+        written_nbytes=sum(save["nbytes"] for save in saves),
+        steps_again=result.recoveries.repeated_steps,
+        began_anew=any(
+            made["scope"] == "partial" and all(save["step"] > made["step"] for save in saves)
+            for made in heard.recoveries
+        ),
+        note=chosen.note,
+        seconds=result.seconds,
+    )
+
+
+class _Heard(Recording):
+    """A run whose versions take no steps.
+
+    A step that a version was cut after ends when the version is committed: minutes of saving are
+    seconds here and a step is minutes there, so a version that is still being written some steps
+    later would be this machine's doing and not the job's.
+    """
+
+    def __init__(self, name: str, schedule: Every) -> None:
+        super().__init__(name)
+        self._schedule = schedule
+        self._ended: Queue[int] = Queue()
+
+    def on_event(self, event: str, details: dict[str, Any]) -> None:
+        super().on_event(event, details)
+        if event in ("saved", "save_failed"):
+            self._ended.put(details["step"])
+
+    def on_step(self, step: Step) -> None:
+        super().on_step(step)
+        if step.number < step.steps and self._schedule.due(step.number, timedelta(0)):
+            while self._ended.get(timeout=_LONGEST_SAVE_SECONDS) != step.number:
+                pass
+
+
+@contextmanager
+def _memory_of_its_own() -> Iterator[str]:
+    """A repository in this process's memory, emptied at the end: the next run needs the room."""
+    url = f"memory://emulation-{uuid.uuid4().hex}"
+    try:
+        yield url
+    finally:
+        store = open_store(url)
+        store.delete([info.name for info in store.list()])
+
+
+def _alone_on_a_core() -> None:
+    """Of a process that shares the machine with others of its kind."""
+    os.environ["EMBERKEEP_THREADS"] = "1"
+    from emberkeep.train.build import use_one_thread
+
+    use_one_thread()

@@ -1,0 +1,163 @@
+"""The emulator on a tiny task: real training, real kills, time as if it were a job of days."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from emberkeep.errors import ConfigError
+from emberkeep.overheads import Job
+from emberkeep.planning import emulator, sweeps
+from emberkeep.planning.emulator import (
+    Emulation,
+    Name,
+    Outcome,
+    Task,
+    emulate,
+    named,
+    run,
+    small_task,
+)
+
+HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
+TINY = [
+    "data.samples=6000", "data.rows_total=1000", "run.batch_size=100", "tables.dim=4",
+    "model.bottom=[8]", "model.top=[8]",
+]  # fmt: skip
+JOB = Job(
+    duration=56 * HOUR,
+    mtbf=28 * HOUR,
+    shards=4,
+    save=5.7 * MINUTE,
+    load=2.5 * MINUTE,
+    reschedule=2.5 * MINUTE,
+)
+# In step 20 and step 40 of 54, one after a version that full recovery takes every second step.
+SPEC = Emulation(settings=small_task(TINY), job=JOB, times=(20.7 * HOUR, 41.5 * HOUR))
+NAMES: tuple[Name, ...] = ("full", "partial", "cpr", "cpr_ssu")
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own are for those who wait: `test_the_command` has some."""
+
+    def in_turn(tasks: Sequence[Task], *, progress: emulator.Progress) -> list[Outcome]:
+        outcomes = [run(task) for task in tasks]
+        progress(len(tasks), len(tasks))
+        return outcomes
+
+    monkeypatch.setattr(emulator, "run_all", in_turn)
+    monkeypatch.setattr(sweeps, "run_all", in_turn)
+
+
+def test_strategies_under_the_same_failures() -> None:
+    found = emulate(SPEC, NAMES)
+    assert list(found.outcomes) == list(NAMES)
+    full = found.outcomes["full"]
+    # Full recovery loses time and nothing else: the model is the same, to the bit.
+    assert (full.auc, full.log_loss) == (found.alone.auc, found.alone.log_loss)
+    assert full.pls == 0.0
+    assert full.steps_again > 0
+    assert full.overhead.lost == full.steps_again / full.steps
+    for name in NAMES[1:]:
+        outcome = found.outcomes[name]
+        assert outcome.steps_again == 0
+        assert outcome.overhead.lost == 0.0
+        assert outcome.pls > 0
+        assert outcome.log_loss != found.alone.log_loss
+        assert outcome.overhead.load == pytest.approx(2 * 2.5 / 60 / 56)
+    assert found.outcomes["cpr"].pls == pytest.approx(found.outcomes["cpr_ssu"].pls, rel=0.1)
+    assert found.outcomes["partial"].pls < found.outcomes["cpr"].pls
+    assert found.outcomes["cpr"].overhead.total < found.outcomes["partial"].overhead.total
+    assert found.outcomes["cpr_ssu"].versions > found.outcomes["cpr"].versions
+    assert found.outcomes["cpr_ssu"].overhead.save > found.outcomes["cpr"].overhead.save
+    told = found.to_dict()
+    assert set(told["strategies"]["cpr"]) >= {"overhead", "auc", "pls", "interval_hours"}
+    assert len(told["failures"]) == 2
+
+
+@pytest.mark.soak
+def test_an_emulation_is_the_same_every_time() -> None:
+    task = Task(spec=SPEC, strategy="cpr_mfu")
+    first, again = run(task), run(task)
+    assert replace(first, seconds=0.0) == replace(again, seconds=0.0)
+
+
+def test_partial_recovery_that_does_not_pay_is_full() -> None:
+    job = replace(JOB, mtbf=5.6 * HOUR, failing_together=2, save=HOUR)
+    refused = run(Task(spec=replace(SPEC, job=job, pls=0.002), strategy="cpr"))
+    assert refused.pls == 0.0
+    assert refused.steps_again > 0
+    assert "recovered fully: PLS 0.002 asks for a version every" in refused.note
+    forced = run(Task(spec=replace(SPEC, job=job, pls=0.002, force=True), strategy="cpr"))
+    assert forced.steps_again == 0
+    assert forced.overhead.save > refused.overhead.save
+
+
+def test_a_shard_that_was_never_saved_begins_anew() -> None:
+    early = replace(SPEC, times=(2 * HOUR,))
+    assert run(Task(spec=early, strategy="cpr")).began_anew
+    assert not run(Task(spec=replace(SPEC, times=(50 * HOUR,)), strategy="cpr")).began_anew
+
+
+def test_a_sweep_over_targets() -> None:
+    points, alone = sweeps.over_targets(SPEC, ["cpr"])
+    assert [point.target_pls for point in points] == list(sweeps.TARGETS)
+    overheads = [point.outcome.overhead.total for point in points]
+    assert overheads == sorted(overheads, reverse=True)
+    assert points[0].auc_loss == alone.auc - points[0].outcome.auc
+
+
+@pytest.mark.soak
+def test_a_sweep_over_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "COUNTS", (2, 40))
+    monkeypatch.setattr(sweeps, "FRACTIONS", (1 / 2,))
+    points, _ = sweeps.over_failures(replace(SPEC, times=None))
+    assert [(point.failures, point.fraction) for point in points] == [(2, 0.5), (40, 0.5)]
+    assert [point.refused for point in points] == [False, True]
+    assert points[0].outcome.overhead.total < points[0].full_overhead
+
+
+@pytest.mark.soak
+def test_random_runs_go_through_the_same_failures() -> None:
+    spec = replace(SPEC, times=None, settings=small_task([*TINY, "data.samples=10667"]))
+    points = sweeps.over_random_runs(spec, ["cpr", "cpr_ssu"], runs=2, seeds=2)
+    assert [point.seed for point in points] == [0, 1, 0, 1]
+    for plain, listed in zip(points[:2], points[2:], strict=True):
+        assert plain.outcome.pls == listed.outcome.pls > 0
+        assert plain.failures == listed.failures
+
+
+def test_names() -> None:
+    assert named("CPR-SSU") == "cpr_ssu"
+    with pytest.raises(ConfigError, match=r"strategies are full, partial, cpr, .*, not 'magic'"):
+        named("magic")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    sets = [part for setting in TINY for part in ("--set", setting)]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "emberkeep.cli", "emulate", "--json", "--shards", "4",
+            "--strategy", "full", "--strategy", "cpr", "--report", str(report), *sets,
+        ],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert set(told["strategies"]) == {"full", "cpr"}
+    assert told["strategies"]["full"]["auc"] == told["alone"]["auc"]
+    assert told["strategies"]["cpr"]["pls"] > 0
+    assert "written:" in done.stderr
+    assert "<svg" in report.read_text()
+    assert json.loads(report.with_suffix(".json").read_text()) == told
+    assert report.with_suffix(".csv").read_text().count("\n") == 3
