@@ -163,6 +163,12 @@ class EpochError(ServerError):
     exit_code = 42
 
 
+class RankError(EmberkeepError):
+    """A rank of a synchronous job did not bring its part of a step in time; no row was changed."""
+
+    exit_code = 45
+
+
 class SecurityError(EmberkeepError):
     """A connection that would not be safe, or is not allowed; nothing was opened."""
 

@@ -136,11 +136,16 @@ class FlightCluster(Cluster):
         self._priority: Priority | None = None
         self._coordinator = secrets.token_hex(8)
         self._heart: _Heart | None = None
-        if coordinate:
-            self._begin()
-        else:
-            self.on_loss = lambda _lost: self._rejoin()
-            self._rejoin()
+        try:
+            if coordinate:
+                self._begin()
+            else:
+                self.on_loss = lambda _lost: self._rejoin()
+                self._rejoin()
+        except BaseException:
+            for shard in self.handles:
+                shard.disconnect()
+            raise
 
     # -- beginning and ending --------------------------------------------------------------------
 

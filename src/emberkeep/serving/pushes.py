@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from emberkeep.errors import EmberkeepError, ProtocolError, ServerError
+from emberkeep.errors import EmberkeepError, ProtocolError, RankError
 from emberkeep.lookup import merge
 from emberkeep.pool import Pool
 from emberkeep.slab import F32, RowIds
@@ -110,9 +110,10 @@ class Meeting(Generic[_T]):
                 lambda: step.over or self._passed.get(rank, 0) >= number, patience_seconds
             ):
                 absent = sorted({*range(self.world)} - {*step.parts})
-                raise ServerError(
+                raise RankError(
                     f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world} "
-                    f"for longer than {patience_seconds:g} s"
+                    f"for longer than {patience_seconds:g} s: see what became of it, and start all "
+                    "ranks again"
                 )
             if step.error is not None:
                 raise step.error
