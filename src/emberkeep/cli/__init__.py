@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from emberkeep import __version__
+from emberkeep.cli.cluster import cluster
 from emberkeep.cli.demo import demo
 from emberkeep.cli.diff import diff
 from emberkeep.cli.emulate import emulate
@@ -39,6 +40,7 @@ app.command()(demo)
 app.command()(train)
 app.command()(warm)
 app.command(rich_help_panel=_CLUSTERS)(serve)
+app.add_typer(cluster, name="cluster", rich_help_panel=_CLUSTERS)
 app.command(rich_help_panel=_PLANNING)(plan)
 app.command(rich_help_panel=_PLANNING)(emulate)
 app.command(rich_help_panel=_REPOSITORIES)(versions)

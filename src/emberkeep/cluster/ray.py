@@ -137,7 +137,11 @@ def ensure_ray(address: str | None) -> None:
     ray = _ray()
     if ray.is_initialized():
         return
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "runtime_env": {"env_vars": _environment(None)},
+    }
     if address is None:
         options |= {"include_dashboard": False, "address": "local"}
     else:
@@ -218,6 +222,22 @@ def find(name: str) -> list[Any]:
     return [found[shard] for shard in sorted(found)]
 
 
+def clusters() -> list[str]:
+    """The names of all clusters that are up on this Ray."""
+    ray = _ray()
+    return sorted(
+        {
+            actor["name"].rpartition("/")[0]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == NAMESPACE and "/" in actor["name"]
+        }
+    )
+
+
+def disconnect() -> None:
+    _ray().shutdown()
+
+
 def stop(actors: Sequence[Any]) -> None:
     """Ends servers for good."""
     ray = _ray()
@@ -282,6 +302,19 @@ class RayHosts:
 # -- workers -------------------------------------------------------------------------------------
 
 
+class _Box:
+    """Where a worker leaves what it has to say: Ray Train hands no results over by itself."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Any] = {}
+
+    def put(self, told: dict[str, Any]) -> None:
+        self._told = told
+
+    def get(self) -> dict[str, Any]:
+        return self._told
+
+
 def run_workers(
     work: Callable[[dict[str, Any]], None],
     config: dict[str, Any],
@@ -293,15 +326,17 @@ def run_workers(
     """Runs `work(config)` in `workers` processes of Ray Train with torch.distributed set up.
 
     When a worker dies all of them are started again, at most `attempts` times in all. Returns what
-    rank 0 reported.
+    one of them has reported.
     """
+    ray = _ray()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    box = ray.remote(_Box).options(num_cpus=0).remote()
     with tempfile.TemporaryDirectory(prefix="emberkeep-") as where:
         trainer = TorchTrainer(
             work,
-            train_loop_config=config,
+            train_loop_config={**config, "box": box},
             scaling_config=ScalingConfig(
                 num_workers=workers, use_gpu=False, resources_per_worker={"CPU": cpus}
             ),
@@ -311,17 +346,16 @@ def run_workers(
             ),
         )
         try:
-            result = trainer.fit()
+            trainer.fit()
         except Exception as error:
             raise ServerError(f"the workers failed: {_reason(error)}") from error
-    return dict(result.metrics or {})
+    told: dict[str, Any] = ray.get(box.get.remote())
+    return told
 
 
-def report(told: dict[str, Any]) -> None:
-    """What a worker has to say at its end; every rank must call this."""
-    import ray.train
-
-    ray.train.report(told)
+def report(config: dict[str, Any], told: dict[str, Any]) -> None:
+    """What a worker has to say at its end: plain values."""
+    _ray().get(config["box"].put.remote(told))
 
 
 def place() -> tuple[int, int]:

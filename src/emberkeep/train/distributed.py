@@ -54,8 +54,9 @@ def work(given: dict[str, Any]) -> None:
     settings = config.parse(Settings, given["settings"], source="the settings of the run")
     rank, _ = ray.place()
     result = run(settings, fresh=given["fresh"], rank=rank)
+    if rank == 0:
+        ray.report(given, {"result": result.to_dict()})
     dist.barrier()  # nobody leaves while rank 0 still looks at rows
-    ray.report({"result": result.to_dict()} if rank == 0 else {})
 
 
 def _result(settings: Settings, told: dict[str, Any]) -> Result:

@@ -1,0 +1,164 @@
+"""`emberkeep cluster`: shard servers on Ray, up, looked at, and down."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Annotated, Any
+
+import typer
+
+from emberkeep.cli._repository import JsonOption, emit, print_json, print_table
+from emberkeep.cli._shell import command, say
+from emberkeep.errors import ConfigError
+
+cluster = typer.Typer(help="Shard servers that Ray places and supervises.", no_args_is_help=True)
+
+_Name = Annotated[str, typer.Option(help="Which cluster.")]
+_Address = Annotated[
+    str | None, typer.Option(help="A Ray cluster that exists; the one of this machine by default.")
+]
+_COLUMNS = ("shard", "state", "epoch", "address", "pulls", "pushes", "rows/s", "waiting", "dirty",
+            "version", "PLS")  # fmt: skip
+
+
+@cluster.command()
+@command
+def up(
+    shards: Annotated[int, typer.Option(min=1, help="How many servers.")],
+    name: _Name = "emberkeep",
+    address: _Address = None,
+    cpus: Annotated[float, typer.Option(min=0, help="What each server reserves.")] = 0.1,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each server.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start servers that stay up. Without --address a local Ray is started for them."""
+    from emberkeep.cluster import ray
+    from emberkeep.cluster.raylocal import start_local
+    from emberkeep.cluster.security import Security
+
+    local = address is None and start_local()
+    ray.ensure_ray(address or "auto")
+    actors = ray.start(
+        shards, name=name, cpus=cpus, threads=threads, security=Security(), detached=True
+    )
+    addresses = [ray.RayHosts(actors).address(shard) for shard in range(shards)]
+    if as_json:
+        print_json({"name": name, "shards": shards, "addresses": addresses, "started_ray": local})
+        return
+    for shard, at in enumerate(addresses):
+        emit(f"shard {shard}: {at}")
+    say(f"train on them with: emberkeep train … --cluster ray --set cluster.name={name}")
+
+
+@cluster.command()
+@command
+def status(
+    name: _Name = "emberkeep",
+    address: _Address = None,
+    watch: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Look again and again.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every server: its state, epoch and what it does."""
+    from emberkeep.cluster import ray
+
+    ray.ensure_ray(address or "auto")
+    hosts = ray.RayHosts(_found(name))
+    before, taken = _look(hosts), time.monotonic()
+    if as_json:
+        print_json({"name": name, "shards": before})
+        return
+    if watch is None:
+        print_table(_COLUMNS, _rows(before, before, 1.0), right=_COLUMNS[2:])
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        while True:
+            time.sleep(watch)
+            now = _look(hosts)
+            elapsed, taken = time.monotonic() - taken, time.monotonic()
+            live.update(_table(_rows(now, before, elapsed)), refresh=True)
+            before = now
+
+
+@cluster.command()
+@command
+def down(name: _Name = "emberkeep", address: _Address = None) -> None:
+    """End the servers; a local Ray that `up` has started ends when no servers are left on it."""
+    from emberkeep.cluster import ray
+    from emberkeep.cluster.raylocal import stop_local
+
+    ray.ensure_ray(address or "auto")
+    ray.stop(_found(name))
+    if address is None and not ray.clusters():
+        ray.disconnect()
+        stop_local()
+    say(f"cluster {name!r} is down")
+
+
+def _found(name: str) -> list[Any]:
+    from emberkeep.cluster import ray
+
+    actors = ray.find(name)
+    if not actors:
+        there = ", ".join(ray.clusters()) or "none"
+        raise ConfigError(f"there is no cluster {name!r}; up are: {there}")
+    return actors
+
+
+def _look(hosts: Any) -> list[dict[str, Any]]:
+    """What each server says of itself; one that does not answer is lost."""
+    from emberkeep.cluster.connection import Connection
+    from emberkeep.cluster.security import Security, read_token
+    from emberkeep.errors import EmberkeepError
+
+    told = []
+    for shard in range(hosts.count):
+        try:
+            address = hosts.where(shard, 3.0)[0]
+            connection = Connection(address, Security(token=read_token(None)))
+            answer, _ = connection.act("status", deadline=timedelta(seconds=3))
+            connection.close()
+            answer.pop("tables", None)
+            told.append({"shard": shard, "address": address, **answer})
+        except EmberkeepError as error:
+            told.append({"shard": shard, "address": "", "state": "lost", "error": str(error)})
+    return told
+
+
+def _rows(
+    now: list[dict[str, Any]], before: list[dict[str, Any]], elapsed: float
+) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for told, earlier in zip(now, before, strict=True):
+        metrics, old = told.get("metrics", {}), earlier.get("metrics", {})
+        moved = sum(metrics.get(k, 0) - old.get(k, 0) for k in ("rows_pulled", "rows_pushed"))
+        rows.append(
+            (
+                told["shard"],
+                told["state"],
+                told.get("epoch", ""),
+                told["address"],
+                f"{metrics.get('pulls', 0):,}",
+                f"{metrics.get('pushes', 0):,}",
+                f"{moved / elapsed:,.0f}",
+                metrics.get("waiting", ""),
+                f"{told.get('dirty_rows', 0):,}",
+                f"{metrics['version']:.0f}" if "version" in metrics else "",
+                f"{metrics['pls']:.4g}" if "pls" in metrics else "",
+            )
+        )
+    return rows
+
+
+def _table(rows: list[tuple[object, ...]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*_COLUMNS, box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
