@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._memory import prefetch_row, test_bit
+from emberkeep.kernels._words import copy_words, xor_words
 from emberkeep.kernels.hashing import I64, U64
 
 U32 = npt.NDArray[np.uint32]
@@ -53,8 +54,7 @@ def add_product(
         if i + _AHEAD < stop:
             prefetch_row(target_TW, first + at[i + _AHEAD])
         if coefficient == _ONE:
-            for w in range(width):
-                target_TW[row, w] ^= rows_UW[i, w]
+            xor_words(target_TW, row, 0, rows_UW, i)
         else:
             for w in range(width):
                 target_TW[row, w] ^= _times(rows_UW[i, w], coefficient)
@@ -115,8 +115,7 @@ def take_records(
         if test_bit(touched, row):
             column = 0
             for plane_RV in planes:
-                for w in range(plane_RV.shape[1]):
-                    out_UW[i, column + w] = plane_RV[row, w]
+                copy_words(out_UW, i, column, plane_RV, row)
                 column += plane_RV.shape[1]
         else:
             for w in range(out_UW.shape[1]):
@@ -136,8 +135,7 @@ def add_records(
         if test_bit(touched, row):
             column = 0
             for plane_RV in planes:
-                for w in range(plane_RV.shape[1]):
-                    out_UW[i, column + w] ^= plane_RV[row, w]
+                xor_words(out_UW, i, column, plane_RV, row)
                 column += plane_RV.shape[1]
 
 
