@@ -300,10 +300,10 @@ def main() -> None:
         + f". Busiest by idlest shard: {alone:.3f} without parity, {balanced:.3f} with k = 4; "
         f"{sent.messages} messages, {sent.sent_nbytes / 1e6:.0f} MB in all steps of k = 4.",
         (
-            f"A shard lost with every row trained ({rebuild.nbytes / 1e6:.0f} MB of rows and parity): "
-            f"first step after {rebuild.first_step_seconds:.2f} s, whole after {rebuild.seconds:.2f} s "
-            f"in {rebuild.steps} steps; a checkpoint of all rows takes {saved:.1f} s to save and "
-            f"{restored:.1f} s to restore."
+            f"A shard lost with every row trained ({rebuild.nbytes / 1e6:.0f} MB of rows and "
+            f"parity): first step after {rebuild.first_step_seconds:.2f} s, whole after "
+            f"{rebuild.seconds:.2f} s in {rebuild.steps} steps; a checkpoint of all rows takes "
+            f"{saved:.1f} s to save and {restored:.1f} s to restore."
         ),
         "Behind by "
         f"{rebuild.delay_seconds:.2f} s with parity; from a checkpoint "
