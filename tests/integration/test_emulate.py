@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,19 @@ def test_random_runs_go_through_the_same_failures() -> None:
     for plain, listed in zip(points[:2], points[2:], strict=True):
         assert plain.outcome.pls == listed.outcome.pls > 0
         assert plain.failures == listed.failures
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pls": 3.0}, "a PLS lies between 0 and 1, not 3"),
+        ({"count": -1}, "0 failures or more, not -1"),
+        ({"seed": -1}, "seed must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_emulated(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replace(SPEC, **changes)
 
 
 def test_names() -> None:

@@ -28,7 +28,7 @@ Sweep = Literal["pls", "failures", "fraction"]
 def emulate(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG.toml]", help="What to train; a small synthetic task."),
+        typer.Argument(metavar="CONFIG.toml", help="What to train; by default a small task."),
     ] = None,
     sweep: Annotated[
         Sweep | None,

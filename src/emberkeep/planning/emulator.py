@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -109,7 +110,7 @@ class Outcome:
 
 def small_task(overrides: Iterable[str] = ()) -> Settings:
     """A training of seconds whose AUC means something: synthetic samples with a planted model."""
-    return config.parse(Settings, config.to_toml(SMALL), source="--set", overrides=overrides)
+    return config.parse(Settings, config.to_toml(SMALL), source="the task", overrides=overrides)
 
 
 def named(text: str) -> Name:
@@ -185,6 +186,14 @@ class Emulation:
     """Recover partially also where it does not pay."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.pls <= 1:
+            raise ConfigError(f"a PLS lies between 0 and 1, not {self.pls:g}")
+        if self.count is not None and self.count < 0:
+            raise ConfigError(f"there are 0 failures or more, not {self.count}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be 0 or more, not {self.seed}")
+
     def failures(self) -> tuple[Failure, ...]:
         """The same for every strategy."""
         count = round(self.job.failures) if self.count is None else self.count
@@ -240,6 +249,7 @@ def run_all(tasks: Sequence[Task], *, progress: Progress = lambda *_: None) -> l
     workers = min(len(tasks), os.cpu_count() or 1)
     # A fork of a process that has used torch may hang: every process starts afresh.
     context = multiprocessing.get_context("spawn")
+    before = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_alone_on_a_core) as pool:
         futures = [pool.submit(run, task) for task in tasks]
         try:
@@ -247,7 +257,10 @@ def run_all(tasks: Sequence[Task], *, progress: Progress = lambda *_: None) -> l
                 future.result()
                 progress(done, len(tasks))
         except BaseException:
+            # What is left would go on for as long as a training takes, for nobody.
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in set(multiprocessing.active_children()) - before:
+                child.kill()
             raise
         return [future.result() for future in futures]
 
@@ -361,7 +374,8 @@ def _memory_of_its_own() -> Iterator[str]:
 
 
 def _alone_on_a_core() -> None:
-    """Of a process that shares the machine with others of its kind."""
+    """Of a process that shares the machine with others of its kind, and is ended by its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["EMBERKEEP_THREADS"] = "1"
     from emberkeep.train.build import use_one_thread
 
