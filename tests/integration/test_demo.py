@@ -1,0 +1,47 @@
+"""The demonstration on a tiny task: what it says is what happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberkeep.cli import main
+
+TINY = [
+    "data.samples=6000", "data.rows_total=1000", "run.batch_size=100", "tables.dim=4",
+    "model.bottom=[8]", "model.top=[8]", "checkpoint.every=24 steps", 'failures.at=["2, 5 at 30"]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_two_shards_are_killed(
+    as_json: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sets = [part for setting in TINY for part in ("--set", setting)]
+    arguments = ["--directory", str(tmp_path), *sets, *(["--json"] if as_json else [])]
+    monkeypatch.setattr(sys, "argv", ["emberkeep", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    assert "Shards 2, 5 were lost after step 29" in page
+    if not as_json:
+        for text in ("shards 2 and 5 were killed", "without embeddings", "written", "report.html"):
+            assert text in out
+        return
+    told = json.loads(out)
+    (made,) = told["recoveries"]
+    assert (made["scope"], made["shards"], made["step"]) == ("partial", [2, 5], 29)
+    assert made["pls"] == pytest.approx(2 * 5 / (54 * 8))
+    lost = told["without_failures"]["auc"] - told["with_failures"]["auc"]
+    assert told["auc_lost"] == pytest.approx(lost)
+    assert told["without_failures"]["baseline_auc"] is not None
+    assert {save["kind"] for save in told["versions"]} >= {"full", "prioritised"}
