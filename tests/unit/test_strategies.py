@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.checkpoint import Strategy
 from emberkeep.errors import ConfigError
+from emberkeep.overheads import Job
+from emberkeep.priority import Priority
+from emberkeep.recovery import Recovery
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, KeepNamed
-from emberkeep.strategies import Every, retention, schedule
+from emberkeep.strategies import Every, Preset, cpr, partial, retention, schedule
 
 SECOND = timedelta(seconds=1)
 
@@ -133,3 +137,61 @@ def test_presets() -> None:
 def test_what_cannot_be_combined_is_refused_with_the_reason(wrong: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         ek.incremental(**wrong)
+
+
+def job(**more: Any) -> Job:
+    given: dict[str, Any] = {
+        "duration": timedelta(hours=56), "mtbf": timedelta(hours=28), "shards": 8,
+        "save": timedelta(minutes=5.7), "load": timedelta(minutes=2.5),
+        "reschedule": timedelta(minutes=2.5),
+    }  # fmt: skip
+    return Job(**{**given, **more})
+
+
+def test_partial_recovery_saves_as_often_as_its_target_needs() -> None:
+    preset = partial(pls=0.1, job=job(), priority=None)
+    assert preset.schedule.time == timedelta(hours=44.8)
+    assert preset.recovery is not None
+    assert preset.recovery.scope == "partial"
+    assert "0.51% of the job against 8.54%" in preset.recovery.reason
+    ranked = partial(pls=0.1, job=job(), priority="ssu")
+    assert ranked.schedule.time == timedelta(hours=44.8) / 8
+    assert ranked.strategy.priority == Priority(kind="ssu", fraction=1 / 8)
+    assert cpr is partial
+
+
+def test_partial_recovery_that_does_not_pay_is_full_recovery_and_says_why() -> None:
+    preset = partial(pls=0.001, job=job())
+    assert preset.recovery is not None
+    assert preset.recovery.scope == "full"
+    assert "with full recovery" in preset.recovery.reason
+    assert preset.strategy.priority is None
+    assert preset.schedule.time is not None
+    assert timedelta(hours=2) < preset.schedule.time < timedelta(hours=3)
+
+
+def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() -> None:
+    preset = partial(every=800, fraction=1 / 4, keep=2)
+    assert preset.schedule == Every(steps=200)
+    assert preset.retention == retention(8)
+    assert partial(every=3).schedule == Every(steps=1)
+    assert partial(every="2h", priority=None, keep="all").retention == KeepAll()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: partial(), "give one of the two"),
+        (lambda: partial(every=5, job=job()), "give one of the two"),
+        (lambda: partial(every=5, fraction=0.9), "fraction"),
+        (lambda: partial(every=5, most_pls=2.0), "between 0 and 1"),
+        (lambda: Preset(strategy=Strategy(priority=Priority())), "need partial recovery"),
+        (
+            lambda: Preset(strategy=Strategy(priority=Priority()), recovery=Recovery()),
+            "need partial recovery",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_with_the_reason(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
