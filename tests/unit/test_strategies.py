@@ -192,6 +192,6 @@ def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() ->
         ),
     ],
 )
-def test_what_cannot_be_combined_is_refused_with_the_reason(make: Any, words: str) -> None:
+def test_recoveries_that_cannot_be_combined_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()

@@ -80,3 +80,36 @@ def test_files_need_a_number_of_rows() -> None:
         Settings(data=data)
     Settings(data=data, tables=TableSettings(rows=10))
     Settings(data=data, tables=TableSettings(kind="dynamic", capacity=10))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["failures.count=1"], "failures end the run"),
+        (["checkpoint.recovery=full"], "recovery needs versions"),
+        (["checkpoint.path=x", "checkpoint.priority=mfu"], "priority is for"),
+        (["checkpoint.path=x", "checkpoint.recovery=partial", "checkpoint.priority=mfu",
+          "checkpoint.fraction=0.7"], "fraction"),
+        (["checkpoint.path=x", "checkpoint.recovery=full", 'failures.at=["1 at 5"]'],
+         "more shards than"),
+        (["checkpoint.path=x", "checkpoint.recovery=full", 'failures.at=["1 @ 5"]'],
+         "is no failure"),
+        (["failures.count=1", "failures.mean_steps=3.0"], "leave one out"),
+        (["cluster.shards=0"], "shards must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_failures_that_cannot_work(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        demo(overrides)
+
+
+def test_failures_are_read_and_drawn() -> None:
+    given = demo(
+        ["cluster.shards=4", "checkpoint.path=x", "checkpoint.recovery=partial",
+         'failures.at=["2 at 40", "0, 3 at 100 push"]', "failures.count=5"]
+    )  # fmt: skip
+    first, second, *drawn = given.failures.schedule(shards=4, steps=200)
+    assert (first.shards, first.step, first.when) == ((2,), 40, "pull")
+    assert (second.shards, second.step, second.when) == ((0, 3), 100, "push")
+    assert len(drawn) == 5
+    assert drawn == given.failures.schedule(shards=4, steps=200)[2:]
