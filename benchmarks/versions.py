@@ -1,0 +1,348 @@
+"""Every version kept: what saving, storing and restoring them costs in each layout.
+
+A run from its beginning, with the ids of Criteo's Kaggle data (26 tables, batch 1024 as in the
+IncrCP paper), saved every 10 iterations; at its end 1 GB of rows are trained. *differential* is the
+intermittent layout with its own resets, *naive* the consecutive one, *full* one version saved
+whole. Cold means that no byte of the repository is in the page cache.
+
+The pushes of an interval are joined to one: which rows change, and so every figure, is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from _common import RESULTS, Options, options, report
+from emberkeep.blobs import BlobStore, open_store
+from emberkeep.blobs.wrapper import WrapperStore
+from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.data import skewed_ids
+from emberkeep.data.synthetic import field_rows
+from emberkeep.loading import load
+from emberkeep.pool import Pool
+from emberkeep.repository import KeepAll, Repository
+from emberkeep.repository.policies import FILTERS, Grid
+from emberkeep.slab import RowIds
+from emberkeep.tables import Adagrad, Table
+
+ROWS_TOTAL = 33_762_577
+BATCH = 1024
+ITERATIONS = 10  # between two versions
+LR = 0.01
+# The network of a recommendation model, which trains beside the tables, as time on one core.
+DENSE_MS = 30.0
+RATIO = Grid().ratio
+
+
+class Run:
+    """Tables that are trained with the ids of Criteo's data; every run sees the same batches."""
+
+    def __init__(self, dim: int, dense_ms: float) -> None:
+        self.rows = field_rows(ROWS_TOTAL)
+        self.dim, self.dense_ms = dim, dense_ms
+        self.cluster: LocalCluster = local().open(
+            [Table(f"C{f + 1}", rows=rows, dim=dim) for f, rows in enumerate(self.rows)],
+            Adagrad(lr=LR),
+            seed=0,
+        )
+        self.grads = np.random.default_rng(0).standard_normal((100_000, dim), np.float32)
+        self._matrix = np.random.default_rng(1).standard_normal((256, 256))
+
+    def interval(self, number: int) -> None:
+        samples = BATCH * ITERATIONS
+        parts = [
+            np.unique(skewed_ids(rows, samples, skew="criteo", seed=f, start=number * samples))
+            for f, rows in enumerate(self.rows)
+        ]
+        offsets = np.cumsum([0, *(part.size for part in parts)])
+        wanted = RowIds(np.concatenate(parts), offsets)
+        self.cluster.push([wanted], [self.grads[: int(offsets[-1])]], lr=LR)
+        end = time.thread_time() + ITERATIONS * self.dense_ms / 1e3
+        while time.thread_time() < end:
+            self._matrix @ self._matrix
+
+
+class CountingStore(WrapperStore):
+    """Counts what is read."""
+
+    def __init__(self, inner: BlobStore) -> None:
+        super().__init__(inner)
+        self.nbytes, self.reads, self.files = 0, 0, set[str]()
+
+    def get(self, name: str) -> bytes:
+        return self._count(name, super().get(name))
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        return self._count(name, super().get_range(name, start, length))
+
+    def _count(self, name: str, data: bytes) -> bytes:
+        self.nbytes += len(data)
+        self.reads += 1
+        self.files.add(name)
+        return data
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="versions-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def forget(path: Path) -> None:
+    """Takes the files below a directory out of the page cache."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            handle = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def row_nbytes(path: Path) -> int:
+    files = (f for f in path.rglob("*") if f.suffix in (".arrow", ".grid"))
+    return sum(file.stat().st_size for file in files)
+
+
+def history(run: Run, path: Path, strategy: Strategy, versions: int) -> dict[str, Any]:
+    """Trains and saves; how long saves held up training, and what was written."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    repository = Repository.create(open_store(str(path)), schema=run.cluster.schema())
+    keeper = Checkpointer(
+        repository,
+        run.cluster,
+        strategy=strategy,
+        settings=Settings(retention=KeepAll(), grace=timedelta(0)),
+        on_event=lambda name, details: events.append((name, details)),
+    )
+    blocked, stored, began, cpu = 0.0, [], time.perf_counter(), cpu_seconds()
+    for version in range(versions):
+        run.interval(version)
+        start = time.perf_counter()
+        keeper.save(version)
+        blocked += time.perf_counter() - start
+        stored.append(row_nbytes(path))
+    seconds = time.perf_counter() - began
+    keeper.wait()
+    keeper.settle()
+    keeper._collect()
+    saved = sum(details["nbytes"] for name, details in events if name == "saved")
+    rounds = [details for name, details in events if name == "extracted"]
+    extracted = sum(details["written_nbytes"] for details in rounds)
+    return {
+        "blocked_s": blocked, "seconds": seconds, "cpu_s": cpu_seconds() - cpu,
+        "settle_s": time.perf_counter() - began - seconds,
+        "saved_nbytes": saved, "extracted_nbytes": extracted,
+        "stored": [*stored[1:], row_nbytes(path)], "storage": row_nbytes(path),
+        "round_s": sum(details["seconds"] for details in rounds),
+        "waits": sum(name == "extraction_behind" for name, _ in events),
+        "resets": sum(d["kind"] == "full" for name, d in events if name == "saved") - 1,
+    }  # fmt: skip
+
+
+def restore(run: Run, path: Path, number: int | None, *, cold: bool) -> tuple[float, CountingStore]:
+    store = CountingStore(open_store(str(path)))
+    if cold:
+        forget(path)
+    start = time.perf_counter()
+    repository = Repository.open(store)
+    version = repository.versions()[-1] if number is None else repository.version(number)
+    load(repository, version, run.cluster, POOL)
+    return time.perf_counter() - start, store
+
+
+POOL = Pool(2)
+
+
+def save_full(run: Run, path: Path) -> None:
+    """What is in memory as one whole version."""
+    repository = Repository.create(open_store(str(path)), schema=run.cluster.schema())
+    keeper = Checkpointer(repository, run.cluster, strategy=Strategy(layout="full"))
+    keeper.save(0)
+    keeper.wait()
+
+
+def measure(
+    run: Run, paths: dict[str, Path], numbers: list[int], repeats: int
+) -> dict[str, dict[int, dict[str, float]]]:
+    """Restores versions from every layout, in turns; and the same version saved whole."""
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in [*paths, "full"]}
+    for number in numbers:
+        restore(run, paths["grid"], number, cold=False)
+        with directory() as whole:
+            save_full(run, whole)
+            times: dict[str, list[float]] = {}
+            for repeat in range(repeats):
+                layouts = [*paths, "full"]
+                for name in layouts if repeat % 2 else reversed(layouts):
+                    path, which = (whole, None) if name == "full" else (paths[name], number)
+                    seconds, store = restore(run, path, which, cold=True)
+                    times.setdefault(name, []).append(seconds)
+                    found[name][number] = {"nbytes": store.nbytes, "files": len(store.files)}
+            for name, taken in times.items():
+                found[name][number]["cold_s"] = statistics.median(taken)
+                path, which = (whole, None) if name == "full" else (paths[name], number)
+                found[name][number]["warm_s"] = restore(run, path, which, cold=False)[0]
+    return found
+
+
+def ablation(versions: int, dim: int) -> dict[str, dict[str, float]]:
+    """Figures 13 and 14: the ratio, the filters one after the other, concatenation."""
+    cases = {f"R={ratio}": Grid(ratio=ratio) for ratio in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)}
+    for count in range(len(FILTERS) + 1):
+        cases[f"filters {'+'.join(FILTERS[:count]) or 'none'}"] = Grid(filters=FILTERS[:count])
+    cases["R=0, each piece its own file"] = Grid(ratio=0.0, concatenate=False)
+    found = {}
+    for name, rules in cases.items():
+        run = Run(dim, 0.0)
+        with directory() as path:
+            told = history(run, path, Strategy(layout="grid", grid=rules), versions)
+            taken = [
+                restore(run, path, number, cold=True)
+                for number in range(versions // 10, versions + 1, versions // 10)
+            ]
+        found[name] = {
+            "construct_s": told["seconds"] + told["settle_s"],
+            "round_s": told["round_s"],
+            "restore_s": statistics.mean(seconds for seconds, _ in taken),
+            "mb_read": statistics.mean(store.nbytes for _, store in taken) / 1e6,
+            "files": statistics.mean(len(store.files) for _, store in taken),
+            "amplification": 1 + told["extracted_nbytes"] / told["saved_nbytes"],
+        }
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def plot(
+    told: dict[str, dict[str, Any]], found: dict[str, Any], cases: dict[str, dict[str, float]]
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    for name, versions in found.items():
+        numbers = list(versions)
+        axes[0, 0].plot(numbers, [versions[n]["cold_s"] for n in numbers], label=name)
+        axes[0, 1].plot(numbers, [versions[n]["nbytes"] / 1e9 for n in numbers], label=name)
+    for name, run in told.items():
+        axes[0, 2].plot(np.array(run["stored"]) / 1e9, label=name)
+    titles = ["cold restore, s", "bytes read, GB", "storage, GB"]
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set(title=title, xlabel="version", ylim=(0, None))
+        axis.legend()
+    ratios = {float(name[2:]): case for name, case in cases.items() if name.startswith("R=0.")}
+    for key, label in (("restore_s", "restore, s"), ("round_s", "extraction, s")):
+        axes[1, 0].plot(list(ratios), [case[key] for case in ratios.values()], "o-", label=label)
+    axes[1, 0].set(title="by ratio R", xlabel="R", ylim=(0, None))
+    axes[1, 0].legend()
+    axes[1, 1].plot(list(ratios), [c["amplification"] for c in ratios.values()], "o-")
+    axes[1, 1].set(title="write amplification by R", xlabel="R", ylim=(0, None))
+    bars = {name: case for name, case in cases.items() if not name.startswith("R=0.")}
+    axes[1, 2].barh(list(bars), [case["restore_s"] for case in bars.values()])
+    axes[1, 2].set(title="restore, s")
+    figure.savefig(RESULTS / "versions.png", dpi=110)
+
+
+def main() -> None:
+    given: Options = options(__file__, __doc__ or "")
+    versions, dim = (60, 24) if given.quick else (150, 128)
+    dense_ms = 4.0 if given.quick else DENSE_MS
+    layouts = {
+        "naive": Strategy(layout="consecutive"),
+        "grid": Strategy(layout="grid"),
+        "differential": Strategy(layout="intermittent"),
+    }
+    told: dict[str, dict[str, Any]] = {}
+    paths: dict[str, Path] = {}
+    with directory() as root:
+        for name, strategy in layouts.items():
+            run = Run(dim, dense_ms)
+            paths[name] = root / name
+            told[name] = history(run, paths[name], strategy, versions)
+            shown = {k: v for k, v in told[name].items() if k != "stored"}
+            print(f"{name}: {shown}", flush=True)
+        every = versions // (4 if given.quick else 15)
+        numbers = [1, *range(every, versions + 1, every)]
+        found = measure(run, paths, numbers, 1 if given.quick else 3)
+        rows_mb = found["full"][versions]["nbytes"] / 1e6
+        cases = {} if given.quick else ablation(50, 24)
+    means = {
+        name: {
+            key: statistics.mean(version[key] for version in found[name].values())
+            for key in ("cold_s", "warm_s", "nbytes", "files")
+        }
+        for name in found
+    }
+    later = [number for number in numbers if number > 1]
+    grid, naive, differential = told["grid"], told["naive"], told["differential"]
+    figures = {
+        "restore_vs_full_file": max(
+            found["grid"][n]["cold_s"] / found["full"][n]["cold_s"] for n in later
+        ),
+        "restore_speedup_vs_naive": statistics.mean(
+            found["naive"][n]["cold_s"] / found["grid"][n]["cold_s"] for n in later
+        ),
+        "bytes_read_vs_differential": means["grid"]["nbytes"] / means["differential"]["nbytes"],
+        "storage_vs_differential": grid["storage"] / differential["storage"],
+        "blocked_vs_naive": grid["blocked_s"] / naive["blocked_s"],
+        "write_amplification": 1 + grid["extracted_nbytes"] / grid["saved_nbytes"],
+    }
+    if not given.quick:
+        plot(told, found, cases)
+    report(
+        given,
+        config={
+            "versions": versions, "iterations": ITERATIONS, "batch": BATCH, "dim": dim,
+            "optimizer": "Adagrad", "ids": "criteo", "rows_total": ROWS_TOTAL,
+            "rows_mb_at_the_end": round(rows_mb), "dense_ms": dense_ms, "ratio": RATIO,
+        },
+        figures=figures,
+        columns=["layout", "cold restore s", "warm s", "MB read", "files read", "GB stored",
+                 "blocked ms", "CPU s", "resets"],
+        rows=[
+            [name, f"{means[name]['cold_s']:.3f}", f"{means[name]['warm_s']:.3f}",
+             f"{means[name]['nbytes'] / 1e6:.0f}", f"{means[name]['files']:.0f}",
+             f"{told[name]['storage'] / 1e9:.2f}" if name in told else "",
+             f"{told[name]['blocked_s'] * 1e3:.0f}" if name in told else "",
+             f"{told[name]['cpu_s']:.1f}" if name in told else "",
+             str(told[name]["resets"]) if name in told else ""]
+            for name in found
+        ],
+        notes=[
+            f"Means over versions {numbers}. restore_vs_full_file is the worst of them but the first.",
+            *(
+                f"{name}: restore {case['restore_s']:.3f} s, {case['mb_read']:.0f} MB in "
+                f"{case['files']:.0f} files; extraction {case['round_s']:.1f} s, "
+                f"{case['amplification']:.2f} times what was saved is written"
+                for name, case in cases.items()
+            ),
+        ],
+        packages=["matplotlib"],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    main()
