@@ -331,7 +331,7 @@ def main() -> None:
             for name in found
         ],
         notes=[
-            f"Means over versions {numbers}. restore_vs_full_file is the worst of them but the first.",
+            f"Means over versions {numbers}; restore_vs_full_file is the worst but the first.",
             *(
                 f"{name}: restore {case['restore_s']:.3f} s, {case['mb_read']:.0f} MB in "
                 f"{case['files']:.0f} files; extraction {case['round_s']:.1f} s, "

@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["cluster.ray"],
     ["serving"],
     ["recovery"],
-    ["difference", "export", "follower", "inspection"],
+    ["difference", "export", "follower", "inspection", "picture"],
     ["contents"],
     ["checkpoint"],
     ["loading"],

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from emberkeep.cli._repository import (
     JsonOption,
@@ -20,14 +25,35 @@ from emberkeep.cli._repository import (
     size_text,
 )
 from emberkeep.cli._shell import command
+from emberkeep.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from emberkeep.repository import Repository, VersionId
 
 
 @command
-def show(url: Url, version: VersionOption = None, as_json: JsonOption = False) -> None:
+def show(
+    url: Url,
+    version: VersionOption = None,
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="Show the grid: births, deaths, and what a restore reads."),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --grid: also write the picture as a page."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show what a version holds, and what the repository's storage is used for."""
     from emberkeep.inspection import describe
 
+    if html is not None and not grid:
+        raise ConfigError("--html draws the grid: say --grid too")
     repository, _ = open_repository(url)
+    if grid:
+        _show_grid(repository, choose(repository, version), html, as_json)
+        return
     described = describe(repository, choose(repository, version))
     if as_json:
         print_json(described)
@@ -45,6 +71,41 @@ def show(url: Url, version: VersionOption = None, as_json: JsonOption = False) -
     ]
     total = ("all", f"{storage['objects']:,}", size_text(storage["nbytes"]))
     print_table(["storage", "objects", "size"], [*rows, total], right=("objects", "size"))
+
+
+def _show_grid(
+    repository: Repository, version: VersionId, html: Path | None, as_json: bool
+) -> None:
+    from emberkeep.picture import as_html, as_text, picture
+
+    drawn = picture(repository, version)
+    if drawn is None:
+        raise ConfigError(
+            f"version {version.number} belongs to no grid: it was saved with another layout; "
+            "all_versions() or layout='grid' makes one"
+        )
+    if html is not None:
+        title = f"{repository.store.url}, version {version.number}"
+        try:
+            html.write_text(as_html(drawn, title), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{html} cannot be written: {error.strerror}") from error
+    if as_json:
+        print_json(drawn.to_json())
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    emit(as_text(drawn, width))
+    behind = drawn.newest - drawn.covered
+    facts = {
+        "grid": f"begun by version {drawn.grid}, generation {drawn.generation}",
+        "covers": f"up to version {drawn.covered}"
+        + (f", {count_text(behind, 'version')} behind" if behind else ""),
+        "stored": f"{size_text(drawn.stored_nbytes)} in {count_text(drawn.files, 'file')}, "
+        f"{size_text(drawn.unused_nbytes)} of it unused",
+        f"version {drawn.version} reads": f"{size_text(drawn.read_nbytes)} of "
+        f"{count_text(drawn.read_files, 'file')}: what is shown as 1 to 9, by size",
+    }
+    print_table(["", ""], list(facts.items()))
 
 
 def _print_facts(described: dict[str, Any]) -> None:
