@@ -1,0 +1,150 @@
+"""The parts of the grid on their own: packed heads, filters, decisions, pictures, the command."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import emberkeep as ek
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Strategy
+from emberkeep.cli import app
+from emberkeep.errors import ConfigError
+from emberkeep.kernels import grid as kernels
+from emberkeep.picture import as_html, as_text, picture
+from emberkeep.priority import Priority
+from emberkeep.repository.bundles import pack_head
+from emberkeep.repository.policies import Grid, GridCosts, resets
+from tests.unit.repositories import Run
+
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=st.lists(IDS, min_size=1, max_size=5))
+def test_heads_come_back(groups: list[list[int]]) -> None:
+    ids = np.array([i for group in groups for i in sorted(group)], np.int64)
+    tables = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g) for g in groups])
+    head = pack_head(tables, ids)
+    count = int(head[:4].view("<u4")[0])
+    counts = head[4 : 4 + 8 * count].view("<u4").reshape(-1, 2)[:, 1].astype(np.int64)
+    packed, found = np.array(head[4 + 8 * count :]), np.empty(ids.size, np.int64)
+    assert kernels.unpack_ids(packed, counts, found) == packed.size
+    assert (found == ids).all()
+    assert kernels.unpack_ids(packed[:-1], counts, found) == -1
+
+
+@settings(deadline=None, max_examples=30)
+@given(ids=IDS, others=IDS)
+def test_a_bloom_filter_misses_nothing(ids: list[int], others: list[int]) -> None:
+    mine, theirs = np.array(ids, np.int64), np.array(others, np.int64)
+    zeros = np.zeros(mine.size, np.int32)
+    words = np.zeros(16, np.uint64)
+    kernels.bloom_add(words, zeros, mine)
+    assert kernels.bloom_hits(words, zeros, mine) == mine.size
+    hits = kernels.bloom_hits(words, np.zeros(theirs.size, np.int32), theirs)
+    assert hits >= np.isin(theirs, mine).sum()
+
+
+def test_sums_do_not_depend_on_order_and_see_every_bit() -> None:
+    random = np.random.default_rng(0)
+    column = random.integers(0, 256, (50, 13)).astype(np.uint8)
+    tables, ids = random.integers(0, 3, 50).astype(np.int32), np.arange(50)
+
+    def total(column: Any, tables: Any, ids: Any) -> int:
+        sums = np.zeros(ids.size, np.uint64)
+        kernels.hash_column(np.ascontiguousarray(column), np.uint64(1), sums)
+        return int(kernels.sum_of_rows(tables, ids, sums))
+
+    order = random.permutation(50)
+    whole = total(column, tables, ids)
+    assert total(column[order], tables[order], ids[order]) == whole
+    first, rest = order[:20], order[20:]
+    parts = [total(column[some], tables[some], ids[some]) for some in (first, rest)]
+    assert sum(parts) % 2**64 == whole
+    for byte in (0, 7, 8, 12):
+        changed = column.copy()
+        changed[17, byte] ^= 1
+        assert total(changed, tables, ids) != whole
+
+
+def costs(**changes: Any) -> GridCosts:
+    known = {
+        "write_base": 10.0, "write_increment": 1.0, "read_base": 4.0, "read_more": 1.0,
+        "grid_nbytes": 300, "base_nbytes": 100,
+    }  # fmt: skip
+    return GridCosts(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rules", "known", "reason"),
+    [
+        (Grid(), costs(), None),
+        (Grid(), costs(read_more=9.1), "faster"),
+        (Grid(), costs(read_more=9.0), None),
+        (Grid(resets=False), costs(read_more=99.0), None),
+        (Grid(restore_budget=timedelta(seconds=4.5)), costs(), "restore_budget"),
+        (Grid(restore_budget=timedelta(seconds=6)), costs(), None),
+        (Grid(restore_budget=timedelta(seconds=3)), costs(), None),  # no baseline is that fast
+        (Grid(storage_budget_nbytes=200), costs(), "storage_budget"),
+        (Grid(storage_budget_nbytes=300), costs(), None),
+        (Grid(storage_budget_nbytes=99), costs(), None),
+    ],
+)
+def test_when_a_baseline_is_taken_anew(rules: Grid, known: GridCosts, reason: str | None) -> None:
+    assert resets(rules, known) == reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"ratio": 1.5}, "from 0 to 1"),
+        ({"most_behind": 0}, "1 or more"),
+        ({"behind": "hope"}, "'wait' or 'skip'"),
+        ({"restore_budget": "0s"}, "no time|above 0"),
+        ({"storage_budget_nbytes": 0}, "above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ek.all_versions(**wrong)
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    with pytest.raises(ConfigError, match="goes with layout='grid'"):
+        Strategy(layout="full", grid=Grid())
+    with pytest.raises(ConfigError, match="not of one instant"):
+        Strategy(layout="grid", priority=Priority())
+    assert ek.incr_cp is ek.all_versions
+
+
+def test_the_grid_is_drawn(tmp_path: Path) -> None:
+    run = Run(store=LocalStore(tmp_path / "run"), layout="grid")
+    for _ in range(8):
+        run.save()
+    run.keeper.settle()
+    drawn = picture(run.repository, run.repository.version(4))
+    assert drawn is not None
+    assert drawn.covered == drawn.newest == 8
+    assert all(cell.read == (cell.birth <= 4 and not 0 < cell.death <= 4) for cell in drawn.cells)
+    assert "alive" in as_text(drawn, 80)
+    assert as_html(drawn, "<run>").count("<rect") == len(drawn.cells)
+    shell = CliRunner()
+    page = tmp_path / "grid.html"
+    told = shell.invoke(
+        app, ["show", str(tmp_path / "run"), "--grid", "--version", "4", "--html", str(page)]
+    )
+    assert told.exit_code == 0, told.output
+    assert "version 4 reads" in told.output
+    assert "&lt;" not in page.read_text() or page.stat().st_size > 500
+    plain = Run(store=LocalStore(tmp_path / "plain"), layout="full")
+    plain.save()
+    assert shell.invoke(app, ["show", str(tmp_path / "plain"), "--grid"]).exit_code != 0
+    assert shell.invoke(app, ["show", str(tmp_path / "run"), "--html", "x.html"]).exit_code != 0
