@@ -98,7 +98,18 @@ def end_at_disk_call(number: int) -> None:
 
         return call
 
-    for name in ("create", "write", "sync", "close", "rename", "link", "unlink", "make_directory"):
+    for name in (
+        "create",
+        "write",
+        "sync",
+        "close",
+        "rename",
+        "link",
+        "unlink",
+        "make_directory",
+        "write_at",
+        "allocate",
+    ):
         setattr(Disk, name, counted(name, getattr(Disk, name)))
 
 
@@ -221,6 +232,45 @@ def plain(
         told.update(name.encode())
         told.update(tensor.numpy().tobytes())
     print(json.dumps({"digest": told.hexdigest(), "steps": keeper.steps}))
+
+
+def tiered(path: str) -> None:
+    """A training loop over a tier that keeps itself; prints a digest of all state at its end."""
+    import torch
+    from torch import nn
+
+    import emberkeep as ek
+    from emberkeep.data import Reader, Synthetic
+    from emberkeep.models import DLRM, DLRMShape
+    from emberkeep.tiered import opening
+    from emberkeep.train.loop import digest
+
+    opening.SEGMENT_NBYTES = 16384
+    torch.manual_seed(0)
+    source = Synthetic(samples=960, rows_total=900)
+    tier = ek.Tier(path, memory=500 * 96)
+    tables = [ek.Table(name, rows=rows, dim=4, tier=tier) for name, rows in source.rows.items()]
+    bags = ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=0.05), cluster=ek.local(shards=2))
+    shape = DLRMShape(bottom=(8, 4), top=(8, 1))
+    network = DLRM(bags, shape)
+    dense = [*network.bottom.parameters(), *network.top.parameters()]
+    optimizers = [bags.optimizer, torch.optim.Adam(dense, lr=0.01)]
+    criterion = nn.BCEWithLogitsLoss()
+    with Reader(source, batch_size=16) as reader:
+        with ek.TierKeeper(network, optimizers, reader=reader, every="3 steps") as keeper:
+            keeper.resume()
+            for batch in reader:
+                ids = {name: torch.from_numpy(given) for name, given in batch.ids.items()}
+                coming = reader.peek()
+                if coming is not None:
+                    bags.prefetch({n: torch.from_numpy(g) for n, g in coming.ids.items()})
+                out = network(torch.from_numpy(batch.dense), ids)
+                criterion(out, torch.from_numpy(batch.labels)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                keeper.step()
+        print(json.dumps({"digest": digest(bags, network), "steps": keeper.steps}))
 
 
 # -- the parent ----------------------------------------------------------------------------------
