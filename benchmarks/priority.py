@@ -224,8 +224,8 @@ def main() -> None:
         f"{found['frequency_update_correlation']:.3f} (CPR, Figure 6: 0.983 on Criteo Kaggle), "
         f"pushes, which MFU counts, with {found['push_update_correlation']:.3f}. With the distance "
         f"that a row has come in the end pushes correlate with "
-        f"{found['push_distance_correlation']:.3f}: hot rows arrive where they belong and then "
-        f"stay there. {found['top_eighth_shared_pct']:.0f}% of the eighth of the rows that came "
+        f"{found['push_distance_correlation']:.3f}. "
+        f"{found['top_eighth_shared_pct']:.0f}% of the eighth of the rows that came "
         "farthest are in the eighth that was pushed most."
     )
     report(
