@@ -13,6 +13,7 @@ from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hashing import GOLDEN, hash_id, mix64
 
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -189,6 +190,16 @@ def gather_rows(data: U8, starts_R: I64, start: int, stop: int, out_RB: U8) -> N
         at = starts_R[r]
         for b in range(width):
             out_RB[r, b] = data[at + b]
+
+
+@kernel
+def gather_words(data: U32, starts_R: I64, start: int, stop: int, out_RW: U32) -> None:
+    """The same, four bytes at a time."""
+    width = out_RW.shape[1]
+    for r in range(start, stop):
+        at = starts_R[r]
+        for w in range(width):
+            out_RW[r, w] = data[at + w]
 
 
 @kernel
