@@ -56,6 +56,7 @@ def test_losses_within_parity_cost_no_step(tmp_path: Path) -> None:
         train(bags, range(12, 20), keeper)
         assert bags.cluster.parity.recoveries == 3
         assert keeper.recoveries().full == 0
+        assert "emberkeep_parity_recoveries_total 3" in keeper.metrics()
     assert state(bags.cluster) == state(plain.cluster)
     again = bags_on(shards=4)
     with ek.Keeper(tmp_path / "run", again, again.optimizer) as keeper:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from emberkeep import pool as pools
 from emberkeep.cluster.failures import When
+from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.kernels import hashing
@@ -188,6 +189,11 @@ class Cluster:
             "parity is for shards in one process so far: use cluster=ek.local(shards=...), or "
             "protect servers with ek.incremental() or ek.partial()"
         )
+
+    @property
+    def parity(self) -> ParityStatus | None:
+        """How well rows are protected; None without parity."""
+        return None
 
     def part(self, shard: int) -> Part:
         """One shard alone, as something that a version can be loaded into."""

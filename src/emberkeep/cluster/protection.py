@@ -18,6 +18,7 @@ from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.pool import Pool, be_nice
+from emberkeep.prometheus import Sample
 from emberkeep.shard import Shard
 from emberkeep.slab import I64
 
@@ -54,6 +55,23 @@ class ParityStatus:
     def protected(self) -> bool:
         """Whether `r` more shards may be lost."""
         return not (self.lag or self.unprotected_stripes or self.missing_rows)
+
+    def samples(self) -> list[Sample]:
+        """The same for Prometheus."""
+        return [
+            ("parity_protected", "gauge", "1 if r more shards may be lost", self.protected),
+            ("parity_lag_messages", "gauge", "messages on their way to parity hosts", self.lag),
+            ("parity_unprotected_stripes", "gauge", "parity rows yet to be filled",
+             self.unprotected_stripes),
+            ("parity_missing_rows", "gauge", "rows yet to come back", self.missing_rows),
+            ("parity_rebuilt_rows_total", "counter", "rows that came back", self.rebuilt_rows),
+            ("parity_rebuilt_bytes_total", "counter", "bytes of them", self.rebuilt_nbytes),
+            ("parity_degraded_reads_total", "counter", "calls that had to wait for rows",
+             self.degraded_reads),
+            ("parity_recoveries_total", "counter", "lost shards brought back", self.recoveries),
+            ("parity_messages_total", "counter", "messages to parity hosts", self.messages),
+            ("parity_sent_bytes_total", "counter", "bytes of them", self.sent_nbytes),
+        ]  # fmt: skip
 
 
 class Protection:

@@ -188,10 +188,13 @@ class Coordinator:
         for pattern in np.unique(patterns[patterns > 0]).tolist():
             mine = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
             at = np.flatnonzero(patterns == pattern)
+            stripes, needed = wanted.stripes, syndromes[: len(mine)]
+            if at.size < stripes.size:
+                stripes, needed = stripes[at], [syndrome[at] for syndrome in needed]
             solution = self.code.solution(mine, parities[: len(mine)])
             for slot, coefficients in zip(mine, solution, strict=True):
-                values = _combined(coefficients, [s[at] for s in syndromes[: len(mine)]])
-                rows = wanted.stripes[at] * self.placement.k + slot
+                values = _combined(coefficients, needed)
+                rows = stripes * self.placement.k + slot
                 self.guards[members[slot]].install(wanted.slab, wanted.layer, rows, values)
                 if wanted.layer == "records":
                     self.decoded_rows += rows.size
@@ -230,7 +233,9 @@ class Coordinator:
         if not rows.size:
             return 0
         with self.lock:
-            missing = np.unique(rows[self.guards[shard].unknown(slab, "records", rows)])
+            missing = rows[self.guards[shard].unknown(slab, "records", rows)]
+            if (np.diff(missing) <= 0).any():
+                missing = np.unique(missing)
             started = []
             for group, slot in self.placement.groups(shard):
                 mine = missing[missing % self.placement.k == slot]
@@ -258,6 +263,8 @@ class Coordinator:
 
 def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:
     """The sum of syndromes times coefficients."""
+    if list(coefficients) == [1]:
+        return syndromes[0]
     total = np.zeros_like(syndromes[0])
     for coefficient, syndrome in zip(coefficients, syndromes, strict=True):
         if syndrome.dtype == np.uint32:

@@ -108,8 +108,12 @@ class Guard:
         rows = wanted.stripes * self.placement.k + slot
         with self.lock:
             unknown = self.rows.unknown(wanted.slab, wanted.layer, rows)
+            if unknown.all():
+                self._send(Values(wanted.number, slot, None, unknown))
+                return
             values = self.rows.values(wanted.slab, wanted.layer, rows)
-            values[unknown] = 0
+            if unknown.any():
+                values[unknown] = 0
             self._send(Values(wanted.number, slot, values, unknown))
 
     def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:

@@ -298,7 +298,9 @@ class Host:
             wanted = decode.wanted
             parity = self._records if wanted.layer == "records" else self._marks
             at = wanted.stripes + decode.p * self.stripes[wanted.slab]
-            return parity[wanted.slab][at] ^ decode.total, dict(decode.unknown)
+            found = parity[wanted.slab][at]
+            found ^= decode.total
+            return found, dict(decode.unknown)
 
     def drop(self, number: int | None = None) -> None:
         """Ends a decode, or all of them."""
@@ -312,8 +314,9 @@ class Host:
         decode = self._decodes.get(body.decode)
         if decode is None:
             return
-        coefficient = self.code.coefficients[decode.p][body.slot]
-        _accumulate(decode.total, np.arange(len(body.values)), body.values, coefficient)
+        if body.values is not None:
+            coefficient = self.code.coefficients[decode.p][body.slot]
+            _accumulate(decode.total, np.arange(len(body.values)), body.values, coefficient)
         decode.unknown[body.slot] = body.unknown
 
     def _follow_changed(self, source: int, part: Changed) -> None:

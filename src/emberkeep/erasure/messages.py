@@ -105,16 +105,17 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The rows that one member has in a decode; zeros where it is still without them itself."""
+    """The rows that one member has in a decode; zeros where it is still without them itself, and
+    nothing where it has none of them."""
 
     decode: int
     slot: int
-    values: Words
+    values: Words | None
     unknown: Bools
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes
+        return self.unknown.nbytes + (0 if self.values is None else self.values.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from emberkeep.keeper.signals import Termination
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
-from emberkeep.prometheus import MetricsServer
+from emberkeep.prometheus import MetricsServer, exposition
 from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental
@@ -127,7 +127,7 @@ class Keeper:
         self._termination = Termination()
         self._server = None
         if metrics_port is not None:
-            self._server = MetricsServer(self._ledger.exposition, metrics_port)
+            self._server = MetricsServer(self.metrics, metrics_port)
 
     def _open(self, exclusive: bool) -> Checkpointer:
         schema = self._parts.subject.schema()
@@ -475,8 +475,14 @@ class Keeper:
         return self._ledger.costs(kept)
 
     def metrics(self) -> str:
-        """The same for Prometheus."""
-        return self._ledger.exposition()
+        """The same for Prometheus, and how well rows are protected where there is parity."""
+        statuses = [home.cluster.parity for home in self._parts.subject.homes()]
+        protected = [status for status in statuses if status is not None]
+        alone = len(protected) == 1
+        return self._ledger.exposition() + "".join(
+            exposition(status.samples(), "" if alone else f'{{cluster="{i}"}}')
+            for i, status in enumerate(protected)
+        )
 
     @property
     def metrics_port(self) -> int | None:
