@@ -514,6 +514,7 @@ class Keeper:
             self._checkpointer.make_room()
             self._checkpointer.check()
             whole = whole or self._checkpointer.due_whole
+        whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
         start = time.perf_counter()
         extras = self._extras() if whole else Extras(user=self._about, counters=self._counters())
         self._saved_at = time.monotonic()
