@@ -183,12 +183,12 @@ class _Module(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def prefetch(self, features: Features) -> None:
-        """Says which batch comes next: where rows live in files, those that are not in memory are
-        read beside the work on the present batch. Returns at once.
+        """Says which batch comes next: where rows live in files or on servers, they are read beside
+        the work on the present batch. Returns at once; call it between `forward` and the step.
 
         Handing the same object to `forward` then is quickest; any other batch is as right.
         """
-        if not self.cluster.tiered:
+        if not self.cluster.reads_ahead:
             return
         pulled, _ = self._planned(features, None)
         self._next[0] = (features, pulled)

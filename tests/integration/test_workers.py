@@ -69,4 +69,3 @@ def test_workers_train_together_and_resume_with_the_same_bits(tmp_path: Path) ->
     assert again[0]["digest"] == whole[0]["digest"]
     hosts.end()
     farm.close()
-

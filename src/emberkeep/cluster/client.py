@@ -258,6 +258,11 @@ class Cluster:
         """Whether rows live in files: `fetch` then saves pulls and pushes from waiting for them."""
         return any(table.tier is not None for table in self.tables)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `fetch` with `ahead` is of any use."""
+        return self.tiered
+
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         """Says which rows will be pulled and pushed, where they live in files.
 

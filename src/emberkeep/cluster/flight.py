@@ -355,6 +355,10 @@ class FlightCluster(Cluster):
             rows = self._reader.submit(self._receive_ahead, wanted, routed)
             self._ahead = _Ahead(wanted, routed, rows)
 
+    @property
+    def reads_ahead(self) -> bool:
+        return True
+
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         if ahead:
             self.prefetch(wanted)

@@ -144,9 +144,21 @@ def fit(
         if keeping is not None:
             keeper = stack.enter_context(keeping.begin(network, optimizers, reader, progress))
 
+        bags = [module for module in network.modules() if isinstance(module, EmbeddingBags)]
+        ahead: list[tuple[Batch, _Tensors]] = []
+
         def train(batch: Batch) -> None:
-            dense, ids, labels = _tensors(batch)
+            prepared = ahead.pop() if ahead else None
+            if prepared is not None and prepared[0] is batch:
+                dense, ids, labels = prepared[1]
+            else:
+                dense, ids, labels = _tensors(batch)
             loss = criterion(network(dense, ids), labels)
+            following = reader.peek() if any(bag.cluster.reads_ahead for bag in bags) else None
+            if following is not None:  # never past a version: the reader knows its budget
+                ahead.append((following, _tensors(following)))
+                for bag in bags:
+                    bag.prefetch(ahead[0][1][1])
             number, lost = progress.steps + 1, loss.item()
             if not math.isfinite(lost):
                 raise GradientError(
@@ -212,7 +224,10 @@ def digest(bags: EmbeddingBags, network: nn.Module) -> str:
     return told.hexdigest()
 
 
-def _tensors(batch: Batch) -> tuple[torch.Tensor, Ids, torch.Tensor]:
+_Tensors = tuple[torch.Tensor, Ids, torch.Tensor]
+
+
+def _tensors(batch: Batch) -> _Tensors:
     ids: Ids = {
         feature: (torch.from_numpy(given[0]), torch.from_numpy(given[1]))
         if isinstance(given, tuple)

@@ -1,0 +1,229 @@
+"""Shard servers beside shards in process and beside plain Ray actor calls.
+
+One run, taking turns: pulls of 1k, 10k and 50k rows from each of 4 shards (dim 16) in process, over
+Flight, and from Ray actors that hold the same shards and are called with `ray.get`; how much of a
+pull is transport; one server under 1-4 client processes; what training costs on 4 servers against
+in process, with and without prefetch; how long a killed server is missed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import emberkeep as ek
+from _common import interleaved_ms, options, report
+from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.servers import Connect
+from emberkeep.shard import Shard
+from emberkeep.slab import RowIds
+
+SHARDS, DIM, ROWS = 4, 16, 2_000_000
+SIZES = {"1k": 1_000, "10k": 10_000, "50k": 50_000}
+TABLE = ek.Table("t", rows=ROWS, dim=DIM)
+OPTIMIZER = ek.RowWiseAdagrad(lr=0.01)
+
+
+def wanted(rows_per_shard: int, seed: int = 0) -> list[RowIds]:
+    """Ids that spread evenly over the shards."""
+    local = np.random.default_rng(seed).choice(ROWS // SHARDS, rows_per_shard, replace=False)
+    ids = (local[:, None] * SHARDS + np.arange(SHARDS)).reshape(-1).astype(np.int64)
+    return [RowIds(ids, np.array([0, ids.size]))]
+
+
+class Actor:
+    """A shard in a Ray actor, called directly: what one would write first."""
+
+    def __init__(self, index: int) -> None:
+        from emberkeep.pool import Pool
+
+        self.shard = Shard([TABLE], OPTIMIZER, index=index, count=SHARDS, pool=Pool(1))
+
+    def pull(self, ids: Any) -> Any:
+        out = np.empty((ids.size, DIM), np.float32)
+        self.shard.pull([RowIds(np.array(ids), np.array([0, ids.size]))], [out])
+        return out
+
+
+def ray_pull(actors: list[Any], request: list[RowIds]) -> Callable[[], Any]:
+    import ray
+
+    def pull() -> Any:
+        ids = request[0].ids
+        parts = [np.flatnonzero(ids % SHARDS == shard) for shard in range(SHARDS)]
+        calls = [actor.pull.remote(ids[part]) for actor, part in zip(actors, parts, strict=True)]
+        out = np.empty((ids.size, DIM), np.float32)
+        for part, rows in zip(parts, ray.get(calls), strict=True):
+            out[part] = rows
+        return out
+
+    return pull
+
+
+def client(address: str, seconds: float, counts: Any) -> None:
+    """One of several processes that pull from one server as fast as they can."""
+    cluster = Connect(addresses=(address,), coordinate=False).open([TABLE], OPTIMIZER, seed=0)
+    ids = np.random.default_rng(os.getpid()).choice(ROWS, 10_000, replace=False)
+    request = [RowIds(ids.astype(np.int64), np.array([0, ids.size]))]
+    cluster.pull(request)
+    pulled, until = 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        cluster.pull(request)
+        pulled += ids.size
+    counts.put(pulled / seconds)
+
+
+def scaling(seconds: float) -> dict[int, float]:
+    """Rows per second of one server with 1-4 client processes."""
+    cluster = ek.servers(shards=1, spares=0).open([TABLE], OPTIMIZER, seed=0)
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for clients in (1, 2, 4):
+        counts = context.Queue()
+        processes = [
+            context.Process(target=client, args=(cluster.hosts.address(0), seconds, counts))
+            for _ in range(clients)
+        ]
+        for process in processes:
+            process.start()
+        found[clients] = sum(counts.get() for _ in processes)
+        for process in processes:
+            process.join()
+    cluster.close()
+    return found
+
+
+def step_of(cluster: Any, prefetch: bool) -> Callable[[], object]:
+    """One training step of a small DLRM: 26 tables, batch 2048."""
+    import torch
+
+    from emberkeep.models import DLRM, DLRMShape
+
+    tables = [ek.Table(f"C{t}", rows=50_000, dim=DIM) for t in range(26)]
+    bags = ek.EmbeddingBags(tables, optimizer=OPTIMIZER, cluster=cluster, seed=0)
+    shape = DLRMShape(bottom=(512, 256, DIM), top=(512, 256, 1))
+    network = DLRM(bags, shape, features=26, dense=13, seed=0)
+    dense_optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    random = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randn(2048, 13, generator=random),
+            {f"C{t}": torch.randint(0, 50_000, (2048,), generator=random) for t in range(26)},
+            torch.randint(0, 2, (2048,), generator=random).float(),
+        )
+        for _ in range(8)
+    ]
+    criterion, turn = torch.nn.BCEWithLogitsLoss(), iter(range(10**9))
+
+    def step() -> None:
+        number = next(turn)
+        dense, ids, labels = batches[number % 8]
+        logits = network(dense, ids)
+        if prefetch:
+            bags.prefetch(batches[(number + 1) % 8][1])
+        criterion(logits, labels).backward()
+        for optimizer in (bags.optimizer, dense_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def seconds_to_serve(kills: int) -> float:
+    """From SIGKILL until the shard answers again, restored empty: what servers themselves take."""
+    cluster = ek.servers(shards=SHARDS).open([TABLE], OPTIMIZER, seed=0)
+    request, taken = wanted(1000), []
+
+    def on_loss(_lost: object) -> bool:
+        gone = cluster.lost()
+        cluster.renew(*gone)
+        cluster.serve(*gone)
+        return True
+
+    cluster.on_loss = on_loss
+    for kill in range(kills):
+        cluster.pull(request)
+        start = time.perf_counter()
+        os.kill(cluster.hosts.pid(kill % SHARDS), signal.SIGKILL)
+        while not cluster.handles[kill % SHARDS].epoch > kill // SHARDS + 1:
+            cluster.pull(request)
+        taken.append(time.perf_counter() - start)
+        time.sleep(3)  # the next spare gets ready
+    cluster.close()
+    return statistics.median(taken)
+
+
+def main() -> None:
+    import ray
+
+    given = options(__file__, __doc__ or "")
+    repeats = 15 if given.quick else 60
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    actors = [ray.remote(Actor).options(num_cpus=0.1).remote(i) for i in range(SHARDS)]
+    in_process = ek.local(shards=SHARDS).open([TABLE], OPTIMIZER, seed=0)
+    flight = ek.servers(shards=SHARDS, spares=0, threads=1).open([TABLE], OPTIMIZER, seed=0)
+    assert isinstance(in_process, LocalCluster)
+    rows, figures = [], {}
+    for name, size in SIZES.items():
+        request = wanted(size)
+        contenders: dict[str, Callable[[], object]] = {
+            "in process": lambda r=request: in_process.pull(r),
+            "flight": lambda r=request: flight.pull(r),
+            "ray actors": ray_pull(actors, request),
+        }
+        taken = interleaved_ms(contenders, repeats=repeats, warmup=3)
+        for who, value in taken.items():
+            per_second = SHARDS * size / value * 1e3
+            share = f"{1 - taken['in process'] / value:.0%}" if who != "in process" else ""
+            rows.append(
+                [f"pull {name} × {SHARDS}", who, f"{value:.2f}", f"{per_second:,.0f}", share]
+            )
+        if name != "50k":
+            figures[f"flight_vs_ray_{name}"] = taken["ray actors"] / taken["flight"]
+    flight.close()
+    for actor in actors:
+        ray.kill(actor)
+    ray.shutdown()
+
+    spec = ek.servers(shards=SHARDS, spares=0, threads=1)
+    steps = {
+        "in process": step_of(ek.local(shards=SHARDS), False),
+        "flight": step_of(spec, False),
+        "flight, prefetch": step_of(spec, True),
+    }
+    taken = interleaved_ms(steps, repeats=6 if given.quick else 30, warmup=2)
+    for who, value in taken.items():
+        share = value / taken["in process"]
+        rows.append(
+            ["training step", who, f"{value:.1f}", f"{2048 / value * 1e3:,.0f}", f"{share:.2f}×"]
+        )
+    figures["train_time_vs_local"] = taken["flight, prefetch"] / taken["in process"]
+    figures["prefetch_gain"] = taken["flight"] / taken["flight, prefetch"]
+    del steps
+
+    for clients, per_second in scaling(1.0 if given.quick else 4.0).items():
+        rows.append([f"one server, {clients} clients", "flight", "", f"{per_second:,.0f}", ""])
+    figures["seconds_to_serve_after_kill"] = seconds_to_serve(1 if given.quick else 4)
+    report(
+        given,
+        config={"shards": SHARDS, "dim": DIM, "rows": ROWS, "repeats": repeats, "batch": 2048},
+        figures=figures,
+        columns=["what", "who", "ms", "rows or samples/s", "transport, or to in process"],
+        rows=rows,
+        notes=[
+            ("Servers and clients share the machine's cores: what a server computes is taken from "
+            "the one who waits for it."),
+        ],
+        packages=["pyarrow", "ray"],
+    )
+
+
+if __name__ == "__main__":
+    main()
