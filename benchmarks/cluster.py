@@ -236,10 +236,7 @@ def main() -> None:
         columns=["what", "who", "ms", "rows or samples/s", "transport, or to in process"],
         rows=rows,
         notes=[
-            (
-                "Servers and clients share the machine's cores: what a server computes is taken from "
-                "the one who waits for it."
-            ),
+            "Servers and clients share the cores: a server computes at its client's cost.",
         ],
         packages=["pyarrow", "ray"],
     )
