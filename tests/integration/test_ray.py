@@ -1,0 +1,53 @@
+"""Servers that Ray places: killed ones come back, and workers of Ray Train share them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from emberkeep.cluster.ray import NAMESPACE, clusters, find, ray_cluster
+from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.slab import RowIds
+from emberkeep.tables import SGD, Table
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.init(
+        num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False,
+        namespace=NAMESPACE,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
+    cluster = ray_cluster(shards=2, name="two").open(
+        [Table("t", rows=40, dim=2)], SGD(lr=1.0), seed=0
+    )
+    assert clusters() == ["two"]
+    assert len(find("two")) == 2
+    ids = [RowIds(np.arange(40), np.array([0, 40]))]
+    before = cluster.pull(ids)[0]
+    cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
+    os.kill(cluster.hosts.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(ShardLostError):
+        cluster.pull(ids)
+    cluster.renew(0)
+    cluster.serve(0)
+    moved = (before - cluster.pull(ids)[0])[:, 0]
+    assert np.allclose(moved, np.arange(40) % 2)  # the replacement is empty, the other went on
+    cluster.close()
+    assert clusters() == []
+
+
+def test_clusters_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="shards="):
+        ray_cluster()
+    with pytest.raises(ConfigError, match="no cluster 'nowhere'"):
+        ray_cluster(name="nowhere").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
