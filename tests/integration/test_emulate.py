@@ -103,9 +103,9 @@ def test_partial_recovery_that_does_not_pay_is_full() -> None:
 
 
 def test_a_shard_that_was_never_saved_begins_anew() -> None:
-    early = replace(SPEC, times=(2 * HOUR,))
+    early = replace(SPEC, times=(30 * HOUR,), pls=0.2)
     assert run(Task(spec=early, strategy="cpr")).began_anew
-    assert not run(Task(spec=replace(SPEC, times=(50 * HOUR,)), strategy="cpr")).began_anew
+    assert not run(Task(spec=replace(SPEC, times=(2 * HOUR,)), strategy="cpr")).began_anew
 
 
 def test_a_sweep_over_targets() -> None:
@@ -128,7 +128,7 @@ def test_a_sweep_over_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.soak
 def test_random_runs_go_through_the_same_failures() -> None:
-    spec = replace(SPEC, times=None, settings=small_task([*TINY, "data.samples=10667"]))
+    spec = replace(SPEC, times=None, settings=small_task(TINY))
     points = sweeps.over_random_runs(spec, ["cpr", "cpr_ssu"], runs=2, seeds=2)
     assert [point.seed for point in points] == [0, 1, 0, 1]
     for plain, listed in zip(points[:2], points[2:], strict=True):

@@ -79,6 +79,7 @@ def emulate(
     """
     from emberkeep.overheads import Job
     from emberkeep.planning.emulator import Emulation, small_task
+    from emberkeep.planning.sweeps import SHORT
     from emberkeep.report.page import write
     from emberkeep.train.settings import load
 
@@ -100,8 +101,9 @@ def emulate(
         best = fits(record.gaps_hours)[0]
         times = best.draw(job.duration, seed=seed)
         say(f"{'. '.join(record.taken)}; {len(times)} failures drawn from a {best.name} fit")
+    changes = [*(SHORT if sweep == "fraction" else ()), *(overrides or ())]
     spec = Emulation(
-        settings=small_task(overrides or ()) if config is None else load(config, overrides or ()),
+        settings=small_task(changes) if config is None else load(config, overrides or ()),
         job=job,
         pls=pls,
         count=count,

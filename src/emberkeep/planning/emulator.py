@@ -94,7 +94,7 @@ class Outcome:
     written_nbytes: int = 0
     steps_again: int = 0
     began_anew: bool = False
-    """A shard failed before any version held its rows."""
+    """A shard failed in the second half of the job, and no version held its rows yet."""
     note: str = ""
     seconds: float = 0.0
     """What the run took here; this machine's, not the job's."""
@@ -143,8 +143,9 @@ def tactics(
             priority = _PRIORITIES.get(name)
         else:
             partial, note = False, f"recovered fully: {verdict.reason}"
-    # Prioritised versions divide the steps between whole ones evenly.
-    unit = 1 if priority is None else round(1 / PRIORITY_SHARE)
+    # Prioritised versions divide the steps between whole ones evenly; an interval that is given is
+    # the same for all.
+    unit = 1 if priority is None and interval is None else round(1 / PRIORITY_SHARE)
     return Tactics(
         partial=partial,
         priority=priority,
@@ -329,7 +330,9 @@ def run(task: Task) -> Outcome:
         written_nbytes=sum(save["nbytes"] for save in saves),
         steps_again=result.recoveries.repeated_steps,
         began_anew=any(
-            made["scope"] == "partial" and all(save["step"] > made["step"] for save in saves)
+            made["scope"] == "partial"
+            and made["step"] > steps / 2
+            and all(save["step"] > made["step"] for save in saves)
             for made in heard.recoveries
         ),
         note=chosen.note,

@@ -23,7 +23,10 @@ RANDOM_FRACTIONS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 MOST_FAILURES = 32
 # Of the job. Intervals are multiples of it, so that each of them can be divided into the turns of
 # prioritised versions and every strategy has the same.
-_INTERVALS = 12
+_INTERVALS = 6
+
+SHORT = ("data.samples=165000",)
+"""Of the small task, for random runs: there are many of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,7 +170,8 @@ def losses_page(points: Sequence[Point], lines: Mapping[str, Line]) -> Page:
     )
     page.plot(
         losses_plot(points, lines),
-        "AUC lost over PLS. Hollow: a shard failed before any version was taken, and began anew.",
+        "AUC lost over PLS. Hollow: a shard failed in the second half of the job before any "
+        "version was taken, and began anew.",
     )
     page.table(*lines_table(lines))
     return page
