@@ -125,7 +125,7 @@ def test_a_fresh_start_begins_a_version_of_its_own(tmp_path: Path) -> None:
         ("checkpoint.every=often", "every='often'"),
         ("checkpoint.bits=5", "bits"),
         ("checkpoint.keep=0", "keep"),
-        ("checkpoint.layout=grid", "layout"),
+        ("checkpoint.layout=square", "layout"),
         ("checkpoint.expected_restores=-1", "expected_restores"),
     ],
 )

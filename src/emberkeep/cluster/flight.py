@@ -596,15 +596,26 @@ class _Heart:
 
     def _beat(self, index: int) -> None:
         connection: Connection | None = None
+        # What the server's clock said in its last answer: the lease runs from there, so that a
+        # renewal which is read late renews nothing.
+        known, clock = ("", 0), 0.0
         while not self._stopped.wait(self._pause):
             address, epoch = self._epochs.get(index, ("", 0))
             if not address:
                 continue
+            if known != (address, epoch):
+                known, clock = (address, epoch), 0.0
             try:
                 if connection is None or connection.address != address:
                     connection = Connection(address, self._security)
-                header = {"epoch": epoch, "coordinator": self._coordinator, "run": self.run}
-                connection.act("renew", header, deadline=self._deadline)
+                header = {
+                    "epoch": epoch,
+                    "coordinator": self._coordinator,
+                    "clock": clock,
+                    "run": self.run,
+                }
+                answer, _ = connection.act("renew", header, deadline=self._deadline)
+                clock = float(answer["clock"])
             except EmberkeepError:
                 # Whoever pulls or pushes next finds out, and has the shard replaced.
                 if connection is not None:

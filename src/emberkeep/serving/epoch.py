@@ -81,13 +81,17 @@ class Epoch:
 
     # -- who is heard ----------------------------------------------------------------------------
 
-    def hear(self, coordinator: str) -> None:
-        """The coordinator is there: its lease begins anew."""
+    def hear(self, coordinator: str, since: float) -> None:
+        """The coordinator knew this server's clock to be at `since`: its lease runs from then.
+
+        Not from now: a renewal may have waited in a socket while this process was stopped, and
+        its sender may have given the shard to another server meanwhile.
+        """
         if coordinator != self.coordinator:
             raise EpochError(
                 f"shard {self.shard.index} is coordinated by another process: this one was replaced"
             )
-        self.heard = time.monotonic()
+        self.heard = max(self.heard, min(since, time.monotonic()))
 
     @property
     def lapsed(self) -> bool:

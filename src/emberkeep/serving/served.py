@@ -224,15 +224,15 @@ class ServedShard:
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)
-        epoch.hear(str(header["coordinator"]))
+        epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
         self.metrics.told(header.get("run", {}))
-        yield {"state": epoch.shard.state}, _NONE
+        yield {"state": epoch.shard.state, "clock": time.monotonic()}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The run is over: the rows are let go, and the next coordinator need not wait."""
         with self._lock:
             epoch = self._of(header)
-            epoch.hear(str(header["coordinator"]))
+            epoch.hear(str(header["coordinator"]), 0.0)
             self._epoch = None
         self._drop(epoch)
         self._tell("released", {"epoch": epoch.number})
