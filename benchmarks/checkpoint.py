@@ -342,19 +342,28 @@ def width(bits: int | None) -> str:
 def measure_sizes(run: Run, quick: bool, figures: Figures, rows: Rows) -> None:
     """Bytes of every layout in every width; nothing here is timed."""
     layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
-    for bits in [8, 2] if quick else WIDTHS:
-        for layout in ["intermittent"] if quick else layouts:
-            with in_memory():  # sizes are the same wherever the files are
-                mean, capacity, kinds = sizes(run, Strategy(layout=layout, bits=bits), saved(quick))
-            rows.append(
-                [f"{layout}, {width(bits)}", "", "", "", f"{mean / 1e6:.0f}",
-                 f"{capacity / 1e6:.0f}", "", f"{run.nbytes / mean:.1f}×",
-                 f"{run.nbytes / capacity:.1f}×"]
-            )  # fmt: skip
-            if layout == "intermittent" and bits in (2, 8):
-                figures[f"write_ratio_{bits}bit"] = run.nbytes / mean
-                figures[f"capacity_ratio_{bits}bit"] = run.nbytes / capacity
-                print(f"{layout}, {width(bits)}: {' '.join(kinds)}", flush=True)
+    strategies = [
+        Strategy(layout=layout, bits=bits, quantize_optimizer=bits is not None)
+        for bits in ([8, 2] if quick else WIDTHS)
+        for layout in (["intermittent"] if quick else layouts)
+    ]
+    if not quick:
+        strategies += [Strategy(layout="intermittent", bits=bits) for bits in (8, 2)]
+    for strategy in strategies:
+        with in_memory():  # sizes are the same wherever the files are
+            mean, capacity, kinds = sizes(run, strategy, saved(quick))
+        name = f"{strategy.layout}, {width(strategy.bits)}"
+        if strategy.bits is not None:
+            name += f", accumulator {'16 bits' if strategy.quantize_optimizer else 'float32'}"
+        rows.append(
+            [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
+             f"{run.nbytes / mean:.1f}×", f"{run.nbytes / capacity:.1f}×"]
+        )  # fmt: skip
+        if strategy.layout == "intermittent" and strategy.quantize_optimizer:
+            if strategy.bits in (2, 8):
+                figures[f"write_ratio_{strategy.bits}bit"] = run.nbytes / mean
+                figures[f"capacity_ratio_{strategy.bits}bit"] = run.nbytes / capacity
+            print(f"{name}: {' '.join(kinds)}", flush=True)
 
 
 def saved(quick: bool) -> int:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.codecs import Codec, NonNegative8, Quantized
+from emberkeep.codecs import Codec, NonNegative, Quantized
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
@@ -83,7 +83,7 @@ class Strategy:
       rows beside training so that any version is restored fast, as `grid` says.
     - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
       falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
-    - `quantize_optimizer` stores element-wise accumulators in 8 bits too.
+    - `quantize_optimizer` stores accumulators in 8 bits too, row-wise ones in 16.
     - `priority` saves the rows that matter most between whole versions: of every
       `priority.rounds` saves the first is whole, as `layout` says, the others are prioritised.
       Those hold no instant: they bring single shards back, nothing else.
@@ -128,7 +128,7 @@ class Strategy:
         if bits is not None:
             chosen["weight"] = Quantized(bits=bits)
         if self.quantize_optimizer:
-            chosen["accumulator"] = chosen["second_moment"] = NonNegative8()
+            chosen["accumulator"] = chosen["second_moment"] = NonNegative()
         return chosen
 
 

@@ -86,6 +86,16 @@ REPOSITORIES = (
         strategy=Strategy(layout="consecutive", bits=2, quantize_optimizer=True),
         optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.125),
     ),
+    Golden(
+        name="intermittent-2-bits-row-wise-accumulators-16",
+        strategy=Strategy(layout="intermittent", bits=2, quantize_optimizer=True),
+        optimizer=RowWiseAdagrad(lr=0.1),
+    ),
+    Golden(
+        name="grid-4-bits-row-wise-accumulators-16",
+        strategy=Strategy(layout="grid", bits=4, quantize_optimizer=True),
+        optimizer=RowWiseAdagrad(lr=0.1),
+    ),
 )
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from emberkeep.codecs import Codec, NonNegative8, Quantized, Raw, codec_from_dict
+from emberkeep.codecs import Codec, NonNegative, NonNegative8, Quantized, Raw, codec_from_dict
 from emberkeep.errors import ConfigError, DamageError, StateError
 from emberkeep.pool import Pool
 
 F32 = np.float32
 BITS = (8, 4, 3, 2)
-LOSSY: list[Codec] = [*(Quantized(bits=bits) for bits in BITS), NonNegative8()]
+LOSSY: list[Codec] = [*(Quantized(bits=bits) for bits in BITS), NonNegative8(), NonNegative()]
 ONE = Pool(1)
 
 
@@ -115,6 +115,32 @@ def test_accumulators_that_are_none_come_back_exactly(rows: np.ndarray) -> None:
     assert same_bits(back[odd], rows[odd])
 
 
+@given(hnp.arrays(np.uint32, st.tuples(st.integers(0, 50), st.just(1))))
+@settings(max_examples=300)
+def test_one_value_a_row_keeps_half_of_its_bits(bits: np.ndarray) -> None:
+    rows = bits.view(F32)
+    back = there_and_back(NonNegative(), rows)
+    whole = ~np.signbit(rows) & np.isfinite(rows) & (rows >= np.finfo(F32).tiny)
+    assert same_bits(back[~whole], rows[~whole])
+    error = np.abs(back[whole].astype(np.float64) - rows[whole])
+    assert (error <= rows[whole].astype(np.float64) / 512).all()
+    assert (back[whole] > 0).all()
+
+
+def test_one_value_a_row_takes_two_bytes_unless_it_would_become_infinite() -> None:
+    rows = np.array([[0.0], [1.0], [np.finfo(F32).max], [3.14159]], F32)
+    buffers = NonNegative().encode(rows)
+    assert buffers["codes"].shape == (4, NonNegative().nbytes_per_row(1)) == (4, 2)
+    assert buffers["raw_rows"].tolist() == [2]
+    for code in (0xFF00, 0xFFFF, 0x00FF, 0x0001):
+        damaged = {**buffers, "codes": np.array([0, code, 0, 0], np.uint16).view(np.uint8)}
+        with pytest.raises(DamageError, match="never writes"):
+            NonNegative().decode(damaged, rows=4, width=1)
+    damaged = {**buffers, "codes": np.full(4, 0x3F80, np.uint16).view(np.uint8)}
+    with pytest.raises(DamageError, match="raw row"):
+        NonNegative().decode(damaged, rows=4, width=1)
+
+
 def test_a_restored_accumulator_never_explodes_the_step() -> None:
     """One coordinate was updated a billion times more strongly than the others."""
     accumulator = np.full((1, 16), 1e-10, F32)
@@ -176,7 +202,7 @@ def test_bytes_are_as_announced_and_never_more_than_raw(codec: Codec, width: int
         4 + 4 * width
     )
     assert codec.nbytes_per_row(width) <= 4 * width
-    if width == 1:
+    if width == 1 and codec != NonNegative():
         assert same_bits(there_and_back(codec, rows), rows)
 
 

@@ -1,9 +1,9 @@
 """The codecs of rows.
 
 A codec is a frozen spec that round-trips through a dict and works on blocks of rows: `encode`
-gives named buffers, `decode` turns them back. `Raw` returns every bit. `Quantized` and
-`NonNegative8` lose precision within a bound that their docstrings state; a row to which the bound
-cannot be promised (NaN, infinity, a range that overflows) is stored raw beside the others and
+gives named buffers, `decode` turns them back. `Raw` returns every bit. `Quantized`, `NonNegative8`
+and `NonNegative` lose precision within a bound that their docstrings state; a row to which the
+bound cannot be promised (NaN, infinity, a range that overflows) is stored raw beside the others and
 comes back exactly. The bytes of a row depend on that row alone: not on the block that it is in,
 not on the thread count, not on the machine. `docs/codecs.md` accounts for every byte.
 
@@ -42,6 +42,10 @@ class Codec(Protocol):
 
     def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int: ...
 
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        """Bytes of a row in each buffer that has one entry per row; raw rows aside."""
+        ...
+
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]: ...
 
     def decode(
@@ -67,6 +71,9 @@ class Raw:
 
     def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
         return width * np.dtype(dtype).itemsize
+
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        return {"values": self.nbytes_per_row(width, dtype)}
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
         """One buffer, `values`; it may share memory with the rows given."""
@@ -158,7 +165,10 @@ class Quantized:
 
     def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
         """Bytes of a row that is not stored raw."""
-        return _coded_bytes(_float32(dtype, self), width, _code_bytes(width, self.bits))
+        return sum(self.columns(width, dtype).values())
+
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        return _columns(_float32(dtype, self), width, self.bits)
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
         from emberkeep.kernels.quantize import LANES, encode_rows
@@ -219,7 +229,10 @@ class NonNegative8:
 
     def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
         """Bytes of a row that is not stored raw."""
-        return _coded_bytes(_float32(dtype, self), width, width)
+        return sum(self.columns(width, dtype).values())
+
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        return _columns(_float32(dtype, self), width, 8)
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
         from emberkeep.kernels.nonnegative import encode_nonnegative
@@ -250,12 +263,89 @@ class NonNegative8:
         return _decode(self, buffers, rows, width, 8, work, out, pool)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonNegative:
+    """Accumulators and second moments in 8 bits a value, or in 16 where a row has only one value.
+
+    Planes of two and more values a row are stored as `NonNegative8` stores them. The one value of a
+    row-wise accumulator leaves nothing to share parameters with: it keeps the exponent and the
+    first 8 bits of the fraction of its float32, rounded to even, in 2 bytes a row and
+    |x − x̂| ≤ x / 512.
+
+    Zero stays zero, a positive value stays positive. Exact at the cost of its raw bytes is a value
+    that is negative, -0.0, NaN, infinite, denormal, or would round to infinity.
+    """
+
+    name: ClassVar[str] = "nonnegative"
+    # Of the 31 bits of a float32 that is not negative, the lower 15 are rounded away.
+    _dropped: ClassVar[int] = 15
+    _least: ClassVar[int] = 0x0080_0000 >> 15
+    _infinite: ClassVar[int] = 0x7F80_0000 >> 15
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"codec": self.name, "version": 1}
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
+        """Bytes of a row that is not stored raw."""
+        return sum(self.columns(width, dtype).values())
+
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        _float32(dtype, self)
+        return {"codes": 2} if width == 1 else NonNegative8().columns(width)
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+        _float32(values_RD.dtype, self)
+        values_RD = _rows(values_RD)
+        if values_RD.shape[1] > 1:
+            return NonNegative8().encode(values_RD, pool)
+        bits = values_RD.reshape(-1).view(np.uint32)
+        even = (bits >> self._dropped) & np.uint32(1)
+        # A negative number may wrap around here; it is stored raw.
+        codes = (bits + (np.uint32(0x3FFF) + even)) >> self._dropped
+        normal = (bits >= 0x0080_0000) & (bits < 0x7F80_0000) & (codes < self._infinite)
+        raw_rows = np.flatnonzero(~(normal | (bits == 0)))
+        codes[raw_rows] = 0
+        return {
+            "codes": codes.astype(np.uint16).view(np.uint8).reshape(-1, 2),
+            "raw_rows": raw_rows.astype(np.uint32),
+            "raw_values": values_RD[raw_rows],
+        }
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array:
+        _float32(dtype, self)
+        if width > 1:
+            return NonNegative8().decode(buffers, rows=rows, width=width, out=out, pool=pool)
+        _only(buffers, "codes", "raw_rows", "raw_values")
+        codes = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, 2)).view(np.uint16).reshape(-1)
+        raw_rows, raw_values = _raw_part(buffers, rows, width)
+        if len(raw_rows) and codes[raw_rows].any():
+            raise DamageError("buffer 'codes' holds a value for a raw row: the piece is damaged")
+        wrong = (codes >= self._infinite) | ((codes < self._least) & (codes != 0))
+        if wrong.any():
+            raise _never_written(self, int(wrong.sum()), rows)
+        if out is None:
+            out = np.empty((rows, 1), np.float32)
+        _target(out, rows, width, np.dtype(np.float32))
+        np.left_shift(codes, self._dropped, out=out.reshape(-1).view(np.uint32), dtype=np.uint32)
+        out[raw_rows] = raw_values
+        return out
+
+
 def codec_from_dict(spec: Mapping[str, Any]) -> Codec:
     """The codec that wrote `spec` with `to_dict`; one that this release cannot read is refused."""
     fields = dict(spec)
     name, version = fields.pop("codec", None), fields.pop("version", None)
     known: dict[Any, Callable[..., Codec]] = {
-        codec.name: codec for codec in (Raw, Quantized, NonNegative8)
+        codec.name: codec for codec in (Raw, Quantized, NonNegative8, NonNegative)
     }
     if name not in known:
         raise StateError(
@@ -280,8 +370,10 @@ def _code_bytes(width: int, bits: int) -> int:
     return (width * bits + 7) // 8
 
 
-def _coded_bytes(dtype: np.dtype[Any], width: int, code_bytes: int) -> int:
-    return min(code_bytes + _PARAM_BYTES, width * dtype.itemsize)
+def _columns(dtype: np.dtype[Any], width: int, bits: int) -> dict[str, int]:
+    if not _is_coded(width, bits):
+        return Raw().columns(width, dtype)
+    return {"codes": _code_bytes(width, bits), "params": _PARAM_BYTES}
 
 
 def _is_coded(width: int, bits: int) -> bool:
@@ -338,14 +430,7 @@ def _decode(
     # Kernels do not check bounds: every size is settled here.
     codes_RB = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, _code_bytes(width, bits)))
     params_R = _buffer(buffers, "params", np.dtype(np.uint32), (rows,))
-    raw_rows = _buffer(buffers, "raw_rows", np.dtype(np.uint32), None)
-    raw_values = _buffer(buffers, "raw_values", float32, (len(raw_rows), width))
-    ascend = bool((raw_rows[1:] > raw_rows[:-1]).all())
-    if len(raw_rows) and not (ascend and raw_rows[-1] < rows):
-        raise DamageError(
-            f"buffer 'raw_rows' names rows out of order or beyond the {rows} of its piece: "
-            "the piece is damaged, restore another version"
-        )
+    raw_rows, raw_values = _raw_part(buffers, rows, width)
     if len(raw_rows) and params_R[raw_rows].any():
         raise DamageError("buffer 'params' holds a grid for a raw row: the piece is damaged")
     if out is None:
@@ -353,12 +438,29 @@ def _decode(
     _target(out, rows, width, float32)
     wrong = _run(partial(work, codes_RB, params_R, out), rows, width, pool)
     if any(wrong):
-        raise DamageError(
-            f"{sum(wrong)} of {rows} rows have parameters that codec {codec.name!r} never writes: "
-            "the piece is damaged, restore another version"
-        )
+        raise _never_written(codec, sum(wrong), rows)
     out[raw_rows] = raw_values
     return out
+
+
+def _raw_part(buffers: Buffers, rows: int, width: int) -> tuple[Array, Array]:
+    """The numbers of the rows that are stored raw, and those rows."""
+    raw_rows = _buffer(buffers, "raw_rows", np.dtype(np.uint32), None)
+    raw_values = _buffer(buffers, "raw_values", np.dtype(np.float32), (len(raw_rows), width))
+    ascend = bool((raw_rows[1:] > raw_rows[:-1]).all())
+    if len(raw_rows) and not (ascend and raw_rows[-1] < rows):
+        raise DamageError(
+            f"buffer 'raw_rows' names rows out of order or beyond the {rows} of its piece: "
+            "the piece is damaged, restore another version"
+        )
+    return raw_rows, raw_values
+
+
+def _never_written(codec: Codec, wrong: int, rows: int) -> DamageError:
+    return DamageError(
+        f"{wrong} of {rows} rows have parameters that codec {codec.name!r} never writes: "
+        "the piece is damaged, restore another version"
+    )
 
 
 def _run(

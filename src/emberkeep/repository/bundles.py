@@ -60,22 +60,19 @@ class Form:
         """Bytes of a row in each of its columns."""
         if not self.coded:
             return (self.width * np.dtype(self.dtype).itemsize,)
-        parameters = 4
-        return self._codec().nbytes_per_row(self.width, self.dtype) - parameters, parameters
+        return tuple(self._codec().columns(self.width, self.dtype).values())
 
     def decode(self, columns: Sequence[U8], pool: Pool) -> Array:
         rows = columns[0].shape[0]
         if not self.coded:
             return columns[0].view(self.dtype).reshape(rows, self.width)
+        codec = self._codec()
         buffers: dict[str, Array] = {
-            "codes": columns[0],
-            "params": columns[1].view(np.uint32).reshape(-1),
+            **dict(zip(codec.columns(self.width, self.dtype), columns, strict=True)),
             "raw_rows": np.empty(0, np.uint32),
             "raw_values": np.empty((0, self.width), np.float32),
         }
-        return self._codec().decode(
-            buffers, rows=rows, width=self.width, dtype=self.dtype, pool=pool
-        )
+        return codec.decode(buffers, rows=rows, width=self.width, dtype=self.dtype, pool=pool)
 
     def _codec(self) -> Codec:
         return codec_from_dict(json.loads(self.codec))
@@ -242,7 +239,8 @@ def encoded(chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int)
             coded = "codes" in buffers and not kind >> number & 1
             spec = json.dumps((codec if coded else _RAW).to_dict(), separators=(",", ":"))
             family.append(Form(plane, values.shape[1], values.dtype.name, spec, coded))
-            kept = [buffers["codes"], buffers["params"]] if coded else [values]
+            names = codec.columns(values.shape[1], values.dtype)
+            kept = [buffers[name] for name in names] if coded else [values]
             columns.extend(_bytes_of_rows(column, mine) for column in kept)
         some = slice(None) if mine is None else mine
         yield Part(birth, None, tuple(family), tables[some], chunk.ids[some], tuple(columns))
