@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from _common import Options, options, report
 from emberkeep.blobs import open_store
@@ -79,11 +78,17 @@ class Run:
         ]
         return RowIds(np.concatenate(ids), np.cumsum([0, *(part.size for part in ids)]))
 
-    def step(self) -> None:
+    def step(self, *, pull: bool = True) -> None:
         wanted = self.batches[self._number % len(self.batches)]
         self._number += 1
-        self.cluster.pull([wanted])
+        if pull:
+            self.cluster.pull([wanted])
         self.cluster.push([wanted], [self.grads[: wanted.ids.size]], lr=LR)
+
+    def change(self) -> None:
+        """The rows change as in one interval, and nothing is timed."""
+        for _ in range(STEPS):
+            self.step(pull=False)
 
     def interval(self) -> float:
         """Seconds of the training of one interval."""
@@ -174,14 +179,13 @@ def stored(path: Path) -> int:
 
 
 def beside_training(
-    run: Run, keeper: Checkpointer, strategy: Strategy, saves: int, alone_repeats: int
+    run: Run, keeper: Checkpointer, strategy: Strategy, saves: int
 ) -> dict[str, float]:
-    """Saves one after the other while training goes on without a break; a version exists.
+    """Saves one after the other while training goes on without a break, just after a baseline.
 
-    The stall of a checkpoint is the time that the steps took longer than they take without any
-    save.
+    The stall of a checkpoint is the time that the steps took longer than they take afterwards,
+    alone.
     """
-    alone = statistics.median(run.interval() for _ in range(alone_repeats)) / STEPS
     steps, commits, pauses = 0, [], []
     with Peak() as peak:
         start = time.perf_counter()
@@ -197,12 +201,12 @@ def beside_training(
             saving.committed.result()
             commits.append(time.perf_counter() - began)
         total = time.perf_counter() - start
+    alone = statistics.median(run.interval() for _ in range(2 * saves)) / STEPS
     return {
         "pause_ms": statistics.median(pauses),
         "stall_s": (total - alone * steps) / saves,
         "commit_s": statistics.median(commits),
         "peak_mb": peak.extra_mb,
-        "step_ms": alone * 1e3,
     }
 
 
@@ -213,7 +217,7 @@ def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, l
         written, capacity, kinds = [], 0, []
         for step in range(intervals):
             if step:
-                run.interval()
+                run.change()
             keeper.save(step)
             manifest = keeper.wait()
             assert manifest is not None
@@ -223,19 +227,20 @@ def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, l
         return float(np.mean(written)), capacity, kinds
 
 
-def pauses(run: Run, keeper: Checkpointer, saves: int) -> tuple[list[float], list[float]]:
-    """The pause of a save after each step, and of a call that does nothing beside it."""
-    taken, nothing = [], []
+def pauses(pairs: list[tuple[Run, Checkpointer]], saves: int) -> list[list[float]]:
+    """The pauses of saves, a step before each; of all pairs in turn, then of doing nothing."""
+    taken: list[list[float]] = [[] for _ in range(len(pairs) + 1)]
     for step in range(saves):
-        run.step()
+        for times, (run, keeper) in zip(taken, pairs, strict=False):
+            run.step()
+            start = time.perf_counter()
+            keeper.save(step, strategy=Strategy(layout="consecutive"))
+            times.append((time.perf_counter() - start) * 1e3)
+            keeper.wait()
         start = time.perf_counter()
         threading.Thread(target=lambda: None).start()
-        nothing.append((time.perf_counter() - start) * 1e3)
-        start = time.perf_counter()
-        keeper.save(step, strategy=Strategy(layout="consecutive"))
-        taken.append((time.perf_counter() - start) * 1e3)
-        keeper.wait()
-    return taken, nothing
+        taken[-1].append((time.perf_counter() - start) * 1e3)
+    return taken
 
 
 def tracking_pct(run: Run, rounds: int) -> float:
@@ -286,6 +291,8 @@ def torch_save(run: Run, path: Path) -> float:
 
 def dcp_save(run: Run, path: Path) -> tuple[float, float]:
     """Pause and seconds to commit of DCP's async_save."""
+    import torch.distributed.checkpoint as dcp  # slow to import, and not measured in quick runs
+
     state = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
     start = time.perf_counter()
     future = dcp.async_save(state, checkpoint_id=str(path / "dcp"))
@@ -372,10 +379,10 @@ def saved(quick: bool) -> int:
 
 
 def measure_beside(
-    run: Run, keeper: Checkpointer, bits: int | None, quick: bool, figures: Figures, rows: Rows
+    run: Run, keeper: Checkpointer, bits: int | None, saves: int, figures: Figures, rows: Rows
 ) -> None:
     strategy = Strategy(layout="intermittent", bits=bits)
-    beside = beside_training(run, keeper, strategy, *((1, 1) if quick else (3, 3)))
+    beside = beside_training(run, keeper, strategy, saves)
     rows.append(
         [f"intermittent, {width(bits)}, beside training", f"{beside['pause_ms']:.2f}",
          f"{beside['stall_s']:.2f}", f"{beside['commit_s']:.2f}", "", "",
@@ -400,21 +407,21 @@ def measure(given: Options, torch_path: Path) -> None:
     writer.start()
     measure_sizes(run, given.quick, figures, rows)
     writer.join()
-    saves = 20 if given.quick else 100
+    saves = 16 if given.quick else 100
+    beside = 1 if given.quick else 3
     with baseline(run) as keeper:
-        taken, nothing = pauses(run, keeper, saves)
-        measure_beside(run, keeper, None, given.quick, figures, rows)
+        measure_beside(run, keeper, None, beside, figures, rows)
         ours, theirs, peak = restore_times(
             run, keeper, torch_path / "model.pt", 1 if given.quick else 2
         )
+        small = Run(ROWS // 10)
+        with baseline(small) as small_keeper:
+            taken, small_taken, nothing = pauses([(run, keeper), (small, small_keeper)], saves)
+        del small
     figures["restore_speed_vs_torch_load"] = theirs / ours
     figures["restore_seconds"] = ours
     figures["restore_peak_extra_mb"] = peak
     figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 2 if given.quick else 12)
-    small = Run(ROWS // 10)
-    with baseline(small) as keeper:
-        small_taken, _ = pauses(small, keeper, saves)
-    del small
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
@@ -422,7 +429,7 @@ def measure(given: Options, torch_path: Path) -> None:
     if not given.quick:
         for bits in WIDTHS[1:]:
             with baseline(run) as keeper:
-                measure_beside(run, keeper, bits, given.quick, figures, rows)
+                measure_beside(run, keeper, bits, beside, figures, rows)
         for name, (pause, commit, nbytes, extra) in peers(run, 2).items():
             rows.append(
                 [name, f"{pause * 1e3:.0f}", f"{pause:.2f}", f"{commit:.2f}",
@@ -430,7 +437,7 @@ def measure(given: Options, torch_path: Path) -> None:
             )  # fmt: skip
         del run
         elementwise = Run(ROWS // 4, Adagrad(lr=LR))
-        elementwise.interval()
+        elementwise.change()
         for quantize in (False, True):
             strategy = Strategy(layout="full", bits=8, quantize_optimizer=quantize)
             mean, capacity, _ = sizes(elementwise, strategy, 2)
