@@ -1,4 +1,4 @@
-"""Rows as records of a log, and the log's blocks to and from a file, without the GIL.
+"""Rows as records of a log: packed, sealed, found again; `tier_reading` reads them from the file.
 
 A block is a multiple of 4096 bytes: a header of 32 (checksum, count and life, sequence, generation)
 and records of one size. A record is two words, `row * 2 + deleted` and the stamp, and then the
@@ -9,15 +9,12 @@ by frame, or by row where `by_row` says so. Record number p is slot `p % per_blo
 
 from __future__ import annotations
 
-import platform
-import sys
-
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._memory import set_bit, test_bit
+from emberkeep.kernels._memory import test_bit
 from emberkeep.kernels.hashing import GOLDEN, I64, U64, mix64
 
 U8 = npt.NDArray[np.uint8]
@@ -26,30 +23,18 @@ I32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
 HEADER = 32
-_WORDS = HEADER // 8
+HEADER_WORDS = HEADER // 8
 _ONE = np.uint64(1)
 _S32 = np.uint64(32)
 _S29 = np.uint64(29)
-_LOW = np.uint64(0xFFFFFFFF)
+LOW = np.uint64(0xFFFFFFFF)
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 
-_copy = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
-_pread = types.ExternalFunction(
-    "pread", types.int64(types.int32, types.uintp, types.uintp, types.int64)
-)
-_syscall = types.ExternalFunction(
-    "syscall",
-    types.int64(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64),
-)
-# io_setup, io_getevents, io_submit: many reads under way from one thread, at a third
-# of the processor time that as many threads take.
-_CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
-HAS_AIO = sys.platform == "linux" and platform.machine() in _CALLS
-_IO_SETUP, _IO_GETEVENTS, _IO_SUBMIT = _CALLS.get(platform.machine(), (0, 0, 0))
+copy_bytes = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
 
 
 @inline
-def _checksum(words: U64, salt: np.uint64, block: int, generation: int) -> np.uint64:
+def checksum(words: U64, salt: np.uint64, block: int, generation: int) -> np.uint64:
     """Of all words but the first, and of where the block lies: four sums side by side."""
     a = mix64(salt + np.uint64(block) * GOLDEN)
     b = mix64(a + np.uint64(generation))
@@ -91,7 +76,7 @@ def pack(
     base = words.ctypes.data
     for i in range(rows.size):
         at = first + i
-        word = (at // per_block) * block_words + _WORDS + (at % per_block) * record_words
+        word = (at // per_block) * block_words + HEADER_WORDS + (at % per_block) * record_words
         words[word] = np.uint64(rows[i] * 2 + (1 if deleted else 0))
         words[word + 1] = np.uint64(stamps[i])
         if deleted:
@@ -100,7 +85,7 @@ def pack(
         for p in range(addresses.size):
             index = rows[i] if by_row[p] else frames[i]
             source = np.uintp(addresses[p] + index * widths[p])
-            _copy(target, source, np.uintp(widths[p]))
+            copy_bytes(target, source, np.uintp(widths[p]))
             target += np.uintp(widths[p])
 
 
@@ -124,225 +109,7 @@ def seal(
         mine[1] = np.uint64(count) | (np.uint64(life) << _S32)
         mine[2] = np.uint64(sequence + b)
         mine[3] = np.uint64(generation)
-        mine[0] = _checksum(mine, salt, block + b, generation)
-
-
-@inline
-def _unpack(
-    words: U64, word: int, row: int, frame: int, addresses: I64, widths: I64, by_row: Bool
-) -> None:
-    source = words.ctypes.data + np.uintp(8 * (word + 2))
-    for p in range(addresses.size):
-        if not by_row[p]:
-            _copy(np.uintp(addresses[p] + frame * widths[p]), source, np.uintp(widths[p]))
-        source += np.uintp(widths[p])
-
-
-@inline
-def _take(
-    words: U64,
-    block: int,
-    generation: int,
-    salt: np.uint64,
-    per_block: int,
-    record_words: int,
-    position: int,
-    row: int,
-    frame: int,
-    stamps: I64,
-    addresses: I64,
-    widths: I64,
-    by_row: Bool,
-) -> bool:
-    """Checks a block that was read and copies one record of it to its frame."""
-    slot = position % per_block
-    if words[3] != np.uint64(generation) or slot >= np.int64(words[1] & _LOW):
-        return False
-    if words[0] != _checksum(words, salt, block, generation):
-        return False
-    word = _WORDS + slot * record_words
-    if words[word] != np.uint64(row * 2):
-        return False
-    stamps[frame] = np.int64(words[word + 1])
-    _unpack(words, word, row, frame, addresses, widths, by_row)
-    return True
-
-
-@kernel
-def read_serially(
-    handle: int,
-    start: int,
-    buffer: U64,
-    salt: np.uint64,
-    per_block: int,
-    record_words: int,
-    segment_blocks: int,
-    generations: I64,
-    positions: I64,
-    rows: I64,
-    frames: I64,
-    stamps: I64,
-    addresses: I64,
-    widths: I64,
-    by_row: Bool,
-) -> int:
-    """Reads records to frames, one after the other; returns one that is not there, or -1.
-
-    Positions are ascending: a block that holds several is read once.
-    """
-    size = buffer.size * 8
-    held = np.int64(-1)
-    for i in range(positions.size):
-        block = positions[i] // per_block
-        if block != held:
-            offset = start + block * size
-            if _pread(np.int32(handle), buffer.ctypes.data, np.uintp(size), offset) != size:
-                return i
-            held = block
-        generation = generations[block // segment_blocks]
-        if not _take(
-            buffer, block, generation, salt, per_block, record_words, positions[i], rows[i],
-            frames[i], stamps, addresses, widths, by_row,
-        ):  # fmt: skip
-            return i
-    return -1
-
-
-@kernel
-def open_queue(depth: int, context: I64) -> int:
-    """Makes a queue of the kernel's for `read_deeply`; 0, or an error."""
-    context[0] = 0
-    return int(_syscall(_IO_SETUP, depth, np.int64(context.ctypes.data), 0, 0, 0))
-
-
-@kernel
-def read_deeply(
-    context: I64,
-    handle: int,
-    start: int,
-    buffers: U64,
-    requests: I64,
-    pointers: I64,
-    events: I64,
-    salt: np.uint64,
-    per_block: int,
-    record_words: int,
-    segment_blocks: int,
-    generations: I64,
-    positions: I64,
-    rows: I64,
-    frames: I64,
-    stamps: I64,
-    addresses: I64,
-    widths: I64,
-    by_row: Bool,
-) -> int:
-    """As `read_serially`, with as many reads under way as there are buffers.
-
-    Returns -1, or one of the records that is not there; -2 where the queue itself failed.
-    """
-    depth = buffers.shape[0]
-    size = buffers.shape[1] * 8
-    begins = np.empty(depth, np.int64)  # for each buffer the positions that its block holds
-    ends = np.empty(depth, np.int64)
-    free = np.arange(depth)
-    idle = depth
-    following = 0
-    bad = -1
-    queued = 0
-    while following < positions.size or idle < depth:
-        while idle > 0 and following < positions.size and bad == -1:
-            idle -= 1
-            slot = free[idle]
-            block = positions[following] // per_block
-            begins[slot] = following
-            while following < positions.size and positions[following] // per_block == block:
-                following += 1
-            ends[slot] = following
-            requests[slot, :] = 0
-            requests[slot, 0] = slot
-            requests[slot, 2] = np.int64(handle) << 32
-            requests[slot, 3] = np.int64(buffers.ctypes.data) + slot * size
-            requests[slot, 4] = size
-            requests[slot, 5] = start + block * size
-            pointers[queued] = np.int64(requests.ctypes.data) + slot * 64
-            queued += 1
-        sent = 0
-        while sent < queued:
-            taken = _syscall(
-                _IO_SUBMIT, context[0], queued - sent, np.int64(pointers.ctypes.data) + 8 * sent,
-                0, 0,
-            )  # fmt: skip
-            if taken <= 0:
-                break
-            sent += taken
-        for i in range(sent, queued):  # refused: read them here
-            slot = (pointers[i] - np.int64(requests.ctypes.data)) // 64
-            target = np.uintp(requests[slot, 3])
-            _pread(np.int32(handle), target, np.uintp(size), requests[slot, 5])
-            bad = _checked(
-                buffers[slot], bad, begins[slot], ends[slot], salt, per_block, record_words,
-                segment_blocks, generations, positions, rows, frames, stamps, addresses, widths,
-                by_row,
-            )  # fmt: skip
-            free[idle] = slot
-            idle += 1
-        queued = 0
-        under_way = depth - idle
-        if under_way == 0:
-            if bad != -1:
-                return bad
-            continue
-        least = under_way if following >= positions.size else max(1, under_way // 4)
-        came = _syscall(_IO_GETEVENTS, context[0], least, depth, np.int64(events.ctypes.data), 0)
-        if came < 0:
-            came = _syscall(_IO_GETEVENTS, context[0], 1, depth, np.int64(events.ctypes.data), 0)
-            if came < 0:
-                continue  # interrupted by a signal: what is under way must come back
-        for e in range(came):
-            slot = events[e, 0]
-            if events[e, 2] != size:
-                bad = begins[slot]
-            else:
-                bad = _checked(
-                    buffers[slot], bad, begins[slot], ends[slot], salt, per_block, record_words,
-                    segment_blocks, generations, positions, rows, frames, stamps, addresses,
-                    widths, by_row,
-                )  # fmt: skip
-            free[idle] = slot
-            idle += 1
-        if bad != -1 and idle == depth:
-            return bad
-    return bad
-
-
-@inline
-def _checked(
-    buffer: U64,
-    bad: int,
-    begin: int,
-    end: int,
-    salt: np.uint64,
-    per_block: int,
-    record_words: int,
-    segment_blocks: int,
-    generations: I64,
-    positions: I64,
-    rows: I64,
-    frames: I64,
-    stamps: I64,
-    addresses: I64,
-    widths: I64,
-    by_row: Bool,
-) -> int:
-    for i in range(begin, end):
-        block = positions[i] // per_block
-        if not _take(
-            buffer, block, generations[block // segment_blocks], salt, per_block, record_words,
-            positions[i], rows[i], frames[i], stamps, addresses, widths, by_row,
-        ):  # fmt: skip
-            bad = i
-    return bad
+        mine[0] = checksum(mine, salt, block + b, generation)
 
 
 @kernel
@@ -353,7 +120,7 @@ def check_blocks(
     for b in range(generations.size):
         mine = words[b * block_words : (b + 1) * block_words]
         generation = np.int64(mine[3])
-        whole = generation > 0 and mine[0] == _checksum(mine, salt, block + b, int(generation))
+        whole = generation > 0 and mine[0] == checksum(mine, salt, block + b, int(generation))
         generations[b] = generation if whole else -1
         sequences[b] = np.int64(mine[2]) if whole else -1
 
@@ -391,8 +158,8 @@ def merge_records(
         life = np.int64(head >> _S32) - first_life
         if life < 0 or life >= ends.size:
             continue
-        for slot in range(np.int64(head & _LOW)):
-            word = base + _WORDS + slot * record_words
+        for slot in range(np.int64(head & LOW)):
+            word = base + HEADER_WORDS + slot * record_words
             stamp = np.int64(words[word + 1])
             if stamp > ends[life] or stamp <= floor:
                 continue
@@ -411,7 +178,9 @@ def merge_records(
             source = words.ctypes.data + np.uintp(8 * (word + 2))
             for p in range(addresses.size):
                 if by_row[p]:
-                    _copy(np.uintp(addresses[p] + row * widths[p]), source, np.uintp(widths[p]))
+                    copy_bytes(
+                        np.uintp(addresses[p] + row * widths[p]), source, np.uintp(widths[p])
+                    )
                 source += np.uintp(widths[p])
     return -1
 
@@ -440,8 +209,8 @@ def list_live(
     found = 0
     for b in range(blocks):
         base = b * block_words
-        for slot in range(np.int64(words[base + 1] & _LOW)):
-            word = base + _WORDS + slot * record_words
+        for slot in range(np.int64(words[base + 1] & LOW)):
+            word = base + HEADER_WORDS + slot * record_words
             row = np.int64(words[word] >> _ONE)
             position = (first_block + b) * per_block + slot + 1
             if row < positions_R.size and np.int64(positions_R[row]) == position:
@@ -464,7 +233,7 @@ def move_records(
     """Copies whole records from one buffer of blocks to another, stamps and all."""
     for i in range(sources.size):
         at = first + i
-        word = (at // per_block) * block_words + _WORDS + (at % per_block) * record_words
+        word = (at // per_block) * block_words + HEADER_WORDS + (at % per_block) * record_words
         words[word : word + record_words] = source[sources[i] : sources[i] + record_words]
 
 
@@ -507,11 +276,3 @@ def list_oldest(used: I64, row_of: I64, busy: U8, limit: int, out: I64) -> int:
             out[found] = frame
             found += 1
     return found
-
-
-@kernel
-def mark_written(frames: I64, stamp: int, filled: U64, unsaved: U64, stamps: I64) -> None:
-    for i in range(frames.size):
-        set_bit(filled, frames[i])
-        set_bit(unsaved, frames[i])
-        stamps[frames[i]] = stamp

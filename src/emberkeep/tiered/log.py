@@ -45,8 +45,6 @@ Bool = npt.NDArray[np.bool_]
 
 BLOCK = 4096
 START = 2 * SLOT_NBYTES
-# Reads under way at once from one thread, and the threads that stand in where there is no queue.
-DEPTH = 64
 _FREE, _ACTIVE, _SEALED = 0, 1, 2
 _MOST_RECORDS = 2**32 - 2
 

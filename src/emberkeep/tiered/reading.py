@@ -4,51 +4,54 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from emberkeep.errors import DamageError
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import tier_reading as kernels
 from emberkeep.pool import spans
-from emberkeep.tiered.log import DEPTH, I64, START, Layout, RowLog, aligned
+from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned
 
-# Threads that stand in where the system has no queue for reads.
+# Reads under way at once from one thread, and the threads that stand in where there is no queue.
+DEPTH = 64
 _THREADS = 16
 # Fewer reads than this are not worth a thread there.
 _LEAST = 8
 
 
 class _Queue:
-    """A queue of the system's, with its buffers; for one thread at a time."""
+    """A queue of the system's, with its buffers; for one thread at a time.
 
-    def __init__(self, block_nbytes: int) -> None:
+    With depth 1 it is none: blocks are read one after the other.
+    """
+
+    def __init__(self, block_nbytes: int, depth: int) -> None:
         self.context = np.zeros(1, np.int64)
-        self.buffers = aligned(DEPTH * block_nbytes).reshape(DEPTH, -1)
-        self.requests = np.zeros((DEPTH, 8), np.int64)
-        self.pointers = np.zeros(DEPTH, np.int64)
-        self.events = np.zeros((DEPTH, 4), np.int64)
-        self.works = kernels.HAS_AIO and kernels.open_queue(DEPTH, self.context) == 0
+        self.buffers = aligned(depth * block_nbytes).reshape(depth, -1)
+        self.requests = np.zeros((depth, 8), np.int64)
+        self.pointers = np.zeros(depth, np.int64)
+        self.events = np.zeros((depth, 4), np.int64)
+        self.deep = depth > 1 and kernels.HAS_AIO and kernels.open_queue(depth, self.context) == 0
 
 
 class _Queues:
     """Queues for the next reads: the system takes its time to make one and longer to end one."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[int, int], list[_Queue]] = {}
+        self._idle: dict[tuple[int, int, int], list[_Queue]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def one(self, block_nbytes: int) -> Iterator[_Queue]:
-        key = (os.getpid(), block_nbytes)  # a forked child has none of its parent's
+    def one(self, block_nbytes: int, depth: int) -> Iterator[_Queue]:
+        key = (os.getpid(), block_nbytes, depth)  # a forked child has none of its parent's
         with self._lock:
             idle = self._idle.setdefault(key, [])
             queue = idle.pop() if idle else None
-        queue = queue or _Queue(block_nbytes)
+        queue = queue or _Queue(block_nbytes, depth)
         try:
             yield queue
         finally:
@@ -60,12 +63,18 @@ _queues = _Queues()
 
 
 class Reads:
-    """Reads records of one log. Safe to call from several threads."""
+    """Reads records of one log. Safe to call from several threads.
 
-    def __init__(self, log: RowLog) -> None:
+    `deep` is False where the system has no queue for reads: then threads wait for one each.
+    """
+
+    def __init__(self, log: RowLog, *, threads: int = _THREADS) -> None:
         self._log = log
         self._lock = threading.Lock()
+        self._count = threads
         self._threads: ThreadPoolExecutor | None = None
+        with _queues.one(log.block_nbytes, DEPTH) as queue:
+            self.deep = queue.deep
 
     def read(self, records: I64, rows: I64, frames: I64, stamps: I64, layout: Layout) -> None:
         """Brings records to frames of `layout`, their stamps to `stamps[frame]`.
@@ -75,12 +84,21 @@ class Reads:
         log = self._log
         order = np.argsort(records)
         records, rows, frames = records[order], rows[order], frames[order]
-        common: Any = (
-            log.salt, log.per_block, layout.record_words, log.segment_blocks, log.generations
-        )  # fmt: skip
-        rest: Any = (stamps, layout.addresses, layout.widths, layout.by_row)
-        with log.using(), _queues.one(log.block_nbytes) as queue:
-            bad = self._read(queue, common, records, rows, frames, rest)
+
+        def run(start: int, stop: int) -> int:
+            part = slice(start, stop)
+            with _queues.one(log.block_nbytes, DEPTH if self.deep else 1) as queue:
+                read: Any = kernels.read_records
+                bad: int = read(
+                    queue.context, log.handle, START, queue.buffers, queue.requests,
+                    queue.pointers, queue.events, log.salt, log.per_block, layout.record_words,
+                    log.segment_blocks, log.generations, records[part], rows[part], frames[part],
+                    stamps, layout.addresses, layout.widths, layout.by_row,
+                )  # fmt: skip
+            return bad if bad < 0 else start + bad
+
+        with log.using():
+            bad = run(0, records.size) if self.deep else self._by_threads(run, records.size)
         with self._lock:
             log.reads += records.size
         if bad >= 0:
@@ -91,34 +109,9 @@ class Reads:
                 name=log.path,
             )
 
-    def _read(
-        self, queue: _Queue, common: Any, records: I64, rows: I64, frames: I64, rest: Any
-    ) -> int:
-        log = self._log
-        if queue.works:
-            read: Any = kernels.read_deeply
-            bad: int = read(
-                queue.context, log.handle, START, queue.buffers, queue.requests,
-                queue.pointers, queue.events, *common, records, rows, frames, *rest,
-            )  # fmt: skip
-            return bad
-        return self._read_by_threads(common, records, rows, frames, rest)
-
-    def _read_by_threads(self, common: Any, records: I64, rows: I64, frames: I64, rest: Any) -> int:
-        log = self._log
+    def _by_threads(self, run: Callable[[int, int], int], count: int) -> int:
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="emberkeep-tier")
-
-        def run(start: int, stop: int) -> int:
-            part = slice(start, stop)
-            read: Any = kernels.read_serially
-            bad: int = read(
-                log.handle, START, aligned(log.block_nbytes), *common, records[part],
-                rows[part], frames[part], *rest,
-            )  # fmt: skip
-            return bad if bad < 0 else start + bad
-
-        parts = spans(records.size, _THREADS, _LEAST)
-        found = list(self._threads.map(lambda part: partial(run, *part)(), parts))
-        return max(found, default=-1)
+                self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="emberkeep-tier")
+        parts = spans(count, self._count, _LEAST)
+        return max(self._threads.map(lambda part: run(*part), parts), default=-1)
