@@ -40,6 +40,7 @@ from emberkeep.tiered.superblock import (
 )
 
 I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 
@@ -148,6 +149,7 @@ class RowLog:
         self.sequence = 1
         self._deaths: list[tuple[I64, I64]] = []
         self.horizon: int | None = None
+        self.changed = True  # which segments are dead or worth cleaning
         self.reads = 0
         self.appended = 0
 
@@ -268,6 +270,7 @@ class RowLog:
 
     def written(self, extent: Extent) -> None:
         """Notes, under the lock, that an extent is in the file."""
+        self.changed = True
         self._unwritten[extent.segment] -= 1
 
     def _add_segment(self) -> None:
@@ -307,6 +310,7 @@ class RowLog:
         """Records whose rows have newer ones, with those stamps, that were appended just now."""
         if not records.size:
             return
+        self.changed = True
         segments = records // self.slots
         if self.horizon is None:
             np.subtract.at(self.live, segments, 1)
@@ -318,6 +322,7 @@ class RowLog:
         """Lets go of what neither the committed batch nor a later one needs."""
         if self.horizon is None:
             return
+        self.changed = True
         kept = []
         for segments, stamps in self._deaths:
             dead = stamps <= self.horizon
@@ -358,8 +363,20 @@ class RowLog:
         (self._free if self.horizon is None else self._unlisted).extend(idle)
         self._limbo = [entry for entry in self._limbo if entry[1] >= oldest]
 
-    def cleanable(self) -> int | None:
-        """The segment whose cleaning gives back most, if more of the file is dead than alive."""
+    def reconsider(self) -> int | None:
+        """Lets dead segments be used again; the one whose cleaning gives back most, if any.
+
+        Costs nothing where no record died and none was written since it found nothing to do.
+        """
+        if not self.changed:
+            return None
+        self.release_dead()
+        found = self._cleanable()
+        self.changed = found is not None
+        return found
+
+    def _cleanable(self) -> int | None:
+        """One of the mostly dead segments, if more of the file is dead than alive."""
         sealed = (self.states == _SEALED) & (self._unwritten == 0)
         slots = int(sealed.sum()) * self.slots
         if slots <= 2 * int(self.live[sealed].sum()) + 4 * self.slots:

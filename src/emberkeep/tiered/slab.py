@@ -12,7 +12,6 @@ before any row changes. Upkeep runs in threads of its own between the calls; see
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,44 +28,16 @@ from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered.background import Background
-from emberkeep.tiered.frames import FLUSHING, LOADING, Frames
-from emberkeep.tiered.log import Extent, Layout, RowLog, layout_of
-from emberkeep.tiered.reading import Reads
+from emberkeep.tiered.flushing import Flushes
+from emberkeep.tiered.frames import Frames
+from emberkeep.tiered.loading import Loads
+from emberkeep.tiered.log import Layout, RowLog, layout_of
 from emberkeep.tiered.superblock import Json, Point
 
 # What a frame costs beside its planes.
 _FRAME_NBYTES = 48
 # Rows that are read or written at a time where there may be any number of them.
 _SLICE = 16384
-# Copies for a checkpoint that may wait to be written before a push writes them itself.
-_MOST_WAITING_NBYTES = 64 * 2**20
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """Rows on their way from the log to frames."""
-
-    records: I64
-    rows: I64
-    frames: I64
-    turn: int
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Flush:
-    """Frames on their way to the log; the rows stay in their frames until they are there."""
-
-    number: int
-    extents: list[Extent]
-    rows: I64
-    frames: I64
-    used: I64
-    evict: bool
-    done: threading.Event = field(default_factory=threading.Event)
-    settled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +85,8 @@ class TieredSlab(Slab):
         if "used" in self.planes:
             by_row.append(self.planes["used"])
         self.log = open_log(layout_of(framed, by_row))
-        self.reads = Reads(self.log)
+        self.loads = Loads(self.frames, self.positions, self.log, self.lock)
+        self.flushes = Flushes(self.frames, self.positions, self.log)
         self.stamp = 0
         self.floor = 0
         self.trained = 0  # rows that are touched
@@ -125,13 +97,7 @@ class TieredSlab(Slab):
         self._missed = 0
         self._fetched = False
         self._gone: list[I64] = []
-        self._loads: list[Load] = []
-        self._flushes: list[Flush] = []
-        self._flush_number = 0
-        self.waiting: list[Extent] = []
         self.batch: int | None = None
-        self._ahead: list[Load] = []
-        self._reader = Background(self, TieredSlab._read_ahead, name="emberkeep-tier-read")
         self._upkeep = Background(self, upkeep, name="emberkeep-tier-upkeep", nice=5)
 
     @property
@@ -144,11 +110,21 @@ class TieredSlab(Slab):
 
     def close(self) -> None:
         """Lets the file go; what is not durable is lost."""
-        self._reader.stop()
+        self.loads.stop()
         self._upkeep.stop()
         if self.saving is not None and not self.saving.prepared.done():
             self.saving.prepared.set_exception(TierError(f"{self.log.path} was closed"))
         self.log.close()
+
+    def _wake(self) -> None:
+        """Has upkeep do a round, if it would find anything to do."""
+        if (
+            self.reserve > self.frames.free
+            or self.saving is not None
+            or self.flushes.waiting
+            or self.log.changed
+        ):
+            self._upkeep.wake()
 
     # -- where rows stand ------------------------------------------------------------------------
 
@@ -182,7 +158,7 @@ class TieredSlab(Slab):
         optimizers.mark(found, self.touched, self.dirty)
         self.frames.hold(places[:0], 0)
         self._bury()
-        self._upkeep.wake()
+        self._wake()
 
     def _held_by(self, found: I64) -> Planes:
         planes = {
@@ -207,7 +183,7 @@ class TieredSlab(Slab):
         count = kernels.translate(
             self.frames.frame_of, touched, wanted, 0, self.frames.used, frames, missing
         )
-        self._await(frames[frames >= 0])
+        self.loads.wait(frames[frames >= 0])
         for name, values in out.items():
             index = wanted if name == "used" else frames
             np.take(self.planes[name], index, axis=0, out=values, mode="clip")
@@ -226,7 +202,7 @@ class TieredSlab(Slab):
             by_row = self.log.layout.arrays[len(names) :]
             layout = self.log.layout.onto((*held.values(), *by_row))
             try:
-                self.reads.read(
+                self.loads.reads.read(
                     records, wanted[missing], np.arange(count), np.empty(count, np.int64), layout
                 )
             finally:
@@ -248,7 +224,7 @@ class TieredSlab(Slab):
         count = kernels.translate(
             self.frames.frame_of, self.touched, found, 0, self.frames.used, frames, missing
         )
-        self._await(frames[frames >= 0])
+        self.loads.wait(frames[frames >= 0])
         self._pull(wanted, frames, out_UD)
         if count:
             missing = missing[:count]
@@ -278,20 +254,19 @@ class TieredSlab(Slab):
             else:
                 self._make_free(missing.size, self.frames.turn)
                 missing = missing[: max(0, self.frames.free)]  # the push tells of what does not fit
-            load = self._begin_load(missing) if missing.size else None
+            load = self.loads.begin(missing) if missing.size else None
             if ahead:
-                self._upkeep.wake()
+                self._wake()
                 if load is not None:
-                    self._ahead.append(load)
-                    self._reader.wake()
+                    self.loads.leave(load)
                 return
         if load is not None:
-            self._perform(load)
+            self.loads.perform(load)
         with self.lock:
             if load is not None:
-                self._settle_load(load)
-            self._await(frames[frames >= 0])
-        self._upkeep.wake()
+                self.loads.settle(load)
+            self.loads.wait(frames[frames >= 0])
+        self._wake()
 
     def _look(self, found: I64, turn: int) -> tuple[I64, I64]:
         """The frames of rows, and the touched rows that have none."""
@@ -301,64 +276,6 @@ class TieredSlab(Slab):
             self.frames.frame_of, self.touched, found, turn, self.frames.used, frames, missing
         )
         return frames, found[missing[:count]]
-
-    def _begin_load(self, missing: I64) -> Load:
-        frames = self.frames.bind(missing)
-        self.frames.busy[frames] |= LOADING
-        records = self.positions[missing].astype(np.int64) - 1
-        load = Load(records, missing, frames, self.log.begin_reading())
-        self._loads.append(load)
-        return load
-
-    def _perform(self, load: Load) -> None:
-        """Reads, without the lock: nobody else looks at frames that are being loaded."""
-        try:
-            self.reads.read(
-                load.records, load.rows, load.frames, self.frames.stamps, self.log.layout
-            )
-        except BaseException as error:
-            load.error = error
-        load.done.set()
-
-    def _read_ahead(self) -> bool:
-        with self.lock:
-            if not self._ahead:
-                return False
-            load = self._ahead.pop(0)
-        self._perform(load)
-        with self.lock:
-            if not load.settled and load.error is None:
-                self._settle_load(load)
-        return True
-
-    def _settle_load(self, load: Load) -> None:
-        """Under the lock, once the load is done: its rows are in their frames, or it raises."""
-        if not load.settled:
-            load.settled = True
-            self._loads.remove(load)
-            self.log.end_reading(load.turn)
-            if load.error is not None:
-                self.frames.unbind(load.frames)
-            else:
-                self.frames.busy[load.frames] &= ~np.uint8(LOADING)
-                rows.set_bits(self.frames.filled, load.frames)
-        if load.error is not None:
-            raise load.error
-
-    def _await(self, frames: I64) -> None:
-        """Waits until rows that are being read are in these frames. With the lock held: reading
-        needs no lock, and whoever waits settles it."""
-        while self._loads and (self.frames.busy[frames] & LOADING).any():
-            for load in list(self._loads):
-                if np.isin(load.frames, frames).any():
-                    self._finish(load)
-
-    def _finish(self, load: Load) -> None:
-        if load in self._ahead:  # nobody has begun to read it
-            self._ahead.remove(load)
-            self._perform(load)
-        load.done.wait()
-        self._settle_load(load)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -386,15 +303,15 @@ class TieredSlab(Slab):
                 f"memory= to {needed * cost / 2**20:.1f} MiB or more; no row was changed"
             )
         here = frames[frames >= 0]
-        self._await(here)
+        self.loads.wait(here)
         self.frames.hold(here, 0)
         self._make_free(needed - here.size, self.frames.turn + 1)
         # Copies for a checkpoint under way, and records of rows that are deleted by this write.
         self.log.make_room(found.size + new)
         if missing.size and not whole:
-            load = self._begin_load(missing)
-            self._perform(load)
-            self._settle_load(load)
+            load = self.loads.begin(missing)
+            self.loads.perform(load)
+            self.loads.settle(load)
             here = np.concatenate([here, load.frames])
         self.frames.hold(here, needed - here.size)
 
@@ -407,94 +324,13 @@ class TieredSlab(Slab):
             self.waits += 1
             short = count - self.frames.free
             victims = self.frames.oldest(short, before)
-            if not victims.size:
-                if self._flushes:
-                    self._flushes[0].done.wait()
-                    self.settle_flush(self._flushes[0])
-                elif self._loads:
-                    self._finish(self._loads[0])
-                else:
-                    return
-                continue
-            flush = self.begin_flush(victims, evict=True)
-            if flush is not None:
-                self.write(flush)
-                self.settle_flush(flush)
-
-    def begin_flush(self, frames: I64, *, evict: bool) -> Flush | None:
-        """Under the lock: copies frames that the log does not hold yet to the end of the log.
-
-        With `evict`, frames that it does hold are free at once.
-        """
-        dirty = self.frames.unsaved_now(frames)
-        unsaved = frames[dirty]
-        if unsaved.size:
-            self.log.make_room(unsaved.size)
-        if evict:
-            self.frames.unbind(frames[~dirty])
-        if not unsaved.size:
-            return None
-        found = self.frames.row_of[unsaved]
-        extents = self._append(found, unsaved, self.frames.stamps[unsaved], deleted=False)
-        for bitmap in (self.frames.unsaved, self.frames.frozen):
-            rows.clear_bits(bitmap, unsaved)
-        self._flush_number += 1
-        self.frames.busy[unsaved] |= FLUSHING
-        self.frames.flush_of[unsaved] = self._flush_number
-        flush = Flush(
-            self._flush_number, extents, found, unsaved, self.frames.used[unsaved].copy(), evict
-        )
-        self._flushes.append(flush)
-        return flush
-
-    def write(self, flush: Flush) -> None:
-        """Brings a flush to the file; needs no lock."""
-        try:
-            for extent in flush.extents:
-                self.log.write(extent)
-        finally:
-            flush.done.set()
-
-    def settle_flush(self, flush: Flush) -> None:
-        """Under the lock, once it is written: frames that nobody used meanwhile are free."""
-        if flush.settled:
-            return
-        self.log.check()
-        flush.settled = True
-        self._flushes.remove(flush)
-        for extent in flush.extents:
-            self.log.written(extent)
-        frames = self.frames
-        mine = frames.flush_of[flush.frames] == flush.number
-        still = flush.frames[mine]
-        frames.busy[still] &= ~np.uint8(FLUSHING)
-        frames.flush_of[still] = 0
-        if flush.evict:
-            idle = (frames.used[still] == flush.used[mine]) & (frames.busy[still] == 0)
-            idle &= ~frames.unsaved_now(still)
-            frames.unbind(still[idle])
-
-    def _append(self, found: I64, frames: I64, stamps: I64, *, deleted: bool) -> list[Extent]:
-        """Copies rows to the end of the log, in memory so far; they are its newest records."""
-        extents = []
-        done = 0
-        while done < found.size:
-            extent = self.log.extend(found.size - done)
-            part = slice(done, done + extent.records)
-            layout = self.log.layout
-            kernels.pack(
-                extent.words, self.log.block_nbytes // 8, self.log.per_block, layout.record_words,
-                0, found[part], deleted, frames[part], stamps[part], layout.addresses,
-                layout.widths, layout.by_row,
-            )  # fmt: skip
-            mine = found[part]
-            before = self.positions[mine].astype(np.int64) - 1
-            self.log.supersede(before[before >= 0], stamps[part][before >= 0])
-            first = extent.first(self.log.per_block)
-            self.positions[mine] = np.arange(first + 1, first + 1 + extent.records)
-            extents.append(extent)
-            done += extent.records
-        return extents
+            if victims.size:
+                flush = self.flushes.begin(victims, evict=True)
+                if flush is not None:
+                    self.flushes.write(flush)
+                    self.flushes.settle(flush)
+            elif not (self.flushes.finish_one() or self.loads.finish_one()):
+                return
 
     def _before_write(self, written: I64) -> None:
         super()._before_write(written)
@@ -505,21 +341,12 @@ class TieredSlab(Slab):
         frozen = frames[self.frames.are(self.frames.frozen, frames)]
         if frozen.size:
             found, stamps = self.frames.row_of[frozen], self.frames.stamps[frozen]
-            self.waiting += self._append(found, frozen, stamps, deleted=False)
+            self.flushes.append_later(found, frozen, stamps, deleted=False)
             rows.clear_bits(self.frames.frozen, frozen)
-            if sum(extent.words.nbytes for extent in self.waiting) > _MOST_WAITING_NBYTES:
-                self.write_waiting()
-
-    def write_waiting(self) -> None:
-        """Writes what pushes had to copy, in this thread and under the lock."""
-        waiting, self.waiting = self.waiting, []
-        for extent in waiting:
-            self.log.write(extent)
-            self.log.written(extent)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         frames = self.frames.of(found)
-        self._await(frames[frames >= 0])
+        self.loads.wait(frames[frames >= 0])
         super()._remove(table, ids, found)
         self.frames.unbind(frames[frames >= 0])
         self.trained -= found.size
@@ -536,9 +363,7 @@ class TieredSlab(Slab):
         for start in range(0, gone.size, _SLICE):
             part = gone[start : start + _SLICE]
             stamps = np.full(part.size, self.stamp, np.int64)
-            self.waiting += self._append(part, part, stamps, deleted=True)
-            if sum(extent.words.nbytes for extent in self.waiting) > _MOST_WAITING_NBYTES:
-                self.write_waiting()
+            self.flushes.append_later(part, part, stamps, deleted=True)
 
     def delete(self, table: int, ids: I64) -> int:
         self.log.make_room(ids.size)
@@ -557,7 +382,7 @@ class TieredSlab(Slab):
             super().install(table, ids[part], {name: v[part] for name, v in planes.items()})
 
     def clear(self) -> None:
-        self._await(np.arange(self.frames.count))
+        self.loads.wait(np.arange(self.frames.count))
         self.stamp += 1
         self.floor = self.stamp
         self._before_write(self.frames.row_of[self.frames.row_of >= 0])
@@ -590,7 +415,7 @@ class TieredSlab(Slab):
                 self.log.horizon = self.stamp
             self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor)
             saving = self.saving
-        self._upkeep.wake()
+        self._wake()
         return saving.prepared
 
     def commit(self) -> None:
@@ -602,7 +427,7 @@ class TieredSlab(Slab):
             self.saving = None
             self.log.decide()
             self.log.release_dead()
-        self._upkeep.wake()
+        self._wake()
 
     def abandon(self) -> None:
         """Gives up the checkpoint under way, if there is one; its rows wait for the next."""

@@ -89,9 +89,13 @@ def unpack_bits(text: str, count: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(packed, count=count).astype(np.bool_)
 
 
+def _fields(of: Superblock | Point) -> Json:
+    return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
+
+
 def encode(block: Superblock, sequence: int) -> bytes:
     """One slot. Lives beyond its room are refused; see `Superblock.first_life`."""
-    text = json.dumps({"format": FORMAT, **dataclasses.asdict(block)}).encode()
+    text = json.dumps({"format": FORMAT, **_fields(block)}, default=_fields).encode()
     if len(text) > SLOT_NBYTES - _HEAD.size:
         raise TierError(
             f"the head of the file needs {len(text)} bytes and has {SLOT_NBYTES - _HEAD.size}: it "

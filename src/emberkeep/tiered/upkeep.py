@@ -37,8 +37,10 @@ def run(slab: TieredSlab) -> bool:
 
 
 def _write_waiting(slab: TieredSlab) -> bool:
+    if not slab.flushes.waiting:
+        return False
     with slab.lock:
-        waiting, slab.waiting = slab.waiting, []
+        waiting, slab.flushes.waiting = slab.flushes.waiting, []
     for extent in waiting:
         slab.log.write(extent)
     with slab.lock:
@@ -49,6 +51,8 @@ def _write_waiting(slab: TieredSlab) -> bool:
 
 def _evict(slab: TieredSlab) -> bool:
     """Frees frames ahead of the next batch's misses, the least recently used first."""
+    if slab.reserve <= slab.frames.free:
+        return False
     with slab.lock:
         frames = slab.frames
         short = slab.reserve - frames.free
@@ -58,16 +62,18 @@ def _evict(slab: TieredSlab) -> bool:
         victims = frames.oldest(min(short, _FRAMES), frames.turn - 1)
         if not victims.size:
             return False
-        flush = slab.begin_flush(victims, evict=True)
+        flush = slab.flushes.begin(victims, evict=True)
     if flush is not None:
-        slab.write(flush)
+        slab.flushes.write(flush)
         with slab.lock:
-            slab.settle_flush(flush)
+            slab.flushes.settle(flush)
     return True
 
 
 def _save(slab: TieredSlab) -> bool:
     """A slice of the checkpoint under way; the last one makes it durable."""
+    if slab.saving is None:
+        return False
     with slab.lock:
         saving, frames = slab.saving, slab.frames
         if saving is None or saving.prepared.done():
@@ -80,17 +86,17 @@ def _save(slab: TieredSlab) -> bool:
         listed = np.empty(found, np.int64)
         rows.list_bits(frames.frozen, saving.word, word, listed)
         saving.word = word
-        flush = slab.begin_flush(listed, evict=False)
+        flush = slab.flushes.begin(listed, evict=False)
         last = word == frames.frozen.size
     if flush is not None:
-        slab.write(flush)
+        slab.flushes.write(flush)
         with slab.lock:
-            slab.settle_flush(flush)
+            slab.flushes.settle(flush)
     if not last:
         return True
     with slab.lock:
         # Nothing that was appended before this point is still in memory alone.
-        slab.write_waiting()
+        slab.flushes.write_waiting()
         point = Point(
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
             rows=saving.rows, floor=saving.floor, tables=saving.tables,
@@ -106,9 +112,10 @@ def _save(slab: TieredSlab) -> bool:
 def _clean(slab: TieredSlab) -> bool:
     """Moves the rows of one segment that is mostly dead, so that it can be used again."""
     log = slab.log
+    if not log.changed:
+        return False
     with slab.lock:
-        log.release_dead()
-        segment = log.cleanable()
+        segment = log.reconsider()
         if segment is None:
             return False
         turn = log.begin_reading()

@@ -1,0 +1,116 @@
+"""Rows on their way from the log to frames, at once or ahead of the batch that needs them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from emberkeep.kernels import rows as bits
+from emberkeep.pool import ForkLock
+from emberkeep.tiered.background import Background
+from emberkeep.tiered.frames import LOADING, Frames
+from emberkeep.tiered.log import I64, U32, RowLog
+from emberkeep.tiered.reading import Reads
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Rows on their way from the log to frames."""
+
+    records: I64
+    rows: I64
+    frames: I64
+    turn: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    settled: bool = False
+
+
+class Loads:
+    """The loads of one slab. Its lock covers every method but `perform`.
+
+    A frame that is being loaded is looked at by nobody: whoever needs it waits for it.
+    """
+
+    def __init__(self, frames: Frames, positions: U32, log: RowLog, lock: ForkLock) -> None:
+        self.reads = Reads(log)
+        self._frames, self._positions, self._log, self._lock = frames, positions, log, lock
+        self._under_way: list[Load] = []
+        self._left: list[Load] = []
+        self._reader = Background(self, Loads._read_left, name="emberkeep-tier-read")
+
+    def stop(self) -> None:
+        self._reader.stop()
+
+    def begin(self, missing: I64) -> Load:
+        """Gives rows that have none frames, for which the caller has made room."""
+        frames = self._frames.bind(missing)
+        self._frames.busy[frames] |= LOADING
+        records = self._positions[missing].astype(np.int64) - 1
+        load = Load(records, missing, frames, self._log.begin_reading())
+        self._under_way.append(load)
+        return load
+
+    def perform(self, load: Load) -> None:
+        """Reads, without the lock: nobody else looks at frames that are being loaded."""
+        try:
+            self.reads.read(
+                load.records, load.rows, load.frames, self._frames.stamps, self._log.layout
+            )
+        except BaseException as error:
+            load.error = error
+        load.done.set()
+
+    def leave(self, load: Load) -> None:
+        """Leaves a load to the thread that reads ahead."""
+        self._left.append(load)
+        self._reader.wake()
+
+    def _read_left(self) -> bool:
+        with self._lock:
+            if not self._left:
+                return False
+            load = self._left.pop(0)
+        self.perform(load)
+        with self._lock:
+            if not load.settled and load.error is None:
+                self.settle(load)
+        return True
+
+    def settle(self, load: Load) -> None:
+        """Once the load is done: its rows are in their frames, or it raises."""
+        if not load.settled:
+            load.settled = True
+            self._under_way.remove(load)
+            self._log.end_reading(load.turn)
+            if load.error is not None:
+                self._frames.unbind(load.frames)
+            else:
+                self._frames.busy[load.frames] &= ~np.uint8(LOADING)
+                bits.set_bits(self._frames.filled, load.frames)
+        if load.error is not None:
+            raise load.error
+
+    def wait(self, frames: I64) -> None:
+        """Waits until rows that are being read are in these frames. With the lock held: reading
+        needs no lock, and whoever waits settles it."""
+        while self._under_way and (self._frames.busy[frames] & LOADING).any():
+            for load in list(self._under_way):
+                if np.isin(load.frames, frames).any():
+                    self._finish(load)
+
+    def finish_one(self) -> bool:
+        """Waits for one of the loads under way, if there is any."""
+        if self._under_way:
+            self._finish(self._under_way[0])
+            return True
+        return False
+
+    def _finish(self, load: Load) -> None:
+        if load in self._left:  # nobody has begun to read it
+            self._left.remove(load)
+            self.perform(load)
+        load.done.wait()
+        self.settle(load)
