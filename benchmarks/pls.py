@@ -25,7 +25,7 @@ from emberkeep.planning.emulator import Emulation, Name, small_task
 SEEDS, QUICK_SEEDS = 3, 1
 STRATEGIES: tuple[Name, ...] = ("cpr", "cpr_mfu", "cpr_ssu")
 RUNS: dict[tuple[Name, ...], int] = {("cpr",): 60, ("cpr_mfu", "cpr_ssu"): 30}
-QUICK_RUNS = {STRATEGIES: 2}
+QUICK_RUNS = {STRATEGIES: 1}
 HOUR = timedelta(hours=1)
 COLUMNS = [
     "strategy", "runs", "slope", "correlation", "slope, saved before", "correlation, saved before",
