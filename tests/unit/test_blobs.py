@@ -120,6 +120,21 @@ def test_an_unreachable_endpoint_is_a_storage_error() -> None:
         assert SECRET not in str(caught.value)
 
 
+def test_plain_http_is_allowed_by_the_environment(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urllib.request.urlopen(urllib.request.Request(f"{s3_endpoint}/environment", method="PUT"))
+    environment = {
+        "ALLOW_HTTP": "true", "ENDPOINT": s3_endpoint, "REGION": "us-east-1",
+        "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET,
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    store = open_store("s3://environment/run")
+    store.put("a", b"x")
+    assert bytes(store.get("a")) == b"x"
+
+
 def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real_put, failures = obstore.put, [2]
 

@@ -52,6 +52,9 @@ def _open_remote(text: str, options: dict[str, Any]) -> ObjectStore:
     deadline = options.pop("deadline", None)
     settings = {**dict(parse_qsl(parts.query)), **options}
     client = {key: settings.pop(key) for key in _CLIENT_OPTIONS if key in settings}
+    # obstore takes all else of the environment, but this one only as an option of the client.
+    if "allow_http" not in client and "AWS_ALLOW_HTTP" in os.environ:
+        client["allow_http"] = os.environ["AWS_ALLOW_HTTP"]
     for key in ("allow_http", "allow_invalid_certificates"):
         if isinstance(client.get(key), str):
             client[key] = client[key].lower() in ("1", "true", "yes", "on")
