@@ -3,6 +3,7 @@ right to the bit: pushes are applied once, versions are whole, what is lost is w
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -164,7 +165,8 @@ def test_every_push_is_applied_once_however_often_servers_die(farm: Farm, tmp_pa
 def test_every_push_is_applied_once_however_often_servers_die_for_long(
     farm: Farm, tmp_path: Path
 ) -> None:
-    for seed in range(4):
+    for seed in range(100, 104):
+        print(f"seed {seed}: 25 kills", flush=True)
         trained_under_fire(farm, tmp_path / str(seed), kills=25, seed=seed)
 
 
@@ -178,6 +180,7 @@ class Told(Hook):
 
     def on_step(self, step: Any) -> None:
         self._begun.set()
+        time.sleep(0.01)  # on a fast machine too the run outlasts the gaps between the kills
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "recovered":
@@ -252,25 +255,28 @@ def check_partial(
 def test_full_recovery_of_killed_servers_gives_the_bits_of_an_uninterrupted_run(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uninterrupted: Result
 ) -> None:
-    killed = sum(
-        check_full(farm, monkeypatch, tmp_path / str(seed), 3, seed, uninterrupted)
-        for seed in range(1)
-    )
-    assert killed
+    assert check_full(farm, monkeypatch, tmp_path / "r", 3, 0, uninterrupted) == 3
 
 
 def test_partial_recovery_of_killed_servers_counts_what_was_lost(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert check_partial(farm, monkeypatch, tmp_path / "r", 3, 5)
+    assert check_partial(farm, monkeypatch, tmp_path / "r", 3, 5) == 3
 
 
 @pytest.mark.soak
 def test_servers_are_killed_for_long(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uninterrupted: Result
 ) -> None:
-    killed, seed = 0, 100
-    while killed < 100:
-        killed += check_full(farm, monkeypatch, tmp_path / f"f{seed}", 4, seed, uninterrupted)
-        killed += check_partial(farm, monkeypatch, tmp_path / f"p{seed}", 4, seed)
-        seed += 1
+    """100 kills under full recovery, 100 under partial."""
+    killed = {"full": 0, "partial": 0}
+    for seed in itertools.count(100):
+        for scope in killed:
+            where = tmp_path / f"{scope}-{seed}"
+            if scope == "full":
+                killed[scope] += check_full(farm, monkeypatch, where, 5, seed, uninterrupted)
+            else:
+                killed[scope] += check_partial(farm, monkeypatch, where, 5, seed)
+        print(f"seed {seed}: {killed} kills", flush=True)
+        if min(killed.values()) >= 100:
+            return

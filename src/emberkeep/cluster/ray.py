@@ -148,9 +148,13 @@ def ensure_ray(address: str | None) -> None:
         options["address"] = address
     try:
         ray.init(logging_level="error", **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ServerError(f"Ray at {address or 'this machine'} cannot be used: {reason}") from None
+    except Exception as error:  # Ray raises plain Exception where its own processes do not start
+        ray.shutdown()
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        remedy = "is a Ray running there (ray start --head)" if address else "is the machine busy"
+        raise ServerError(
+            f"Ray at {address or 'this machine'} cannot be used: {reason} ({remedy}?)"
+        ) from None
 
 
 def start(
