@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from emberkeep.config import duration
 from emberkeep.errors import ConfigError
+
+TlsCertificate = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="The servers' certificate.")
+]
+TlsKey = Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Holds the token; EMBERKEEP_TOKEN by default.")
+]
 
 
 def option(name: str, text: str, metavar: str = "TIME") -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from emberkeep.cli._options import TlsCertificate, TlsKey, TokenFile
 from emberkeep.cli._repository import JsonOption, emit, print_json, print_table
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
@@ -30,25 +32,43 @@ def up(
     address: _Address = None,
     cpus: Annotated[float, typer.Option(min=0, help="What each server reserves.")] = 0.1,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each server.")] = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    authority: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Who signed it, if not one of the system's.")
+    ] = None,
+    token_file: TokenFile = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start servers that stay up. Without --address a local Ray is started for them."""
     from emberkeep.cluster import ray
-    from emberkeep.cluster.raylocal import start_local
-    from emberkeep.cluster.security import Security
+    from emberkeep.cluster.raylocal import start_local, stop_local
+    from emberkeep.cluster.security import Security, read_token
 
+    security = Security(
+        token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
+    ).carried()
     local = address is None and start_local()
-    ray.ensure_ray(address or "auto")
-    actors = ray.start(
-        shards, name=name, cpus=cpus, threads=threads, security=Security(), detached=True
-    )
-    addresses = [ray.RayHosts(actors).address(shard) for shard in range(shards)]
+    try:
+        ray.ensure_ray(address or "auto")
+        actors = ray.start(
+            shards, name=name, cpus=cpus, threads=threads, security=security, detached=True
+        )
+        addresses = [ray.RayHosts(actors).address(shard) for shard in range(shards)]
+    except BaseException:
+        if local:
+            ray.disconnect()
+            stop_local()
+        raise
     if as_json:
         print_json({"name": name, "shards": shards, "addresses": addresses, "started_ray": local})
         return
     for shard, at in enumerate(addresses):
         emit(f"shard {shard}: {at}")
-    say(f"train on them with: emberkeep train … --cluster ray --set cluster.name={name}")
+    say(
+        f"train on them with: emberkeep train … --cluster ray --shards {shards} "
+        f"--set cluster.name={name}" + ("" if address is None else f" --address {address}")
+    )
 
 
 @cluster.command()
@@ -112,14 +132,13 @@ def _found(name: str) -> list[Any]:
 def _look(hosts: Any) -> list[dict[str, Any]]:
     """What each server says of itself; one that does not answer is lost."""
     from emberkeep.cluster.connection import Connection
-    from emberkeep.cluster.security import Security, read_token
     from emberkeep.errors import EmberkeepError
 
     told = []
     for shard in range(hosts.count):
         try:
             address = hosts.where(shard, 3.0)[0]
-            connection = Connection(address, Security(token=read_token(None)))
+            connection = Connection(address, hosts.security())
             answer, _ = connection.act("status", deadline=timedelta(seconds=3))
             connection.close()
             answer.pop("tables", None)

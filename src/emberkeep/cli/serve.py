@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from emberkeep.cli._options import TlsCertificate, TlsKey, TokenFile
 from emberkeep.cli._shell import command
 from emberkeep.errors import ConfigError
 
@@ -34,14 +34,9 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads for rows; the number of cores by default.")
     ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="The server's certificate.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Holds the token; EMBERKEEP_TOKEN by default."),
-    ] = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    token_file: TokenFile = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Also serve Prometheus metrics there."),

@@ -18,6 +18,7 @@ from typing import Any
 
 from emberkeep import pool as pools
 from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.raylocal import local_address, reachable
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security
 from emberkeep.errors import ConfigError, SecurityError, ServerError
@@ -37,7 +38,10 @@ class RayCluster:
       one is started, which ends with this process.
     - `name` names servers that `emberkeep cluster up` has started, or will name those of this run;
       servers that this object starts end with the cluster.
-    - `cpus` is what each server reserves; `security` is demanded when there are several nodes.
+    - `cpus` is what each server reserves.
+    - With a certificate and a token in `security` servers listen on the address of their node;
+      without, on the loopback interface, which several nodes are refused. Servers that are up
+      already tell who is in the Ray cluster how to reach them.
     - `rank` of `world` makes this process one of several that train together, synchronously.
     """
 
@@ -62,11 +66,11 @@ class RayCluster:
             raise ConfigError(f"rank is from 0 to below world, not {self.rank} of {self.world}")
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        ensure_ray(self.address)
+        ensure_ray(self.address or (local_address() if self.name else None))
         hosts = self._hosts()
         try:
             return FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
+                tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=hosts.security(),
                 timing=self.timing, rank=self.rank, world=self.world, coordinate=self.rank == 0,
             )  # fmt: skip
         except BaseException:
@@ -125,6 +129,11 @@ class _Host:
 
         warm_up()
         self._server = ShardServer(ServedShard(threads=threads), host=host, security=security)
+        self._security = security.of_client()
+
+    def security(self) -> Security:
+        """What clients bring. Whoever may ask can run code on every node anyway."""
+        return self._security
 
     def where(self) -> tuple[str, str, int]:
         """Address, life and process."""
@@ -137,6 +146,8 @@ def ensure_ray(address: str | None) -> None:
     ray = _ray()
     if ray.is_initialized():
         return
+    if address is not None:
+        address = reachable(address)
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -151,10 +162,7 @@ def ensure_ray(address: str | None) -> None:
     except Exception as error:  # Ray raises plain Exception where its own processes do not start
         ray.shutdown()
         reason = (str(error).splitlines() or [repr(error)])[0]
-        remedy = "is a Ray running there (ray start --head)" if address else "is the machine busy"
-        raise ServerError(
-            f"Ray at {address or 'this machine'} cannot be used: {reason} ({remedy}?)"
-        ) from None
+        raise ServerError(f"Ray at {address or 'this machine'} cannot be used: {reason}") from None
 
 
 def start(
@@ -168,16 +176,18 @@ def start(
 ) -> list[Any]:
     """Starts servers, spread over the nodes. `detached` ones outlive this process."""
     ray = _ray()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    host = "127.0.0.1"
-    if len(nodes) > 1:
-        host = ""
-        if not (security.tls and security.token):
-            raise SecurityError(
-                f"Ray has {len(nodes)} nodes, so that rows would cross the network: give "
-                "security=Security(certificate=, key=, token=, authority=)"
-            )
-    kind = ray.remote(_NodeHost if not host else _Host)
+    if find(name):
+        raise ConfigError(
+            f"cluster {name!r} is up already: take another --name, or end it with emberkeep "
+            "cluster down"
+        )
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and not (security.tls and security.token):
+        raise SecurityError(
+            f"Ray has {nodes} nodes, so that rows would cross the network: start servers with "
+            "emberkeep cluster up --tls-certificate … --tls-key … --token-file …, or give security="
+        )
+    kind = ray.remote(_NodeHost if security.tls and security.token else _Host)
     options = {
         "num_cpus": cpus,
         "max_restarts": -1,
@@ -187,24 +197,26 @@ def start(
         "lifetime": "detached" if detached else None,
         "runtime_env": {"env_vars": _environment(threads)},
     }
+    carried = security.carried()
+    actors: list[Any] = []
     try:
-        actors = [
-            kind.options(name=f"{name}/{shard}", **options).remote(threads, host, security)
+        actors += [
+            kind.options(name=f"{name}/{shard}", **options).remote(threads, "127.0.0.1", carried)
             for shard in range(shards)
         ]
         ray.get([actor.where.remote() for actor in actors], timeout=_START_SECONDS)
-    except ValueError as error:
-        raise ConfigError(
-            f"cluster {name!r} is up already ({str(error).splitlines()[0]}): take another --name, "
-            "or end it with emberkeep cluster down"
-        ) from None
     except ray.exceptions.GetTimeoutError:
-        for actor in actors:
-            ray.kill(actor)
+        stop(actors)
         raise ServerError(
             f"{shards} servers of {cpus:g} cpus each did not start within {_START_SECONDS:g} s: "
             "does the Ray cluster have room for them?"
         ) from None
+    except ray.exceptions.RayError as error:
+        stop(actors)
+        raise ServerError(f"the servers did not start: {_reason(error)}") from None
+    except BaseException:
+        stop(actors)
+        raise
     return actors
 
 
@@ -267,18 +279,20 @@ class RayHosts:
     def pid(self, shard: int) -> int:
         return self.where(shard)[2]
 
+    def security(self) -> Security:
+        """What servers demand of their clients."""
+        return self._ask("security", 0, _START_SECONDS)  # type: ignore[no-any-return]
+
     def where(self, shard: int, seconds: float = _START_SECONDS) -> tuple[str, str, int]:
         """Address, life and process of a server; waits while Ray makes it again."""
+        return self._ask("where", shard, seconds)  # type: ignore[no-any-return]
+
+    def _ask(self, what: str, shard: int, seconds: float) -> Any:
         ray = _ray()
         try:
-            told: tuple[str, str, int] = ray.get(
-                self._actors[shard].where.remote(), timeout=seconds
-            )
+            return ray.get(getattr(self._actors[shard], what).remote(), timeout=seconds)
         except ray.exceptions.RayError as error:
-            raise ServerError(
-                f"Ray does not bring shard {shard} back: {str(error).splitlines()[0]}"
-            ) from None
-        return told
+            raise ServerError(f"Ray does not bring shard {shard} back: {_reason(error)}") from None
 
     def replace(self, shard: int, life: str) -> str:
         """Waits until Ray has made the server again; ends it first if it lives and is silent."""

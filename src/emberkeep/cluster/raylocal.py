@@ -1,4 +1,5 @@
-"""A Ray of this machine that outlives the command which started it."""
+"""Which Ray is meant, whether it answers, and a Ray of this machine that outlives the command
+which started it. Nothing here loads Ray: its own attempts to connect take minutes to fail."""
 
 from __future__ import annotations
 
@@ -6,24 +7,30 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from emberkeep.errors import ServerError
 
 _START_SECONDS = 60.0
+_PROBE_SECONDS = 3.0
+_NOTED_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 
 
 def start_local() -> bool:
-    """Starts Ray on this machine unless one is up that was started here; whether it did."""
-    if _running() is not None:
+    """Starts Ray on this machine unless the one that was started here is up; whether it did."""
+    if local_address() is not None:
         return False
     program = Path(sys.executable).parent / "ray"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     command = [str(program) if program.exists() else (shutil.which("ray") or "ray")]
-    command += ["start", "--head", "--block", "--port=0", "--include-dashboard=false"]
-    command += ["--disable-usage-stats"]
+    command += ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command += ["--include-dashboard=false", "--disable-usage-stats"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -32,38 +39,81 @@ def start_local() -> bool:
         start_new_session=True,
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
     )
+    address = f"127.0.0.1:{port}"
     _note().parent.mkdir(parents=True, exist_ok=True)
-    _note().write_text(json.dumps({"pid": process.pid}))
-    until = time.monotonic() + _START_SECONDS
-    current = Path("/tmp/ray/ray_current_cluster")
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise ServerError("Ray could not be started on this machine: try ray start --head")
-        if current.exists() and current.stat().st_mtime > time.time() - _START_SECONDS:
-            return True
-        time.sleep(0.1)
-    raise ServerError(f"Ray did not start within {_START_SECONDS:g} s: try ray start --head")
+    _note().write_text(json.dumps({"pid": process.pid, "address": address}))
+    try:
+        until = time.monotonic() + _START_SECONDS
+        while process.poll() is None and time.monotonic() < until:
+            if _answers(address):
+                return True
+            time.sleep(0.1)
+    except BaseException:
+        stop_local()
+        raise
+    stop_local()
+    raise ServerError(f"Ray did not start on this machine: try {' '.join(command[:3])}")
 
 
 def stop_local() -> bool:
     """Ends the Ray that `start_local` has started; whether there was one."""
-    pid = _running()
+    found = _running()
     _note().unlink(missing_ok=True)
-    if pid is None:
+    if found is None:
         return False
+    pid, _ = found
     os.killpg(pid, signal.SIGTERM)
     until = time.monotonic() + 10
     while time.monotonic() < until and _alive(pid):
         time.sleep(0.1)
+    if _alive(pid):
+        os.killpg(pid, signal.SIGKILL)
     return True
 
 
-def _running() -> int | None:
+def local_address() -> str | None:
+    """Where the Ray is that `start_local` has started; None if it is not up."""
+    found = _running()
+    return None if found is None else found[1]
+
+
+def reachable(address: str) -> str:
+    """The address of a Ray that answers; "auto" is the one of this machine. `ServerError` within
+    seconds if there is none."""
+    if address != "auto":
+        if not _answers(address):
+            raise ServerError(f"no Ray answers at {address}: start one there with ray start --head")
+        return address
+    candidates = [os.environ.get("RAY_ADDRESS"), local_address()]
+    with suppress(OSError):
+        candidates.append(_NOTED_BY_RAY.read_text().strip())
+    for found in candidates:
+        if found and _answers(found):
+            return found
+    raise ServerError(
+        "no Ray runs on this machine: start servers with emberkeep cluster up, or name "
+        "the --address of a Ray"
+    )
+
+
+def _answers(address: str) -> bool:
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        raise ServerError(f"{address!r} is not the address of a Ray: write host:port")
     try:
-        pid = int(json.loads(_note().read_text())["pid"])
-    except (OSError, ValueError, KeyError):
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _running() -> tuple[int, str] | None:
+    try:
+        noted = json.loads(_note().read_text())
+        pid, address = int(noted["pid"]), str(noted["address"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return pid if _alive(pid) else None
+    return (pid, address) if _alive(pid) else None
 
 
 def _alive(pid: int) -> bool:

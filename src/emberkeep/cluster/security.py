@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from emberkeep.errors import SecurityError
@@ -22,17 +22,17 @@ _LEAST_TOKEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What a side of a connection brings. Paths name PEM files.
+    """What a side of a connection brings. Certificates and keys are PEM files, or their bytes.
 
     - A server brings `certificate` and `key`, and the `token` that it demands.
     - A client brings the `token`, and `authority` (the certificates that it trusts) where the
       server's certificate is not signed by one of the system's.
     """
 
-    token: str | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-    authority: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    certificate: Path | bytes | None = None
+    key: Path | bytes | None = field(default=None, repr=False)
+    authority: Path | bytes | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) < _LEAST_TOKEN:
@@ -47,6 +47,19 @@ class Security:
     def tls(self) -> bool:
         """Whether a server with this speaks TLS."""
         return self.certificate is not None
+
+    def carried(self) -> Security:
+        """The same with the files' bytes: what can be given to a process on another machine."""
+        return replace(
+            self,
+            certificate=None if self.certificate is None else read_pem(self.certificate),
+            key=None if self.key is None else read_pem(self.key),
+            authority=None if self.authority is None else read_pem(self.authority),
+        )
+
+    def of_client(self) -> Security:
+        """What a client of a server with this brings."""
+        return Security(token=self.token, authority=self.authority)
 
     def check_listening(self, host: str) -> None:
         """Refuses to listen beyond this machine without TLS and a token."""
@@ -112,8 +125,10 @@ def read_token(path: Path | None) -> str | None:
         raise SecurityError(f"the token cannot be read from {path}: {error}") from None
 
 
-def read_pem(path: Path) -> bytes:
+def read_pem(given: Path | bytes) -> bytes:
+    if isinstance(given, bytes):
+        return given
     try:
-        return path.read_bytes()
+        return given.read_bytes()
     except OSError as error:
-        raise SecurityError(f"{path} cannot be read: {error.strerror}") from None
+        raise SecurityError(f"{given} cannot be read: {error.strerror}") from None

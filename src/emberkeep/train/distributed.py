@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from emberkeep import config
 from emberkeep.cluster import ray
+from emberkeep.cluster.raylocal import local_address
 from emberkeep.cluster.security import Security
 from emberkeep.keeper import Costs, Recoveries
 from emberkeep.train.loop import run
@@ -28,7 +29,7 @@ def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
     version, if versions are saved.
     """
     given = settings.cluster
-    with ray.connected(given.address):
+    with ray.connected(given.address or (local_address() if given.name else None)):
         started: list[Any] = []
         name = given.name or f"run-{uuid.uuid4().hex[:8]}"
         if not ray.find(name):

@@ -91,7 +91,7 @@ def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int) -> R
         samples=inputs.train.count() or 0,
         steps=progress.steps,
         seconds=seconds,
-        samples_per_second=progress.samples / seconds,
+        samples_per_second=world * progress.samples / seconds,
         loss=float(np.mean(progress.losses)),
         test_samples=inputs.test.count() or 0,
         auc=found_auc,
