@@ -413,6 +413,22 @@ def _victim() -> tuple[ServedShard, str, Any]:
     return threads.served[0], threads.addresses[0], before
 
 
+def test_a_record_batch_is_refused_and_ends_its_stream() -> None:
+    import pyarrow as pa
+
+    served, address, before = _victim()
+    connection = Connection(address, Security())
+    connection.open(SECONDS)
+    connection._writer.begin(pa.schema([("message", pa.uint8())]))
+    connection._writer.write_batch(pa.record_batch({"message": pa.array([1, 2], pa.uint8())}))
+    with pytest.raises(ProtocolError, match="no record batch"):
+        check_reply(connection.receive())
+    with pytest.raises(ServerError):
+        connection.receive()
+    connection.close()
+    assert _rows(served) == before
+
+
 @settings(max_examples=12)
 @given(data=st.data())
 def test_a_server_survives_hostile_messages_and_no_row_changes(data: st.DataObject) -> None:

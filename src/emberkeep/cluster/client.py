@@ -449,13 +449,13 @@ class Cluster:
         counts_ST = np.zeros((count, dynamic_T.size), np.int64)
         order = np.empty(wanted.ids.size, np.int64)
         hashing.route(wanted.ids, wanted.offsets, dynamic_T, count, counts_ST, order)
-        ends = np.cumsum(counts_ST.sum(axis=1))
-        parts = []
-        for s in range(count):
-            mine = order[(ends[s - 1] if s else 0) : ends[s]]
-            offsets = np.zeros(dynamic_T.size + 1, np.int64)
-            np.cumsum(counts_ST[s], out=offsets[1:])
-            parts.append((RowIds(wanted.ids[mine], offsets), mine))
+        offsets_ST = np.zeros((count, dynamic_T.size + 1), np.int64)
+        np.cumsum(counts_ST, axis=1, out=offsets_ST[:, 1:])
+        sorted_ids, parts, first = wanted.ids.take(order), [], 0
+        for offsets in offsets_ST:
+            after = first + int(offsets[-1])
+            parts.append((RowIds(sorted_ids[first:after], offsets), order[first:after]))
+            first = after
         return parts
 
     def _owners(self, table: str, ids: I64) -> list[tuple[I64, ShardHandle]]:

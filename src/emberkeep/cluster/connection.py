@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from emberkeep.cluster.security import HEADER, Security, read_pem, split_address
@@ -40,30 +41,14 @@ _OPTIONS = [
 ]
 
 
-def row_schema() -> Any:
-    """The one column that requests and replies travel in."""
-    import pyarrow as pa
-
-    return pa.schema([("message", pa.uint8())])
-
-
-def as_batch(blob: Bytes, schema: Any) -> Any:
-    """A message as a record batch that shares its memory."""
-    import pyarrow as pa
-
-    column = pa.Array.from_buffers(pa.uint8(), blob.size, [None, pa.py_buffer(blob)])
-    return pa.RecordBatch.from_arrays([column], schema=schema)
-
-
-def blob_of(batch: Any) -> Bytes:
-    """The message of a record batch, as a view of it; anything else is `ProtocolError`."""
-    if batch is None or batch.num_columns != 1 or batch.num_rows == 0:
-        raise ProtocolError("a message is one column of bytes")
-    column = batch.column(0)
-    if column.null_count or str(column.type) != "uint8":
-        raise ProtocolError("a message is one column of bytes")
-    values: Bytes = column.to_numpy(zero_copy_only=True)
-    return values
+def blob_of(chunk: Any) -> Bytes:
+    """The message of what a stream has brought, as a view of it; anything else is
+    `ProtocolError`."""
+    content = chunk.app_metadata
+    if chunk.data is not None or content is None:
+        raise ProtocolError("a message is bytes, and no record batch")
+    blob: Bytes = np.frombuffer(content, np.uint8)
+    return blob
 
 
 class Connection:
@@ -86,7 +71,6 @@ class Connection:
         self._client = flight.FlightClient(f"{scheme}://{host}:{port}", **options)
         self._writer: Any = None
         self._reader: Any = None
-        self._schema = row_schema()
         _watch(self)
 
     # -- actions ---------------------------------------------------------------------------------
@@ -142,7 +126,6 @@ class Connection:
             self._writer, self._reader = self._client.do_exchange(
                 flight.FlightDescriptor.for_command(command), self._call_options(None)
             )
-            self._writer.begin(self._schema)
         except flight.FlightError as error:
             raise self._failed("opening a stream", error) from None
         return greeting
@@ -155,7 +138,7 @@ class Connection:
 
         self.due = time.monotonic() + deadline.total_seconds()
         try:
-            self._writer.write_batch(as_batch(blob, self._schema))
+            self._writer.write_metadata(pa.py_buffer(blob))
         except pa.ArrowException as error:
             raise self._failed("sending", error) from None
 
@@ -163,7 +146,7 @@ class Connection:
         import pyarrow as pa
 
         try:
-            blob = blob_of(self._reader.read_chunk().data)
+            blob = blob_of(self._reader.read_chunk())
         except StopIteration:
             raise ServerError(f"{self.address} has ended the stream") from None
         except pa.ArrowException as error:

@@ -37,8 +37,8 @@ from emberkeep.cluster.wire import (
     Request,
     describe_table,
     pack_request,
+    take_rows,
     unpack_done,
-    unpack_rows,
 )
 from emberkeep.errors import (
     ConfigError,
@@ -399,10 +399,7 @@ class FlightCluster(Cluster):
             for ids, dim in zip(wanted, self._dims, strict=True)
         ]
         for s, blob in enumerate(replies):
-            counts = [parts[s][0].ids.size for parts in routed]
-            parts_G = unpack_rows(blob, counts, self._dims)
-            for rows_UD, parts, part in zip(out, routed, parts_G, strict=True):
-                rows_UD[parts[s][1]] = part
+            take_rows(blob, [parts[s][1] for parts in routed], self._dims, out)
         return out
 
     # -- pushes ----------------------------------------------------------------------------------
@@ -501,9 +498,9 @@ class FlightCluster(Cluster):
                 world=self.world,
                 lr=lr,
                 wanted=[] if kind == APPLY else [parts[s][0] for parts in routed],
-                grads=[rows_UD[routed[g][s][1]] for g, rows_UD in enumerate(grads)],
+                grads=grads,
             )
-            blobs.append(pack_request(request))
+            blobs.append(pack_request(request, [parts[s][1] for parts in routed]))
         return blobs
 
     def _exchange(self, blobs: Sequence[Bytes], deadline: timedelta) -> list[Bytes]:

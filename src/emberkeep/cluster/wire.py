@@ -2,7 +2,7 @@
 
 Two kinds of message. *Frames* carry everything but training: a JSON header and named arrays.
 *Requests* and *replies* carry pulls and pushes: a fixed header and the arrays of each slab, in one
-buffer that is the only column of an Arrow record batch, so that Flight sends it from where it is.
+buffer.
 Every size is held against the length of the message before anything is allocated for it; what
 does not add up is `ProtocolError`, and nothing has happened.
 """
@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,19 @@ class Request:
     grads: Sequence[F32] = ()
 
 
-def pack_request(request: Request) -> Bytes:
-    """One buffer; `unpack_request` is its inverse."""
+def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> Bytes:
+    """One buffer; `unpack_request` is its inverse. With `positions_G` those rows of the gradients
+    are sent, slab by slab."""
     wanted, grads = request.wanted, request.grads
     size = _HEADER.size + 8 * sum(ids.offsets.size + ids.ids.size for ids in wanted)
-    blob = np.empty(size + sum(part.nbytes for part in grads), np.uint8)
+    rows_G = [
+        part.shape[0] if positions_G is None else positions_G[g].size
+        for g, part in enumerate(grads)
+    ]
+    blob = np.empty(
+        size + sum(4 * rows * part.shape[1] for rows, part in zip(rows_G, grads, strict=True)),
+        np.uint8,
+    )
     _HEADER.pack_into(
         blob.data, 0, _MAGIC, request.kind, len(wanted), request.rank, request.world, request.epoch,
         request.incarnation, request.number, request.lr,
@@ -85,9 +94,15 @@ def pack_request(request: Request) -> Bytes:
             words[at : at + part.size] = part
             at += part.size
     at = size
-    for rows_UD in grads:
-        blob[at : at + rows_UD.nbytes].view(np.float32)[:] = rows_UD.reshape(-1)
-        at += rows_UD.nbytes
+    for g, rows_UD in enumerate(grads):
+        width = 4 * rows_UD.shape[1]
+        target = blob[at : at + rows_G[g] * width].view(f"V{width}")
+        source = _rows_of(np.ascontiguousarray(rows_UD))
+        if positions_G is None:
+            target[:] = source
+        else:
+            source.take(positions_G[g], out=target, mode="clip")
+        at += target.nbytes
     return blob
 
 
@@ -122,8 +137,9 @@ def unpack_request(blob: Bytes, shape: Shape) -> Request:
 
 def _row_ids(reader: _Reader, tables: int) -> RowIds:
     offsets = reader.take(tables + 1, np.int64)
-    rows = int(offsets[-1])
-    if offsets[0] != 0 or rows > MAX_ROWS or (np.diff(offsets) < 0).any():
+    ends = offsets.tolist()  # few, most often one: faster than an array's own methods
+    rows = ends[-1]
+    if ends[0] != 0 or rows > MAX_ROWS or any(a > b for a, b in pairwise(ends)):
         raise ProtocolError(f"offsets must rise from 0 to at most {MAX_ROWS}, and do not")
     return RowIds(reader.take(rows, np.int64), offsets)
 
@@ -164,18 +180,25 @@ def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tupl
     return blob, out
 
 
-def unpack_rows(blob: Bytes, rows_G: Sequence[int], dims_G: Sequence[int]) -> list[F32]:
-    """The rows of a reply, as views of it where it is aligned."""
-    expected = _HEADER.size + sum(4 * rows * dim for rows, dim in zip(rows_G, dims_G, strict=True))
+def take_rows(
+    blob: Bytes, positions_G: Sequence[I64], dims_G: Sequence[int], out_G: Sequence[F32]
+) -> None:
+    """Writes the rows of a reply to where they are wanted, slab by slab."""
+    sizes = [4 * at.size * dim for at, dim in zip(positions_G, dims_G, strict=True)]
     _expect(blob, ROWS)
-    if blob.size != expected:
-        raise ProtocolError(f"a reply of {blob.size} bytes where {expected} were expected")
-    out, at = [], _HEADER.size
-    for rows, dim in zip(rows_G, dims_G, strict=True):
-        part = blob[at : at + 4 * rows * dim]
-        out.append(np.frombuffer(part, np.float32).reshape(rows, dim))
-        at += part.size
-    return out
+    if blob.size != _HEADER.size + sum(sizes):
+        raise ProtocolError(
+            f"a reply of {blob.size} bytes where {_HEADER.size + sum(sizes)} were expected"
+        )
+    first = _HEADER.size
+    for positions, size, out_UD in zip(positions_G, sizes, out_G, strict=True):
+        # As rows of bytes: numpy moves each at once, and what stands in a message is not aligned.
+        _rows_of(out_UD)[positions] = blob[first : first + size].view(f"V{4 * out_UD.shape[1]}")
+        first += size
+
+
+def _rows_of(values_UD: F32) -> npt.NDArray[np.void]:
+    return values_UD.view(f"V{4 * values_UD.shape[1]}").reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
