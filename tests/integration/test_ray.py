@@ -19,8 +19,8 @@ from emberkeep.tables import SGD, Table
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
     ray.init(
-        address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False,
-        namespace=NAMESPACE,
+        address="local", num_cpus=2, include_dashboard=False, logging_level="error",
+        log_to_driver=False, namespace=NAMESPACE,
     )  # fmt: skip
     yield
     ray.shutdown()
