@@ -144,6 +144,12 @@ class ParityLossError(EmberkeepError):
     exit_code = 51
 
 
+class PeerError(EmberkeepError):
+    """A shard that another one needs does not answer; nothing was lost. Worth asking again."""
+
+    exit_code = 52
+
+
 class ProtocolError(EmberkeepError):
     """A message is not what the protocol says; nothing was done."""
 

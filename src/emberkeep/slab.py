@@ -91,6 +91,15 @@ def not_finite(table: Table, identity: int) -> GradientError:
     )
 
 
+def slab_rows(tables: Sequence[Table], shard: int, shards: int) -> int:
+    """How many rows the slab of these tables has on a shard."""
+    return sum(_padded(table.slots_on(shard, shards)) for table in tables)
+
+
+def _padded(slots: int) -> int:
+    return -(-slots // _ALIGNMENT) * _ALIGNMENT
+
+
 class Slab:
     """The rows of some tables on one shard.
 
@@ -123,7 +132,7 @@ class Slab:
         self.shards = shards
         self.pool = pool
         slots = [table.slots_on(shard, shards) for table in self.tables]
-        padded = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in slots]
+        padded = [_padded(count) for count in slots]
         self.slots_T = slots
         self.bases_T: I64 = np.concatenate([[0], np.cumsum(padded)[:-1]]).astype(np.int64)
         self.rows = int(sum(padded))

@@ -19,7 +19,7 @@ from emberkeep import pool as pools
 from emberkeep.cluster.failures import When
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.errors import ConfigError, PeerError, ShardLostError
 from emberkeep.kernels import hashing
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
@@ -115,6 +115,8 @@ def surviving(
             except ShardLostError as lost:
                 if not self._bring_back(lost):
                     raise
+            except PeerError as error:
+                self._await_peers(error)
 
     return call
 
@@ -202,6 +204,11 @@ class Cluster:
     def _bring_back(self, lost: ShardLostError) -> bool:
         """Whether lost shards serve again; with no lock held."""
         return self.on_loss is not None and self.on_loss(lost)
+
+    def _await_peers(self, error: PeerError) -> None:
+        """A shard could not do something because of another: returns when that is worth another
+        try, else raises."""
+        raise error
 
     def _serving(self) -> list[ShardHandle]:
         for shard in self.handles:

@@ -10,20 +10,25 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, Part, surviving
 from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.distant import DistantProtection
 from emberkeep.cluster.hosts import Hosts
+from emberkeep.cluster.protection import ParityStatus
 from emberkeep.cluster.remote import RemoteShard, Timing, is_shared
 from emberkeep.cluster.security import Security
 from emberkeep.cluster.wire import (
@@ -37,12 +42,16 @@ from emberkeep.cluster.wire import (
     Request,
     describe_table,
     pack_request,
+    settled_of,
     take_rows,
     unpack_done,
 )
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
+    ParityLossError,
+    PeerError,
     ServerError,
     ShardLostError,
     StateError,
@@ -50,7 +59,8 @@ from emberkeep.errors import (
 from emberkeep.kernels import rows as row_kernels
 from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository
-from emberkeep.slab import F32, I64, RowIds, not_finite, outside
+from emberkeep.slab import F32, I64, RowIds, not_finite, outside, slab_rows
+from emberkeep.snapshot import FrozenRows
 from emberkeep.tables import Optimizer, Table
 
 _T = TypeVar("_T")
@@ -134,6 +144,10 @@ class FlightCluster(Cluster):
         self._reader = ThreadPoolExecutor(1, "emberkeep-prefetch")
         self._tracked = False
         self._priority: Priority | None = None
+        self._protection: DistantProtection | None = None
+        # Pushes that parity in the background may yet lose with a shard: number, parts, lr.
+        self._unsettled: deque[tuple[int, Routed, Sequence[F32], float]] = deque()
+        self._silent_since = 0.0
         self._coordinator = secrets.token_hex(8)
         self._heart: _Heart | None = None
         try:
@@ -199,6 +213,7 @@ class FlightCluster(Cluster):
                 for shard in self.handles:
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.hosts.address(shard.index)))
+                        self._send_again(shard)
             except ServerError:
                 pass
             if all(shard.state == "serving" for shard in self.handles):
@@ -217,6 +232,8 @@ class FlightCluster(Cluster):
     def close(self) -> None:
         """Ends the run: servers let go of their rows, and end if this cluster started them."""
         self._drop_ahead()
+        if self._protection is not None:
+            self._protection.close()
         if self.coordinates:
             self._finalizer()
         for shard in self.handles:
@@ -238,7 +255,10 @@ class FlightCluster(Cluster):
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
         self._drop_ahead()
         with self._push_lock:
-            self._at_once([partial(self._renew, self.handles[i]) for i in named])
+            if self._protection is None:
+                self._at_once([partial(self._renew, self.handles[i]) for i in named])
+            else:
+                self._protection.begin_anew(named, lambda i: self._renew(self.handles[i]))
             if len(named) == len(self.handles):
                 self._start_round()  # full recovery: nothing of the old pushes is left
 
@@ -318,6 +338,141 @@ class FlightCluster(Cluster):
         if lost:
             raise ShardLostError(lost)
         return [future.result() for future in futures]
+
+    # -- parity ----------------------------------------------------------------------------------
+
+    def protect(self, parity: Parity) -> None:
+        """Has servers keep parity of each other's rows: what was trained before is protected
+        before long. Workers other than the coordinator need not ask for it."""
+        parity.check_shards(len(self.handles))
+        if not self.coordinates:
+            return
+        with self._push_lock:
+            if self._protection is not None:
+                if self._protection.spec != parity:
+                    raise ConfigError(
+                        f"the cluster has parity already, {self._protection.spec}, and is asked "
+                        f"for {parity}: give it once"
+                    )
+                return
+            self._serving()
+            n = len(self.handles)
+            rows = [
+                max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
+                for group in self.groups
+            ]
+            self._protection = DistantProtection(
+                parity, self.handles, security=self.security, timing=self.timing,
+                stripes=[-(-count // parity.k) for count in rows], each=self._at_once,
+            )  # fmt: skip
+
+    @property
+    def parity(self) -> ParityStatus | None:
+        """How well rows are protected; None without parity."""
+        return None if self._protection is None else self._protection.status()
+
+    @surviving
+    def rebuild(self) -> None:
+        """Waits until all that was lost is back: rows and parity."""
+        if self._protection is not None:
+            self._protection.flush()
+            self._protection.wait(lambda status: status.protected or bool(self.lost()))
+            self._serving()
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        if self._protection is not None and self._from_parity():
+            return True
+        return super()._bring_back(lost)
+
+    def _from_parity(self) -> bool:
+        """Brings lost shards back from the others; False if they were too many."""
+        protection = self._protection
+        assert protection is not None
+        with self._push_lock:
+            self._drop_ahead()
+            while lost := self.lost():
+                try:
+                    protection.recover(lost, lambda i: self._renew(self.handles[i]))
+                    self._forgot = self._tracked
+                    for index in lost:
+                        self.handles[index].serve()
+                        self._send_again(self.handles[index])
+                except ParityLossError as error:
+                    # Rows that were on their way back went with the shards that had their parity.
+                    for index in protection.hopeless(lost):
+                        self.handles[index].state = "lost"
+                    warnings.warn(str(error), stacklevel=2)
+                    return False
+                except (ShardLostError, PeerError) as error:
+                    # One more was lost: all that are not whole are begun anew.
+                    gone = error.shards if isinstance(error, ShardLostError) else ()
+                    for index in (*lost, *gone):
+                        self.handles[index].state = "lost"
+                    for shard in self.handles:
+                        if shard.state != "lost":
+                            shard.alive()
+            return True
+
+    def _await_peers(self, error: PeerError) -> None:
+        dead = [shard.index for shard in self.handles if not shard.alive()]
+        if dead:
+            if not self._bring_back(ShardLostError(dead)):
+                raise ShardLostError(dead) from error
+            return
+        now = time.monotonic()
+        if now - self._silent_since > 2 * self.timing.deadline.total_seconds():
+            self._silent_since = now
+        elif now - self._silent_since > self.timing.deadline.total_seconds():
+            raise error
+        time.sleep(_POLL_SECONDS / 5)
+
+    def _send_again(self, shard: RemoteShard) -> None:
+        """Has a replacement apply what the shard before had not told everybody."""
+        if not self._unsettled or shard.state != "serving":
+            return
+        status = shard.ask("status", {"incarnation": self._incarnation, "world": self.world})
+        if not status["from_parity"]:
+            return  # its rows came from a repository since
+        for number, routed, grads, lr in self._unsettled:
+            if number > status["applied"]:
+                (blob,) = self._requests(
+                    PUSH, routed, grads, number=number, lr=lr, only=shard.index
+                )
+                shard.send(blob, self.timing.deadline + self.timing.joining)
+                shard.receive()
+
+    def _settle_writes(self) -> None:
+        if self._protection is not None:
+            self._flush()
+
+    @surviving
+    def _flush(self) -> None:
+        assert self._protection is not None
+        self._serving()
+        self._protection.flush()
+
+    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        super().install(table, ids, planes)
+        self._settle_writes()
+
+    def delete(self, table: str, ids: I64) -> int:
+        count = super().delete(table, ids)
+        self._settle_writes()
+        return count
+
+    def load_table_state(self, state: Json) -> None:
+        super().load_table_state(state)
+        self._settle_writes()
+
+    def clear(self) -> None:
+        super().clear()
+        self._settle_writes()
+
+    @surviving
+    def freeze(self, since: str | None, buffer_nbytes: int) -> list[Sequence[FrozenRows]]:
+        if self._protection is not None:
+            self._protection.wait(lambda status: not status.missing_rows or bool(self.lost()))
+        return super().freeze(since, buffer_nbytes)
 
     # -- pulls -----------------------------------------------------------------------------------
 
@@ -434,6 +589,13 @@ class FlightCluster(Cluster):
             if self._refusable:
                 blobs = self._requests(APPLY, routed, number=number, lr=lr)
                 replies = self._exchange(blobs, patience)
+            if any(settled_of(blob)[1] for blob in replies):
+                raise PeerError(f"push {number} is not settled: a host of its parity is silent")
+            settled = min(settled_of(blob)[0] for blob in replies)
+            if settled < number:
+                self._unsettled.append((number, routed, grads, lr))
+            while self._unsettled and self._unsettled[0][0] <= settled:
+                self._unsettled.popleft()
             self._complete(rows, replies)
 
     def _complete(self, rows: list[F32] | None, replies: Sequence[Bytes]) -> None:
@@ -469,6 +631,7 @@ class FlightCluster(Cluster):
     def _start_round(self) -> None:
         self._number = (self._number // _ROUND + 1) * _ROUND
         self._incarnation = secrets.randbits(63)
+        self._unsettled.clear()
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -485,10 +648,13 @@ class FlightCluster(Cluster):
         *,
         number: int = 0,
         lr: float = 0.0,
+        only: int | None = None,
     ) -> list[Bytes]:
-        """One request for each shard."""
+        """One request for each shard, or for one of them."""
         blobs = []
         for s, shard in enumerate(self.handles):
+            if only not in (None, s):
+                continue
             request = Request(
                 kind=kind,
                 epoch=shard.epoch,

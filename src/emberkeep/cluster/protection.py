@@ -50,16 +50,20 @@ class ParityStatus:
     sent_nbytes: int
     updates: tuple[int, ...]
     """Parity rows updated, shard by shard."""
+    lost_shards: int = 0
+    """Shards that are known to be lost and not replaced yet."""
 
     @property
     def protected(self) -> bool:
         """Whether `r` more shards may be lost."""
-        return not (self.lag or self.unprotected_stripes or self.missing_rows)
+        behind = self.lag or self.unprotected_stripes or self.missing_rows
+        return not (behind or self.lost_shards)
 
     def samples(self) -> list[Sample]:
         """The same for Prometheus."""
         return [
             ("parity_protected", "gauge", "1 if r more shards may be lost", self.protected),
+            ("parity_lost_shards", "gauge", "shards lost and not replaced", self.lost_shards),
             ("parity_lag_messages", "gauge", "messages on their way to parity hosts", self.lag),
             ("parity_unprotected_stripes", "gauge", "parity rows yet to be filled",
              self.unprotected_stripes),
@@ -312,6 +316,7 @@ class Protection:
             messages=self._mail.messages,
             sent_nbytes=self._mail.sent_nbytes,
             updates=tuple(guard.host.updates for guard in guards),
+            lost_shards=len(self.lost),
         )
 
 

@@ -123,6 +123,30 @@ class RemoteShard:
         answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
 
+    def ask(self, kind: str, header: Json) -> Json:
+        """An action that needs no rows, and its answer."""
+        return self._act(kind, header)[0]
+
+    def told(self) -> Json:
+        """What the server says of itself; nothing where it is lost."""
+        try:
+            return self._act("status")[0]
+        except ShardLostError:
+            return {}
+
+    def alive(self) -> bool:
+        """Whether the server still is what it was; a shard that is not is lost."""
+        with self._lock:
+            try:
+                told, _ = self._open().act("status", deadline=min(self._timing.deadline, _GREETING))
+                same = bool(told["life"] == self.life and told["epoch"] == self.epoch)
+            except ServerError:
+                same = False
+            if not same:
+                self.disconnect()
+                self.state = "lost"
+            return same
+
     def serve(self) -> None:
         self._act("serve")
         self.state = "serving"

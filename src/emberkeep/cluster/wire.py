@@ -44,7 +44,7 @@ _HEADER = struct.Struct("<4sBxHHHxxxxQQQd")
 _FRAME = struct.Struct("<4sI")
 _FRAME_MAGIC = b"EKF1"
 _ALIGNMENT = 8
-_KINDS = {"float32", "float64", "int32", "int64"}
+_KINDS = {"float32", "float64", "int32", "int64", "uint8", "uint32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +209,21 @@ class Changed:
     rows_UD: F32
 
 
-def done_reply(epoch: int, number: int, changed: Sequence[Changed] = ()) -> Bytes:
-    """A push was applied; `changed` completes the prefetched pull, if there was one."""
+def done_reply(
+    epoch: int, number: int, changed: Sequence[Changed] = (), *, settled: int | None = None,
+    waiting: bool = False,
+) -> Bytes:  # fmt: skip
+    """A push was applied; `changed` completes the prefetched pull, if there was one.
+
+    With parity, `settled` is the last push of the worker that no loss can undo any more, and
+    `waiting` says that this one is to be sent again, because a host of its parity does not answer.
+    """
     size = _HEADER.size + sum(8 + 8 * c.positions.size + c.rows_UD.nbytes for c in changed)
     blob = np.empty(size, np.uint8)
-    _HEADER.pack_into(blob.data, 0, _MAGIC, DONE, len(changed), 0, 1, epoch, 0, number, 0.0)
+    told = number if settled is None else settled
+    _HEADER.pack_into(
+        blob.data, 0, _MAGIC, DONE, len(changed), int(waiting), 1, epoch, told, number, 0.0
+    )
     at = _HEADER.size
     for part in changed:
         count = np.array([part.positions.size])
@@ -221,6 +231,18 @@ def done_reply(epoch: int, number: int, changed: Sequence[Changed] = ()) -> Byte
             blob[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
             at += values.nbytes
     return blob
+
+
+def settled_of(blob: Bytes) -> tuple[int, bool]:
+    """What the reply to a push says of parity: the last settled push, and whether to send again."""
+    _expect(blob, DONE)
+    _, _, _, waiting, _, _, settled, _, _ = _HEADER.unpack_from(blob.data)
+    return int(settled), bool(waiting)
+
+
+def is_frame(blob: Bytes) -> bool:
+    """Whether a message of a stream is a frame: what shards tell each other."""
+    return bytes(blob[: len(_FRAME_MAGIC)]) == _FRAME_MAGIC
 
 
 def unpack_done(blob: Bytes, dims_G: Sequence[int]) -> list[Changed]:

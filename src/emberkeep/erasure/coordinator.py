@@ -9,22 +9,92 @@ Training goes on beside all but the first two.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from emberkeep.erasure.codes import Code, Placement, products
-from emberkeep.erasure.guard import Guard
-from emberkeep.erasure.messages import I64, Bools, Layer, Point, Wanted, Words
-from emberkeep.errors import ParityLossError
+from emberkeep.erasure.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
+from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.kernels import galois
-
-Replace = Callable[[int, int, Point], Guard]
 
 # Stripes whose marks are decoded at a time: a few bytes each.
 _MARK_STRIPES = 2**18
+
+
+class HostSide(Protocol):
+    """The parity that a shard holds of others; see `Host`."""
+
+    @property
+    def stripes(self) -> Sequence[int]: ...
+
+    def seal(self, source: int) -> int: ...
+
+    def roll(self, source: int, number: int) -> Point: ...
+
+    def follow(self, source: int, epoch: int, number: int, point: Point) -> None: ...
+
+    def refill(self, source: int) -> None: ...
+
+    def to_fill(self) -> list[tuple[int, int, int, int]]: ...
+
+    def begin(self, wanted: Sequence[Wanted]) -> None: ...
+
+    def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]: ...
+
+    def drop(self, numbers: Sequence[int] | None = None) -> None: ...
+
+
+class SourceSide(Protocol):
+    """A shard's own stream; see `Source`."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def detach(self, host: int) -> None: ...
+
+
+class GuardSide(Protocol):
+    """The parity side of a shard, in this process or behind a wire; see `Guard`."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def source(self) -> SourceSide: ...
+
+    @property
+    def host(self) -> HostSide: ...
+
+    def standing(self) -> Standing: ...
+
+    def attach(self, host: int) -> tuple[int, Point]: ...
+
+    def send_values(self, wanted: Sequence[Wanted]) -> None: ...
+
+    def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool: ...
+
+    def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None: ...
+
+    def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools: ...
+
+    def reveal(self) -> None: ...
+
+
+AnyGuard = TypeVar("AnyGuard", bound=GuardSide)
+Replace = Callable[[int, int, Point], AnyGuard]
+Calls = Sequence[Callable[[], Any]]
+
+
+def in_turn(calls: Calls) -> list[Any]:
+    """Makes calls one after the other."""
+    return [call() for call in calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +105,23 @@ class Decode:
     hosts: tuple[int, ...]
 
 
-class Coordinator:
+class Coordinator(Generic[AnyGuard]):
     """The guards of all shards, and what is being done about lost ones.
 
-    `deliver` returns when every message that was posted before has been received. Calls are
-    serialised: who asks for a row waits at most for the chunk that is being decoded.
+    `deliver` returns when every message that was posted before has been received; `each` makes
+    calls to several guards. Calls are serialised: who asks for a row waits at most for the chunk
+    that is being decoded. Where there are several coordinators, `numbers` names each decode once
+    and for all.
     """
 
     def __init__(
-        self, placement: Placement, guards: Sequence[Guard], deliver: Callable[[], object]
+        self,
+        placement: Placement,
+        guards: Sequence[AnyGuard],
+        deliver: Callable[[], object],
+        *,
+        each: Callable[[Calls], list[Any]] = in_turn,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.placement = placement
         self.code = Code(placement.k, placement.r)
@@ -52,20 +130,21 @@ class Coordinator:
         self.decoded_rows = 0
         self.decoded_nbytes = 0
         self._deliver = deliver
-        self._decodes = 0
+        self._each = each
+        self._numbers = itertools.count(1) if numbers is None else numbers
 
     # -- a loss ----------------------------------------------------------------------------------
 
     def check(self, lost: Collection[int]) -> None:
         """Refuses losses that parity cannot make good; nothing has been changed then."""
+        standings = self._standings(lost)
         for group in range(self.placement.n):
-            members = self.placement.members(group)
             unknown = [
                 member
-                for slot, member in enumerate(members)
-                if member in lost or self.guards[member].lost(slot)
+                for slot, member in enumerate(self.placement.members(group))
+                if member in lost or standings[member].lost_K[slot]
             ]
-            if len(unknown) > len(self._parities(group, lost)):
+            if len(unknown) > len(self._parities(group, standings)):
                 named = ", ".join(map(str, sorted({*unknown, *lost})))
                 raise ParityLossError(
                     f"shards {named} are lost or not rebuilt yet, more than parity with "
@@ -73,16 +152,18 @@ class Coordinator:
                     "repository"
                 )
 
-    def _parities(self, group: int, lost: Collection[int]) -> list[int]:
-        """The numbers of a group's parity rows that are whole."""
-        return [
-            p
-            for p in range(self.placement.r)
-            if (host := self.placement.host(group, p)) not in lost
-            and self.guards[host].host.complete
-        ]
+    def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
+        """How everybody stands who is not lost."""
+        living = [guard for guard in self.guards if guard.index not in lost]
+        found = self._each([guard.standing for guard in living])
+        return {guard.index: its for guard, its in zip(living, found, strict=True)}
 
-    def recover(self, lost: Collection[int], replace: Replace) -> dict[int, Point]:
+    def _parities(self, group: int, standings: dict[int, Standing]) -> list[int]:
+        """The numbers of a group's parity rows that are whole."""
+        hosts = [self.placement.host(group, p) for p in range(self.placement.r)]
+        return [p for p, host in enumerate(hosts) if host in standings and standings[host].complete]
+
+    def recover(self, lost: Collection[int], replace: Replace[AnyGuard]) -> dict[int, Point]:
         """Puts replacements in the place of lost shards; where each of their streams goes on.
 
         `replace(shard, number, point)` makes the guard of an empty shard, in a new epoch, whose
@@ -94,37 +175,42 @@ class Coordinator:
             points: dict[int, tuple[int, Point]] = {}
             for shard in lost:
                 points[shard] = self._roll_back(shard, lost)
-            for guard in self.guards:
-                guard.host.drop()
-                for shard in lost:
-                    guard.source.detach(shard)
+            self._forget(lost)
             for shard in lost:
                 self.guards[shard] = replace(shard, *points[shard])
             for shard in lost:
                 self._join(shard, lost)
             return {shard: point for shard, (_, point) in points.items()}
 
-    def begin_anew(self, shards: Collection[int], replace: Replace) -> None:
+    def begin_anew(self, shards: Collection[int], replace: Replace[AnyGuard]) -> None:
         """Puts empty shards in the place of others whose rows come from elsewhere.
 
         Whatever their parity said is void: it is filled again as soon as there are rows.
         """
         with self.lock:
-            for guard in self.guards:
-                guard.host.drop()
-                for shard in shards:
-                    guard.source.detach(shard)
+            self._forget(shards)
             for shard in shards:
                 for host in self.placement.hosts(shard):
-                    self.guards[host].host.refill(shard)
+                    if host not in shards:
+                        self.guards[host].host.refill(shard)
+            for shard in shards:
                 self.guards[shard] = replace(shard, 0, Point({}, ()))
             for shard in shards:
                 self._join(shard, shards)
 
+    def _forget(self, lost: Collection[int]) -> None:
+        """Ends all decodes, which may have heard of what was rolled back since, and sends nothing
+        more to lost hosts."""
+        for guard in self.guards:
+            if guard.index not in lost:
+                guard.host.drop()
+                for shard in lost:
+                    guard.source.detach(shard)
+
     def _roll_back(self, shard: int, lost: Collection[int]) -> tuple[int, Point]:
         hosts = [host for host in self.placement.hosts(shard) if host not in lost]
         held = {host: self.guards[host].host.seal(shard) for host in hosts}
-        whole = [host for host in hosts if self.guards[host].host.complete]
+        whole = [host for host in hosts if self.guards[host].standing().complete]
         number = min(held[host] for host in whole)
         points = {host: self.guards[host].host.roll(shard, number) for host in hosts}
         return number, points[whole[0]]
@@ -144,51 +230,84 @@ class Coordinator:
 
     def start(self, group: int, slab: int, layer: Layer, stripes: I64) -> Decode:
         """Has every member of a group say what it has of some stripes, ascending."""
-        members = self.placement.members(group)
-        most = sum(self.guards[member].lost(slot) for slot, member in enumerate(members))
-        parities = self._parities(group, ())[:most]
-        self._decodes += 1
-        wanted = Wanted(self._decodes, group, slab, layer, stripes)
-        decode = Decode(wanted, tuple(self.placement.host(group, p) for p in parities))
-        for host in decode.hosts:
-            self.guards[host].host.begin(wanted)
-        if decode.hosts:
-            for member in members:
-                self.guards[member].send_values(wanted)
-        return decode
+        return self.start_all([(group, slab, layer, stripes)])[0]
+
+    def start_all(self, parts: Sequence[tuple[int, int, Layer, I64]]) -> list[Decode]:
+        """`start` for several groups at once: each host and each member is asked once."""
+        standings = self._standings()
+        decodes = []
+        begun: dict[int, list[Wanted]] = defaultdict(list)
+        spoken: dict[int, list[Wanted]] = defaultdict(list)
+        for group, slab, layer, stripes in parts:
+            members = self.placement.members(group)
+            most = sum(standings[member].lost_K[slot] for slot, member in enumerate(members))
+            parities = self._parities(group, standings)[:most]
+            wanted = Wanted(next(self._numbers), group, slab, layer, stripes)
+            decode = Decode(wanted, tuple(self.placement.host(group, p) for p in parities))
+            for host in decode.hosts:
+                begun[host].append(wanted)
+            for member in members if decode.hosts else ():
+                spoken[member].append(wanted)
+            decodes.append(decode)
+        self._each([partial(self.guards[i].host.begin, its) for i, its in begun.items()])
+        self._each([partial(self.guards[i].send_values, its) for i, its in spoken.items()])
+        return decodes
 
     def finish(self, decode: Decode) -> bool:
-        """Solves a decode and brings the rows back; False while members have yet to speak."""
-        wanted = decode.wanted
-        answers = [self.guards[host].host.syndrome(wanted.number) for host in decode.hosts]
-        for host in decode.hosts:
-            if None not in answers:
-                self.guards[host].host.drop(wanted.number)
-        found = [answer for answer in answers if answer is not None]
-        if len(found) < len(answers):
-            return False
-        if not found:
-            return True  # nobody had lost anything
-        unknown = found[0][1]
+        """Solves a decode and brings the rows back; False while members have yet to speak.
+
+        A decode that began before a loss is refused with `StreamError`: it may have been told of
+        what was undone since.
+        """
+        return not self.finish_all([decode])
+
+    def finish_all(self, decodes: Sequence[Decode]) -> list[Decode]:
+        """`finish` for several decodes; those whose members have yet to speak."""
+        asked: dict[int, list[int]] = defaultdict(list)
+        for decode in decodes:
+            for host in decode.hosts:
+                asked[host].append(decode.wanted.number)
+        replies = self._each([partial(self.guards[i].host.syndromes, n) for i, n in asked.items()])
+        answers: dict[tuple[int, int], Syndrome | None] = {
+            (host, number): answer
+            for (host, numbers), its in zip(asked.items(), replies, strict=True)
+            for number, answer in zip(numbers, its, strict=True)
+        }
+        ended: dict[int, list[int]] = defaultdict(list)
+        waiting = []
+        for decode in decodes:
+            number = decode.wanted.number
+            found = [
+                answer for host in decode.hosts if (answer := answers[host, number]) is not None
+            ]
+            if len(found) < len(decode.hosts):
+                waiting.append(decode)
+                continue
+            for host in decode.hosts:
+                ended[host].append(number)
+            if found:  # else nobody had lost anything
+                self._solve(decode, found)
+        self._each([partial(self.guards[i].host.drop, its) for i, its in ended.items()])
+        return waiting
+
+    def _solve(self, decode: Decode, found: Sequence[Syndrome]) -> None:
+        wanted, unknown = decode.wanted, found[0].unknown
         assert all(
-            np.array_equal(unknown[slot], other[slot]) for _, other in found for slot in unknown
+            np.array_equal(unknown[slot], other.unknown[slot])
+            for other in found
+            for slot in unknown
         ), "members told their hosts different things"
         parities = [(wanted.group - host) % self.placement.n for host in decode.hosts]
-        self._solve(wanted, parities, [answer[0] for answer in found], unknown)
-        return True
-
-    def _solve(
-        self, wanted: Wanted, parities: list[int], syndromes: list[Words],
-        unknown: dict[int, Bools],
-    ) -> None:  # fmt: skip
         members = self.placement.members(wanted.group)
         slots = sorted(slot for slot in unknown if unknown[slot].any())
         patterns = sum((unknown[slot].astype(np.int64) << i for i, slot in enumerate(slots)),
                        np.zeros(wanted.stripes.size, np.int64))  # fmt: skip
         for pattern in np.unique(patterns[patterns > 0]).tolist():
             mine = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
+            if len(mine) > len(parities):
+                raise StreamError("a shard was lost while rows of it were decoded: decode again")
             at = np.flatnonzero(patterns == pattern)
-            stripes, needed = wanted.stripes, syndromes[: len(mine)]
+            stripes, needed = wanted.stripes, [answer.total for answer in found[: len(mine)]]
             if at.size < stripes.size:
                 stripes, needed = stripes[at], [syndrome[at] for syndrome in needed]
             solution = self.code.solution(mine, parities[: len(mine)])
@@ -205,28 +324,27 @@ class Coordinator:
     def recover_marks(self) -> None:
         """Finds out which rows replacements have lost; until then they cannot serve."""
         with self.lock:
-            started = self.start_marks()
-            self._deliver()
-            for decode in started:
-                assert self.finish(decode)
+            self._complete(self.start_marks())
             for guard in self._blind():
                 guard.reveal()
 
     def start_marks(self) -> list[Decode]:
         """Has everybody say what is needed to find out which rows replacements have lost."""
         blind = {guard.index for guard in self._blind()}
-        return [
-            self.start(group, slab, "marks", np.arange(first, min(first + _MARK_STRIPES, count)))
-            for group in range(self.placement.n)
-            if blind.intersection(self.placement.members(group))
-            for slab, count in enumerate(self.guards[0].host.stripes)
-            for first in range(0, count, _MARK_STRIPES)
-        ]
+        return self.start_all(
+            [
+                (group, slab, "marks", np.arange(first, min(first + _MARK_STRIPES, count)))
+                for group in range(self.placement.n)
+                if blind.intersection(self.placement.members(group))
+                for slab, count in enumerate(self.guards[0].host.stripes)
+                for first in range(0, count, _MARK_STRIPES)
+            ]
+        )
 
-    def _blind(self) -> list[Guard]:
+    def _blind(self) -> list[AnyGuard]:
         """The guards of replacements whose marks are not back."""
-        first = np.zeros(1, np.int64)
-        return [guard for guard in self.guards if guard.unknown(0, "marks", first)[0]]
+        standings = self._standings()
+        return [guard for guard in self.guards if standings[guard.index].blind]
 
     def recover_rows(self, shard: int, slab: int, rows: I64) -> int:
         """Brings those of the rows back that are lost; returns how many that were."""
@@ -236,29 +354,36 @@ class Coordinator:
             missing = rows[self.guards[shard].unknown(slab, "records", rows)]
             if (np.diff(missing) <= 0).any():
                 missing = np.unique(missing)
-            started = []
+            parts: list[tuple[int, int, Layer, I64]] = []
             for group, slot in self.placement.groups(shard):
                 mine = missing[missing % self.placement.k == slot]
                 if mine.size:
-                    started.append(self.start(group, slab, "records", mine // self.placement.k))
-            self._deliver()
-            for decode in started:
-                assert self.finish(decode)
+                    parts.append((group, slab, "records", mine // self.placement.k))
+            if parts:
+                self._complete(self.start_all(parts))
             return int(missing.size)
 
-    def fill(self, stripes: int) -> int:
+    def _complete(self, started: Sequence[Decode]) -> None:
+        self._deliver()
+        if self.finish_all(started):
+            raise StreamError("a shard was lost while rows were decoded: decode them again")
+
+    def fill(self, stripes: int, hosts: Collection[int] | None = None) -> int:
         """Has members send some stripes to hosts that are not whole; how many parts they sent.
 
         A member that is without some of the rows itself is passed over.
         """
         with self.lock:
-            sent = 0
+            calls = []
             for guard in self.guards:
-                for p, slab, source, filled in guard.host.to_fill():
-                    stop = min(filled + stripes, guard.host.stripes[slab])
-                    sent += self.guards[source].send_fill(guard.index, p, slab, filled, stop)
+                if hosts is None or guard.index in hosts:
+                    for p, slab, source, filled in guard.host.to_fill():
+                        stop = min(filled + stripes, guard.host.stripes[slab])
+                        send = self.guards[source].send_fill
+                        calls.append(partial(send, guard.index, p, slab, filled, stop))
+            sent = self._each(calls)
             self._deliver()
-            return sent
+            return sum(map(int, sent))
 
 
 def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:

@@ -21,6 +21,7 @@ from emberkeep.erasure.messages import (
     Message,
     Point,
     PushNumber,
+    Standing,
     State,
     Values,
     Wanted,
@@ -102,8 +103,19 @@ class Guard:
         with self.lock:
             return self.source.attach(host)
 
-    def send_values(self, wanted: Wanted) -> None:
-        """Says what this shard has of the rows of a decode."""
+    def standing(self) -> Standing:
+        """What is not back yet."""
+        with self.lock:
+            slots = tuple(self.rows.lost(slot) for slot in range(self.placement.k))
+            blind = bool(self.rows.unknown(0, "marks", np.zeros(1, np.int64))[0])
+        return Standing(slots, blind, self.host.complete)
+
+    def send_values(self, wanted: Sequence[Wanted]) -> None:
+        """Says what this shard has of the rows of decodes."""
+        for its in wanted:
+            self._send_values(its)
+
+    def _send_values(self, wanted: Wanted) -> None:
         slot = (self.index - 1 - wanted.group) % self.placement.n
         rows = wanted.stripes * self.placement.k + slot
         with self.lock:

@@ -23,6 +23,7 @@ from emberkeep.erasure.messages import (
     Point,
     Shape,
     State,
+    Syndrome,
     Values,
     Wanted,
     Words,
@@ -276,23 +277,31 @@ class Host:
 
     # -- decoding --------------------------------------------------------------------------------
 
-    def begin(self, wanted: Wanted) -> None:
-        """Opens an accumulator for rows that are to be decoded."""
-        p = (wanted.group - self.index) % self.placement.n
-        shape, kind = self.shapes[wanted.slab], np.uint32 if wanted.layer == "records" else np.uint8
-        width = shape.words if wanted.layer == "records" else shape.mark_nbytes
-        total = np.zeros((wanted.stripes.size, width), kind)
-        with self.lock:
-            self._decodes[wanted.number] = _Decode(wanted, p, total)
+    def begin(self, wanted: Sequence[Wanted]) -> None:
+        """Opens an accumulator for each decode."""
+        for its in wanted:
+            p = (its.group - self.index) % self.placement.n
+            shape, kind = self.shapes[its.slab], np.uint32 if its.layer == "records" else np.uint8
+            width = shape.words if its.layer == "records" else shape.mark_nbytes
+            total = np.zeros((its.stripes.size, width), kind)
+            with self.lock:
+                self._decodes[its.number] = _Decode(its, p, total)
 
-    def syndrome(self, number: int) -> tuple[Words, dict[int, Bools]] | None:
-        """The sum of the unknown rows of each stripe, and by slot which those are.
+    def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
+        """What each decode comes to; None until every member has spoken.
 
-        None until every member has spoken. Whatever members change after that is in both the
-        parity and the accumulator, so the sum stays what it was when they spoke.
+        Whatever members change after that is in both the parity and the accumulator, so the sum
+        stays what it was when they spoke. A decode that was dropped is refused.
         """
+        return [self._syndrome(number) for number in numbers]
+
+    def _syndrome(self, number: int) -> Syndrome | None:
         with self.lock:
-            decode = self._decodes[number]
+            decode = self._decodes.get(number)
+            if decode is None:
+                raise StreamError(
+                    f"shard {self.index} knows no decode {number}: a shard was lost since it began"
+                )
             if len(decode.unknown) < self.placement.k:
                 return None
             wanted = decode.wanted
@@ -300,14 +309,12 @@ class Host:
             at = wanted.stripes + decode.p * self.stripes[wanted.slab]
             found = parity[wanted.slab][at]
             found ^= decode.total
-            return found, dict(decode.unknown)
+            return Syndrome(found, dict(decode.unknown))
 
-    def drop(self, number: int | None = None) -> None:
-        """Ends a decode, or all of them."""
+    def drop(self, numbers: Sequence[int] | None = None) -> None:
+        """Ends decodes, or all of them."""
         with self.lock:
-            if number is None:
-                self._decodes.clear()
-            else:
+            for number in list(self._decodes) if numbers is None else numbers:
                 self._decodes.pop(number, None)
 
     def _add_values(self, source: int, body: Values) -> None:

@@ -104,6 +104,27 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Syndrome:
+    """What one host makes of a decode: the sum of the unknown rows of each stripe, and by slot
+    which those are."""
+
+    total: Words
+    unknown: Mapping[int, Bools]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a shard has yet to get back."""
+
+    lost_K: tuple[bool, ...]
+    """By slot: whether rows are not back."""
+    blind: bool
+    """Whether it does not even know which rows it had."""
+    complete: bool
+    """Whether all parity that it holds is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Values:
     """The rows that one member has in a decode; zeros where it is still without them itself, and
     nothing where it has none of them."""

@@ -13,7 +13,7 @@ from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shap
 from emberkeep.kernels import galois, rows
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import spans
-from emberkeep.slab import Slab
+from emberkeep.slab import Slab, slab_rows
 
 _ID_NBYTES = 8
 # Ranges of fewer rows than this are not worth a thread.
@@ -31,6 +31,18 @@ def shapes_of(slabs_N: Sequence[Sequence[Slab]]) -> list[Shape]:
             mark_nbytes=1 + (_ID_NBYTES if same[0].slots else 0),
         )
         for same in zip(*slabs_N, strict=True)
+    ]
+
+
+def shapes_on(slabs: Sequence[Slab], shards: int) -> list[Shape]:
+    """What is coded of each slab, given those of one shard of so many."""
+    return [
+        Shape(
+            rows=max(slab_rows(slab.tables, shard, shards) for shard in range(shards)),
+            words=shape.words,
+            mark_nbytes=shape.mark_nbytes,
+        )
+        for slab, shape in zip(slabs, shapes_of([slabs]), strict=True)
     ]
 
 

@@ -25,9 +25,17 @@ from emberkeep.kernels import hashing, rows
 from emberkeep.lookup import unique_ids
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Pool
+from emberkeep.serving.guarding import Guarding
 from emberkeep.serving.pushes import Ledger, Meeting, Part, join
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, U64, RowIds
+
+# In the ledger of a parity stream: the steps that ranks have pushed together.
+_RANKS = "ranks"
+
+
+def _worker(request: Request) -> str:
+    return _RANKS if request.world > 1 else f"{request.incarnation:x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,16 @@ class Epoch:
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
+        self.guarding: Guarding | None = None
+
+    def guard(self, guarding: Guarding) -> None:
+        """Keeps parity from here on; goes on after the pushes that its stream knows of."""
+        self.guarding = guarding
+        for worker, number in guarding.ledger.items():
+            if worker == _RANKS:
+                self._applied_together = number
+            else:
+                self._ledger.note(int(worker, 16), number)
 
     # -- who is heard ----------------------------------------------------------------------------
 
@@ -140,8 +158,9 @@ class Epoch:
             self._check_owned(request.wanted)
             self._check_unique(request.wanted)
         with self._push_lock:
-            if self._ledger.applied(request.incarnation, request.number):
-                return done_reply(self.number, request.number)
+            applied = self._ledger.applied(request.incarnation, request.number)
+        if applied:
+            return self._done(request, ())
         pushed = self._perform(request)
         changed: list[Changed] = []
         if request.kind == CHECK:
@@ -151,7 +170,18 @@ class Epoch:
                 changed = self._changed(prefetched, pushed[0])
         # A process that was stopped in here must not tell of rows that are somebody else's by now.
         self.check_serving(request.epoch)
-        return done_reply(self.number, request.number, changed)
+        return self._done(request, changed)
+
+    def _done(self, request: Request, changed: Sequence[Changed]) -> Bytes:
+        """The answer to a push, once its parity is settled."""
+        if self.guarding is None or request.kind == CHECK:
+            return done_reply(self.number, request.number, changed)
+        settled = self.guarding.settle()
+        self.check_serving(request.epoch)
+        return done_reply(
+            self.number, request.number, changed,
+            settled=self.guarding.settled_push(_worker(request)), waiting=not settled,
+        )  # fmt: skip
 
     def _perform(self, request: Request) -> Part | None:
         """What was checked or applied; None if that had been done before."""
@@ -171,7 +201,7 @@ class Epoch:
     def _meeting_of(self, world: int) -> Meeting[Part]:
         with self._push_lock:
             if self._meeting is None:
-                self._meeting = Meeting(world)
+                self._meeting = Meeting(world, self._applied_together)
             if self._meeting.world != world:
                 raise ProtocolError(
                     f"{world} ranks push where {self._meeting.world} have met: they are of two runs"
@@ -196,16 +226,19 @@ class Epoch:
                 raise ProtocolError(f"push {request.number} was not checked before it is applied")
         if not together or request.number > self._applied_together:
             # Others may have pushed since the check.
-            self.shard.apply(self.shard.check(*part), request.lr)
+            push = (_worker(request), request.number)
+            number = self.shard.apply(self.shard.check(*part), request.lr, push)
+            if self.guarding is not None:
+                self.guarding.note(*push, number)
             self._applied_together = request.number if together else 0
         if not together:
             self._held.pop(key, None)
         self._ledger.note(request.incarnation, request.number)
         return part
 
-    def applied(self, incarnation: int) -> int:
-        """The last number that was applied for a worker."""
-        return self._ledger.last(incarnation)
+    def applied(self, incarnation: int, world: int = 1) -> int:
+        """The last number that was applied for a worker, or for all ranks of a job."""
+        return self._applied_together if world > 1 else self._ledger.last(incarnation)
 
     # -- details ---------------------------------------------------------------------------------
 

@@ -86,10 +86,10 @@ class Meeting(Generic[_T]):
     and those who bring it again are told that it is done.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, last: int = 0) -> None:
         self.world = world
         self._step = _Step[_T]()
-        self._last = 0
+        self._last = last
         self._passed: dict[int, int] = {}
         self._changed = threading.Condition()
 

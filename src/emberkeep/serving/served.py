@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import write_pieces
+from emberkeep.cluster.security import Security
 from emberkeep.cluster.wire import (
     APPLY,
     CHECK,
@@ -31,6 +32,9 @@ from emberkeep.cluster.wire import (
     PUSH,
     Bytes,
     Json,
+    describe_error,
+    is_frame,
+    pack_frame,
     refusal,
     table_from,
     unpack_request,
@@ -49,6 +53,7 @@ from emberkeep.priority import Priority
 from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
 from emberkeep.serving.epoch import Epoch, Session
+from emberkeep.serving.guarding import guarding_from
 from emberkeep.serving.metrics import Metrics
 from emberkeep.shard import Shard
 from emberkeep.snapshot import FrozenRows
@@ -77,6 +82,8 @@ class ServedShard:
     ) -> None:
         self._place = place
         self.life = secrets.token_hex(8)
+        self.security = Security()
+        """What this server brings when it talks to others."""
         self.metrics = Metrics()
         self._pool = Pool(threads)
         self._tell = on_event or (lambda _event, _details: None)
@@ -112,6 +119,8 @@ class ServedShard:
             "cancel": self._cancel,
             "close": self._close,
             "load": self._load,
+            "protect": self._protect,
+            "guard": self._guard,
         }
 
     # -- pulls and pushes ------------------------------------------------------------------------
@@ -119,6 +128,8 @@ class ServedShard:
     def answer(self, blob: Bytes, session: Session) -> Bytes:
         """The reply to one request; what is refused is told in the reply."""
         epoch = self._epoch
+        if is_frame(blob):
+            return self._hear(blob, epoch)
         try:
             with self._working():
                 if epoch is None:
@@ -134,6 +145,17 @@ class ServedShard:
         except EmberkeepError as error:
             self.metrics.refused += 1
             return refusal(error, 0 if epoch is None else epoch.number)
+
+    def _hear(self, blob: Bytes, epoch: Epoch | None) -> Bytes:
+        """What another shard tells the host of its parity."""
+        try:
+            with self._working():
+                if epoch is None or epoch.guarding is None:
+                    raise EpochError("this server holds no parity: it was given none, or replaced")
+                epoch.check(epoch.number)
+                return epoch.guarding.receive(blob, epoch.number)
+        except EmberkeepError as error:
+            return np.frombuffer(pack_frame(describe_error(error)), np.uint8)
 
     def failed(self, error: BaseException) -> None:
         """Tells of an error that nobody foresaw."""
@@ -166,10 +188,15 @@ class ServedShard:
                 "shards": epoch.shards,
                 "coordinator": epoch.coordinator,
                 "tables": epoch.tables,
-                "applied": epoch.applied(int(header.get("incarnation", 0))),
+                "applied": epoch.applied(
+                    int(header.get("incarnation", 0)), int(header.get("world", 1))
+                ),
+                "from_parity": epoch.guarding is not None and epoch.guarding.from_parity,
                 "dirty_rows": self._dirty_rows(epoch),
                 "metrics": self.metrics.to_dict(),
             }
+            if epoch.guarding is not None:
+                told["parity"] = epoch.guarding.status()
         yield told, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -220,6 +247,8 @@ class ServedShard:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; what copies rows out of it is told."""
         self._cancelled.set()
+        if epoch.guarding is not None:
+            epoch.guarding.close()
         epoch.shard.kill()
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -243,6 +272,22 @@ class ServedShard:
         epoch.shard.serve()
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
+
+    # -- parity ----------------------------------------------------------------------------------
+
+    def _protect(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins to keep parity of the others' rows, and to tell them of this shard's."""
+        epoch = self._checked(header)
+        if epoch.guarding is not None:
+            raise ServerError(f"shard {epoch.shard.index} has parity already")
+        epoch.guard(guarding_from(header, epoch.shard, epoch.shards, security=self.security))
+        yield {}, _NONE
+
+    def _guard(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        epoch = self._checked(header)
+        if epoch.guarding is None:
+            raise EpochError(f"shard {epoch.shard.index} has no parity in epoch {epoch.number}")
+        yield epoch.guarding.ask(header, arrays)
 
     # -- rows ------------------------------------------------------------------------------------
 

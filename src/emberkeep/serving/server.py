@@ -51,6 +51,7 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
         security = security or Security()
         security.check_listening(host)
         self.served = served
+        served.security = security
         self.host = host
         self.tls = security.tls
         self._streams = threading.BoundedSemaphore(max_streams)

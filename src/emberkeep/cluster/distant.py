@@ -1,0 +1,188 @@
+"""Parity over shard servers, as the process that coordinates them sees it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from emberkeep.cluster.parcels import pack_point
+from emberkeep.cluster.peers import Peer, PeerGuard
+from emberkeep.cluster.protection import ParityStatus
+from emberkeep.cluster.remote import RemoteShard, Timing
+from emberkeep.cluster.security import Security
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.coordinator import Calls, Coordinator
+from emberkeep.erasure.messages import Point
+
+Renew = Callable[[int], object]
+
+_POLL_SECONDS = 0.02
+
+
+class DistantProtection:
+    """The parity of a cluster of servers: who takes part, and what is done when some are lost.
+
+    Servers talk to each other; what goes through this process are decisions, and the marks of
+    lost rows. Whatever raises `ShardLostError` may be begun anew with more shards lost.
+    """
+
+    def __init__(
+        self,
+        spec: Parity,
+        shards: Sequence[RemoteShard],
+        *,
+        security: Security,
+        timing: Timing,
+        stripes: Sequence[int],
+        each: Callable[[Calls], list[Any]],
+    ) -> None:
+        spec.check_shards(len(shards))
+        self.spec = spec
+        self.placement = Placement(len(shards), spec.k, spec.r)
+        self.recoveries = 0
+        self._shards = shards
+        self._security = security
+        self._timing = timing
+        self._stripes = stripes
+        self._each = each
+        self._peers: dict[int, Peer] = {}
+        # What replaced servers had counted.
+        self._counted: dict[str, int] = {}
+        self._known: dict[int, dict[str, Any]] = {}
+        guards = [self._protect(shard.index) for shard in shards]
+        self.coordinator: Coordinator[PeerGuard] = Coordinator(
+            self.placement, guards, lambda: None, each=each,
+            numbers=itertools.count(secrets.randbits(42) << 20),
+        )  # fmt: skip
+        trained = set()
+        for guard in guards:
+            for host in self.placement.hosts(guard.index):
+                number, point = guard.attach(host)
+                guards[host].host.follow(guard.index, guard.source.epoch, number, point)
+                if guard.trained:
+                    trained.add(guard.index)
+        for source in trained:
+            for host in self.placement.hosts(source):
+                guards[host].host.refill(source)
+        self._tell_directory()
+
+    def _protect(
+        self, index: int, start: tuple[int, Point] | None = None, *, lost: bool = False,
+        complete: bool = True,
+    ) -> PeerGuard:  # fmt: skip
+        shard = self._shards[index]
+        told = None if start is None else {"number": start[0], **pack_point(start[1])}
+        shard.ask(
+            "protect",
+            {
+                "parity": asdict(self.spec),
+                "start": told,
+                "lost": lost,
+                "complete": complete,
+                "deadline_seconds": self._timing.deadline.total_seconds(),
+            },
+        )
+        peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
+        guard = PeerGuard(peer, self._security, self._timing.deadline, self._stripes)
+        guard.hosts = self._peers
+        return guard
+
+    def _tell_directory(self) -> None:
+        peers = [peer.to_json() for peer in self._peers.values()]
+        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.coordinator.guards])
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def recover(self, lost: Collection[int], renew: Renew) -> None:
+        """Puts replacements in the place of lost shards, which know their rows then and may serve.
+
+        `renew` begins an epoch of a shard on an empty server. Raises `ParityLossError`, with
+        nothing changed, where parity cannot bring them back.
+        """
+
+        def replace(index: int, number: int, point: Point) -> PeerGuard:
+            self._put_aside(index)
+            renew(index)
+            return self._protect(index, (number, point), lost=True, complete=False)
+
+        self.coordinator.recover(lost, replace)
+        self._tell_directory()
+        self.coordinator.recover_marks()
+        self.recoveries += len(lost)
+
+    def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
+        """Puts empty shards in the place of others; their rows will come from a repository."""
+
+        def replace(index: int, number: int, point: Point) -> PeerGuard:
+            self._put_aside(index)
+            renew(index)
+            return self._protect(index, complete=False)
+
+        self.coordinator.begin_anew(shards, replace)
+        self._tell_directory()
+
+    def hopeless(self, lost: Collection[int]) -> list[int]:
+        """Shards whose missing rows went with those that are lost now."""
+        return [
+            guard.index
+            for guard in self.coordinator.guards
+            if guard.index not in lost and any(guard.standing().lost_K)
+        ]
+
+    def _put_aside(self, index: int) -> None:
+        self.coordinator.guards[index].close()
+        for name, value in self._known.pop(index, {}).items():
+            if name in ("rebuilt_rows", "rebuilt_nbytes", "degraded_reads", "messages",
+                        "sent_nbytes"):  # fmt: skip
+                self._counted[name] = self._counted.get(name, 0) + value
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """After a write that nobody would send again: every host holds it now."""
+        self._each([partial(guard.ask, "flush") for guard in self.coordinator.guards])
+
+    def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
+        """Returns when servers have brought enough back."""
+        pause = _POLL_SECONDS
+        while not enough(self.status()):
+            time.sleep(pause)
+            pause = min(0.2, pause * 1.2)
+
+    def close(self) -> None:
+        for guard in self.coordinator.guards:
+            guard.close()
+
+    def status(self) -> ParityStatus:
+        """As the servers tell it that are not known to be lost."""
+        serving = [shard for shard in self._shards if shard.state != "lost"]
+        told = self._each([shard.told for shard in serving])
+        for shard, its in zip(serving, told, strict=True):
+            if "parity" in its:
+                self._known[shard.index] = its["parity"]
+
+        def total(name: str) -> int:
+            return self._counted.get(name, 0) + sum(int(i[name]) for i in self._known.values())
+
+        return ParityStatus(
+            k=self.spec.k,
+            r=self.spec.r,
+            lag=total("lag"),
+            unprotected_stripes=total("unprotected_stripes"),
+            missing_rows=total("missing_rows"),
+            rebuilt_rows=total("rebuilt_rows"),
+            rebuilt_nbytes=total("rebuilt_nbytes"),
+            degraded_reads=total("degraded_reads"),
+            recoveries=self.recoveries,
+            messages=total("messages"),
+            sent_nbytes=total("sent_nbytes"),
+            updates=tuple(
+                self._known.get(shard.index, {}).get("updates", 0) for shard in self._shards
+            ),
+            lost_shards=sum(shard.state != "serving" for shard in self._shards),
+        )

@@ -1,0 +1,164 @@
+"""The parity side of a shard behind a wire, as its cluster and the other servers see it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.parcels import (
+    pack_point,
+    pack_wanted,
+    unpack_point,
+    unpack_syndromes,
+)
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import Json
+from emberkeep.erasure.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
+from emberkeep.errors import ServerError, ShardLostError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a shard is in one of its epochs."""
+
+    index: int
+    address: str
+    epoch: int
+
+    def to_json(self) -> list[Any]:
+        return [self.index, self.address, self.epoch]
+
+    @classmethod
+    def from_json(cls, told: Any) -> Peer:
+        index, address, epoch = told
+        return cls(int(index), str(address), int(epoch))
+
+
+class PeerGuard:
+    """`Guard` of a server. A server that does not answer, or has another epoch by now, is
+    `ShardLostError`; what its guard refuses comes out as it is."""
+
+    def __init__(
+        self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int]
+    ) -> None:
+        self.peer = peer
+        self.host = PeerHost(self, stripes)
+        self.source = PeerSource(self)
+        self.trained = False
+        """Whether the shard had trained rows when a host was last attached."""
+        self.hosts: dict[int, Peer] = {}
+        """Where the hosts that may be attached are."""
+        self._security = security
+        self._deadline = deadline
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def index(self) -> int:
+        return self.peer.index
+
+    def ask(
+        self, what: str, header: Json | None = None, arrays: Arrays | None = None
+    ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+        """One question to the server's guard."""
+        told = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
+        try:
+            with self._lock:
+                if self._connection is None:
+                    self._connection = Connection(self.peer.address, self._security)
+                connection = self._connection
+            return connection.act("guard", told, arrays, deadline=self._deadline)
+        except ServerError:
+            self.close()
+            raise ShardLostError((self.index,)) from None
+
+    def close(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def standing(self) -> Standing:
+        told, _ = self.ask("standing")
+        return Standing(tuple(map(bool, told["lost"])), bool(told["blind"]), bool(told["complete"]))
+
+    def attach(self, host: int) -> tuple[int, Point]:
+        told, _ = self.ask("attach", {"host": self.hosts[host].to_json()})
+        self.trained = bool(told["trained"])
+        return int(told["number"]), unpack_point(told)
+
+    def send_values(self, wanted: Sequence[Wanted]) -> None:
+        self.ask("values", *pack_wanted(wanted))
+
+    def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:
+        told, _ = self.ask(
+            "send_fill", {"host": host, "p": p, "slab": slab, "start": start, "stop": stop}
+        )
+        return bool(told["sent"])
+
+    def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
+        self.ask("install", {"slab": slab, "layer": layer}, {"rows": rows, "values": values})
+
+    def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
+        _, arrays = self.ask("unknown", {"slab": slab, "layer": layer}, {"rows": rows})
+        return arrays["unknown"].view(np.bool_)
+
+    def reveal(self) -> None:
+        self.ask("reveal")
+
+
+class PeerHost:
+    """`Host` of a server."""
+
+    def __init__(self, guard: PeerGuard, stripes: Sequence[int]) -> None:
+        self.stripes = list(stripes)
+        self._guard = guard
+
+    def seal(self, source: int) -> int:
+        return int(self._guard.ask("seal", {"source": source})[0]["last"])
+
+    def roll(self, source: int, number: int) -> Point:
+        told, _ = self._guard.ask("roll", {"source": source, "number": number})
+        return unpack_point(told)
+
+    def follow(self, source: int, epoch: int, number: int, point: Point) -> None:
+        about = {"source": source, "of": epoch, "number": number, **pack_point(point)}
+        self._guard.ask("follow", about)
+
+    def refill(self, source: int) -> None:
+        self._guard.ask("refill", {"source": source})
+
+    def to_fill(self) -> list[tuple[int, int, int, int]]:
+        raise NotImplementedError("a server has its own parity filled")
+
+    def begin(self, wanted: Sequence[Wanted]) -> None:
+        self._guard.ask("begin", *pack_wanted(wanted))
+
+    def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
+        return unpack_syndromes(*self._guard.ask("syndromes", {"numbers": list(numbers)}))
+
+    def drop(self, numbers: Sequence[int] | None = None) -> None:
+        self._guard.ask("drop", {"numbers": None if numbers is None else list(numbers)})
+
+
+class PeerSource:
+    """`Source` of a server."""
+
+    def __init__(self, guard: PeerGuard) -> None:
+        self._guard = guard
+
+    @property
+    def epoch(self) -> int:
+        return self._guard.peer.epoch
+
+    def detach(self, host: int) -> None:
+        self._guard.ask("detach", {"host": host})

@@ -1,0 +1,470 @@
+"""The parity side of a served shard: streams to its peers, parity of theirs, and coming back.
+
+A server brings itself back: it asks its peers for what it lacks, rows that somebody waits for
+first, then the others, then the parity that it held. Its cluster only decides which servers take
+part, and where their streams begin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.cluster.parcels import (
+    layer_of,
+    pack_point,
+    pack_syndromes,
+    unpack_messages,
+    unpack_point,
+    unpack_wanted,
+)
+from emberkeep.cluster.peers import Peer, PeerGuard
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import Bytes, Json, pack_frame, unpack_frame
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.coordinator import Calls, Coordinator, GuardSide
+from emberkeep.erasure.guard import Guard
+from emberkeep.erasure.host import Host
+from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.slabs import SlabRows, load_state, shapes_on, state_of
+from emberkeep.erasure.source import Source
+from emberkeep.errors import (
+    EpochError,
+    PeerError,
+    ProtocolError,
+    ServerError,
+    ShardLostError,
+    StreamError,
+)
+from emberkeep.pool import be_nice
+from emberkeep.serving.senders import Sender
+from emberkeep.shard import Shard
+from emberkeep.slab import I64
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Answer = tuple[Json, Arrays]
+
+_NICE = 10
+_RETRY_SECONDS = 0.1
+_NONE: dict[str, npt.NDArray[Any]] = {}
+
+
+class Guarding:
+    """The guard of one epoch of a served shard.
+
+    `lost` says that all rows are to come back, from where the stream of the shard before ended.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        spec: Parity,
+        shards: int,
+        *,
+        security: Security,
+        deadline: timedelta,
+        start: tuple[int, Point] | None = None,
+        lost: bool = False,
+        complete: bool = True,
+    ) -> None:
+        self.spec = spec
+        self.placement = Placement(shards, spec.k, spec.r)
+        self.degraded_reads = 0
+        self.from_parity = lost
+        """Whether this shard goes on where the one before it was lost."""
+        self._shard = shard
+        self._security = security
+        self._deadline = deadline
+        self._senders: dict[int, Sender] = {}
+        self._ended: list[Sender] = []
+        self._moved = threading.Condition()
+        self._closed = False
+        self._pushes: deque[tuple[int, str, int]] = deque()
+        if start is not None:
+            load_state(shard.slabs, start[1].state)
+        number, point = start or (0, Point({}, state_of(shard.slabs)))
+        # What all hosts were found to hold is settled.
+        self._settled_pushes = dict(point.ledger)
+        self._rows = SlabRows(shard.slabs, self.placement, lost=lost)
+        self._host = Host(
+            shard.index, self.placement, shapes_on(shard.slabs, shards), complete=complete
+        )
+        self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
+        self.guard = Guard(
+            source=self._source,
+            host=self._host,
+            rows=self._rows,
+            placement=self.placement,
+            lock=shard.lock,
+            post=self._post,
+        )
+        self._threads = ThreadPoolExecutor(max(1, shards - 1), "emberkeep-peer")
+        self._coordinator: Coordinator[GuardSide] | None = None
+        self._numbers = _numbers()
+        self._wake = threading.Event()
+        self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
+            "directory": self._directory,
+            "standing": self._standing,
+            "attach": self._attach,
+            "detach": self._detach,
+            "seal": self._seal,
+            "roll": self._roll,
+            "follow": self._follow,
+            "refill": self._refill,
+            "begin": self._begin,
+            "values": self._values,
+            "syndromes": self._syndromes,
+            "drop": self._drop,
+            "send_fill": self._send_fill,
+            "install": self._install,
+            "unknown": self._unknown,
+            "reveal": self._reveal,
+            "flush": self._flush_all,
+        }
+        shard.protect(self.guard)
+        if lost:
+            shard.bring_back = self._bring_back
+        threading.Thread(target=self._work, name="emberkeep-rebuild", daemon=True).start()
+
+    @property
+    def ledger(self) -> Mapping[str, int]:
+        """The last push of each worker that was applied, as the stream knows it."""
+        return dict(self._source.ledger)
+
+    def close(self) -> None:
+        """Ends all streams and threads."""
+        with self._moved:
+            self._closed = True
+            senders = list(self._senders.values())
+            self._senders.clear()
+            self._moved.notify_all()
+        for sender in senders:
+            sender.close()
+        self._wake.set()
+        self._threads.shutdown(wait=False)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _post(self, host: int, message: Message) -> None:
+        sender = self._senders.get(host)
+        if sender is not None:
+            sender.post(message)
+
+    def _acknowledged(self, sender: Sender, held: int) -> None:
+        with self._moved:
+            # Of a host that was replaced meanwhile nothing counts.
+            if self._senders.get(sender.peer.index) is sender:
+                self._source.acknowledge(sender.peer.index, held)
+                self._moved.notify_all()
+
+    def _stuck(self, sender: Sender) -> None:
+        with self._moved:
+            self._moved.notify_all()
+
+    def _trouble(self) -> str:
+        return next((s.trouble for s in self._senders.values() if s.trouble), "")
+
+    def receive(self, blob: Bytes, epoch: int) -> Bytes:
+        """Messages of another shard's stream, and the answer to them."""
+        header, arrays = unpack_frame(blob)
+        try:
+            if int(header["host_epoch"]) != epoch:
+                raise EpochError(
+                    f"shard {self._shard.index} has epoch {epoch}, messages are for "
+                    f"{header['host_epoch']}"
+                )
+            held = 0
+            for message in unpack_messages(header, arrays):
+                held = self._host.receive(message)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"messages are not complete: {error!r}") from error
+        return np.frombuffer(pack_frame({"held": held}), np.uint8)
+
+    # -- pushes ----------------------------------------------------------------------------------
+
+    def note(self, worker: str, push: int, number: int) -> None:
+        """A push was applied and told under a number of the stream."""
+        with self._moved:
+            self._pushes.append((number, worker, push))
+
+    def settle(self) -> bool:
+        """After a push: whether every host holds all that was applied before, or soon will.
+
+        False where a host does not answer: the push must be sent again once it is replaced.
+        """
+        number, patience = self._source.number, self._deadline.total_seconds() / 2
+        with self._moved:
+            if self.spec.background:
+                self._moved.wait_for(
+                    lambda: self._closed or self._waiting_nbytes() <= self.spec.window_nbytes
+                    or bool(self._trouble()), patience,
+                )  # fmt: skip
+                return True
+            self._moved.wait_for(
+                lambda: self._closed or self._source.settled >= number or bool(self._trouble()),
+                patience,
+            )
+            return self._source.settled >= number
+
+    def settled_push(self, worker: str) -> int:
+        """The last push of a worker that no loss can undo any more."""
+        settled = self._source.settled
+        with self._moved:
+            while self._pushes and self._pushes[0][0] <= settled:
+                _, who, push = self._pushes.popleft()
+                self._settled_pushes[who] = push
+            return self._settled_pushes.get(worker, 0)
+
+    def _flush(self) -> None:
+        """Returns when every host holds everything that was said before."""
+        number = self._source.number
+        with self._moved:
+            self._moved.wait_for(
+                lambda: self._closed or self._source.settled >= number or bool(self._trouble()),
+                self._deadline.total_seconds() / 2,
+            )
+            if self._source.settled < number:
+                raise PeerError(
+                    f"shard {self._shard.index} cannot tell a host of its parity: "
+                    f"{self._trouble() or 'it does not answer'}"
+                )
+
+    def _waiting_nbytes(self) -> int:
+        return sum(sender.waiting_nbytes for sender in self._senders.values())
+
+    # -- coming back -----------------------------------------------------------------------------
+
+    def _bring_back(self, slab: int, rows: I64) -> None:
+        """A degraded read: decodes what a call needs and is not back yet."""
+        if not self.guard.unknown(slab, "records", rows).any():
+            return
+        self.degraded_reads += 1
+        for start in range(0, rows.size, self.spec.chunk_rows):
+            self._decode(slab, rows[start : start + self.spec.chunk_rows])
+
+    def _decode(self, slab: int, rows: I64) -> None:
+        coordinator = self._coordinator
+        if coordinator is None:
+            raise PeerError(f"shard {self._shard.index} was not told who its peers are: ask again")
+        try:
+            coordinator.recover_rows(self._shard.index, slab, rows)
+        except (StreamError, ServerError, ShardLostError) as error:
+            raise PeerError(f"rows of shard {self._shard.index} are not back: {error}") from None
+
+    def _rebuild_chunk(self) -> bool:
+        """Brings the next rows back, or else the next parity; False when all is whole."""
+        with self.guard.lock:
+            chunk = self._rows.next_missing(self.spec.chunk_rows)
+            if chunk is None and not self._rows.lost():
+                self._shard.bring_back = None
+        if chunk is not None:
+            self._decode(*chunk)
+            return True
+        coordinator = self._coordinator
+        if coordinator is None or self._rows.lost() or self._host.complete:
+            return False
+        try:
+            stripes = -(-self.spec.chunk_rows // self.spec.k)
+            if coordinator.fill(stripes, {self._shard.index}):
+                return True
+        except (StreamError, ServerError, ShardLostError) as error:
+            raise PeerError(str(error)) from None
+        raise PeerError("others have yet to get the rows back that they are to send")
+
+    def _work(self) -> None:
+        be_nice(_NICE)
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            more = True
+            while more and not self._closed:
+                start = time.perf_counter()
+                try:
+                    more = self._rebuild_chunk()
+                    pause = (time.perf_counter() - start) * (1 / self.spec.rebuild_share - 1)
+                except PeerError:
+                    pause = _RETRY_SECONDS
+                if more:
+                    time.sleep(pause)
+            if self._closed:
+                return
+
+    # -- what is asked of it ---------------------------------------------------------------------
+
+    def ask(self, header: Json, arrays: Arrays) -> Answer:
+        asked = self._asks.get(str(header["ask"]))
+        if asked is None:
+            raise ProtocolError(f"a guard is not asked for {header['ask']!r}"[:100])
+        return asked(header, arrays)
+
+    def _directory(self, header: Json, arrays: Arrays) -> Answer:
+        """Where all shards are: from here on rows can be decoded."""
+        peers = [Peer.from_json(told) for told in header["peers"]]
+        before = self._coordinator
+        known: dict[Peer, PeerGuard] = {}
+        for guard in () if before is None else before.guards:
+            if isinstance(guard, PeerGuard):
+                known[guard.peer] = guard
+        guards: list[GuardSide] = []
+        for peer in sorted(peers, key=lambda its: its.index):
+            if peer.index == self._shard.index:
+                guards.append(self.guard)
+            else:
+                made_before = known.pop(peer, None)
+                guards.append(
+                    made_before
+                    or PeerGuard(peer, self._security, self._deadline, self._host.stripes)
+                )
+        made = Coordinator(
+            self.placement, guards, self._flush, each=self._each,
+            numbers=self._numbers,
+        )  # fmt: skip
+        if before is not None:
+            made.decoded_rows, made.decoded_nbytes = before.decoded_rows, before.decoded_nbytes
+        self._coordinator = made
+        for replaced in known.values():
+            replaced.close()
+        self._wake.set()
+        return {}, _NONE
+
+    def _each(self, calls: Calls) -> list[Any]:
+        futures = [self._threads.submit(call) for call in calls[1:]]
+        first = [call() for call in calls[:1]]
+        return first + [future.result() for future in futures]
+
+    def _standing(self, header: Json, arrays: Arrays) -> Answer:
+        its = self.guard.standing()
+        return {"lost": list(its.lost_K), "blind": its.blind, "complete": its.complete}, _NONE
+
+    def _attach(self, header: Json, arrays: Arrays) -> Answer:
+        peer = Peer.from_json(header["host"])
+        sender = Sender(
+            peer, self.placement, security=self._security, deadline=self._deadline,
+            acknowledged=self._acknowledged, stuck=self._stuck,
+        )  # fmt: skip
+        with self._shard.lock:
+            trained = any(bool(slab.touched.any()) for slab in self._shard.slabs)
+            with self._moved:
+                before = self._senders.get(peer.index)
+                self._senders[peer.index] = sender
+                number, point = self._source.attach(peer.index)
+        if before is not None:
+            before.close()
+        return {"number": number, "trained": trained, **pack_point(point)}, _NONE
+
+    def _detach(self, header: Json, arrays: Arrays) -> Answer:
+        host = int(header["host"])
+        with self._moved:
+            sender = self._senders.pop(host, None)
+            self._source.detach(host)
+            self._moved.notify_all()
+        if sender is not None:
+            sender.close()
+            self._ended.append(sender)
+        return {}, _NONE
+
+    def _seal(self, header: Json, arrays: Arrays) -> Answer:
+        return {"last": self._host.seal(int(header["source"]))}, _NONE
+
+    def _roll(self, header: Json, arrays: Arrays) -> Answer:
+        return pack_point(self._host.roll(int(header["source"]), int(header["number"]))), _NONE
+
+    def _follow(self, header: Json, arrays: Arrays) -> Answer:
+        self._host.follow(
+            int(header["source"]), int(header["of"]), int(header["number"]), unpack_point(header)
+        )
+        return {}, _NONE
+
+    def _refill(self, header: Json, arrays: Arrays) -> Answer:
+        self._host.refill(int(header["source"]))
+        self._wake.set()
+        return {}, _NONE
+
+    def _begin(self, header: Json, arrays: Arrays) -> Answer:
+        self._host.begin(unpack_wanted(header, arrays))
+        return {}, _NONE
+
+    def _values(self, header: Json, arrays: Arrays) -> Answer:
+        """Says what this shard has of some rows; returns when its hosts have heard it."""
+        self.guard.send_values(unpack_wanted(header, arrays))
+        self._flush()
+        return {}, _NONE
+
+    def _syndromes(self, header: Json, arrays: Arrays) -> Answer:
+        return pack_syndromes(self._host.syndromes([int(n) for n in header["numbers"]]))
+
+    def _drop(self, header: Json, arrays: Arrays) -> Answer:
+        numbers = header["numbers"]
+        self._host.drop(None if numbers is None else [int(n) for n in numbers])
+        return {}, _NONE
+
+    def _send_fill(self, header: Json, arrays: Arrays) -> Answer:
+        about = (int(header[name]) for name in ("host", "p", "slab", "start", "stop"))
+        sent = self.guard.send_fill(*about)
+        if sent:
+            self._flush()
+        return {"sent": sent}, _NONE
+
+    def _install(self, header: Json, arrays: Arrays) -> Answer:
+        layer = layer_of(header["layer"])
+        self.guard.install(int(header["slab"]), layer, arrays["rows"], arrays["values"])
+        return {}, _NONE
+
+    def _unknown(self, header: Json, arrays: Arrays) -> Answer:
+        layer = layer_of(header["layer"])
+        unknown = self.guard.unknown(int(header["slab"]), layer, arrays["rows"])
+        return {}, {"unknown": unknown.view(np.uint8)}
+
+    def _reveal(self, header: Json, arrays: Arrays) -> Answer:
+        self.guard.reveal()
+        self._wake.set()
+        return {}, _NONE
+
+    def _flush_all(self, header: Json, arrays: Arrays) -> Answer:
+        self._flush()
+        return {}, _NONE
+
+    def status(self) -> Json:
+        """What `ParityStatus` is made of."""
+        coordinator, senders = self._coordinator, [*self._senders.values(), *self._ended]
+        return {
+            "lag": max((sender.waiting for sender in self._senders.values()), default=0),
+            "unprotected_stripes": self._host.unprotected_stripes,
+            "missing_rows": self._rows.missing_rows,
+            "rebuilt_rows": coordinator.decoded_rows if coordinator else 0,
+            "rebuilt_nbytes": coordinator.decoded_nbytes if coordinator else 0,
+            "degraded_reads": self.degraded_reads,
+            "messages": sum(sender.messages for sender in senders),
+            "sent_nbytes": sum(sender.sent_nbytes for sender in senders),
+            "updates": self._host.updates,
+        }
+
+
+def _numbers() -> Iterator[int]:
+    """Names for decodes that no other coordinator, nor an earlier life of this one, has used."""
+    return itertools.count(secrets.randbits(42) << 20)
+
+
+def guarding_from(header: Json, shard: Shard, shards: int, *, security: Security) -> Guarding:
+    """What a cluster's request to protect a shard asks for."""
+    start = header.get("start")
+    return Guarding(
+        shard,
+        Parity(**header["parity"]),
+        shards,
+        security=security,
+        deadline=timedelta(seconds=float(header["deadline_seconds"])),
+        start=None if start is None else (int(start["number"]), unpack_point(start)),
+        lost=bool(header["lost"]),
+        complete=bool(header["complete"]),
+    )

@@ -1,0 +1,129 @@
+"""One shard's stream on its way to one host, server to server."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.parcels import pack_messages
+from emberkeep.cluster.peers import Peer
+from emberkeep.cluster.security import Security
+from emberkeep.cluster.wire import error_from, unpack_frame
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.messages import Message
+from emberkeep.errors import EmberkeepError, StreamError
+
+# Messages that wait travel together, up to about so many bytes.
+_BATCH_NBYTES = 2**23
+_PAUSE_SECONDS = 0.02
+
+
+class Sender:
+    """Sends messages in order, each until the host holds it; a thread of its own.
+
+    `acknowledged(sender, number)` is told what the host holds, `stuck(sender)` that it cannot be
+    reached or refuses. A host that is gone is tried until the sender is closed: whoever replaces
+    it closes this one.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        placement: Placement,
+        *,
+        security: Security,
+        deadline: timedelta,
+        acknowledged: Callable[[Sender, int], object],
+        stuck: Callable[[Sender], object],
+    ) -> None:
+        self.peer = peer
+        self.trouble = ""
+        """Why messages do not get through at the moment."""
+        self.waiting_nbytes = 0
+        self.messages = 0
+        self.sent_nbytes = 0
+        self._placement = placement
+        self._security = security
+        self._deadline = deadline
+        self._acknowledged = acknowledged
+        self._stuck = stuck
+        self._queue: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._work, name="emberkeep-parity", daemon=True).start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def post(self, message: Message) -> None:
+        """Takes a message; never waits."""
+        with self._changed:
+            self._queue.append(message)
+            self.waiting_nbytes += message.body.nbytes
+            self.messages += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self.waiting_nbytes = 0
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        connection: Connection | None = None
+        while batch := self._next():
+            try:
+                if connection is None:
+                    connection = Connection(self.peer.address, self._security)
+                    connection.open(self._deadline)
+                held = self._send(connection, batch)
+            except EmberkeepError as error:
+                if connection is not None:
+                    connection.close()
+                connection = None
+                self.trouble = str(error) or "no answer"
+                self._stuck(self)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS)
+                continue
+            self.trouble = ""
+            with self._changed:
+                while self._queue and self._queue[0].number <= held:
+                    self.waiting_nbytes -= self._queue.popleft().body.nbytes
+            self._acknowledged(self, held)
+        if connection is not None:
+            connection.close()
+
+    def _next(self) -> list[Message]:
+        """What is to be sent next; nothing when the sender is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._queue)
+            if self._closed:
+                return []
+            batch, nbytes = [], 0
+            for message in self._queue:
+                batch.append(message)
+                nbytes += message.body.nbytes
+                if nbytes > _BATCH_NBYTES:
+                    break
+            return batch
+
+    def _send(self, connection: Connection, batch: list[Message]) -> int:
+        blob = pack_messages(
+            batch, host=self.peer.index, host_epoch=self.peer.epoch, placement=self._placement
+        )
+        connection.send(blob, self._deadline)
+        told, _ = unpack_frame(connection.receive())
+        connection.settled()
+        if "error" in told:
+            raise error_from(told)
+        self.sent_nbytes += blob.nbytes
+        held = int(told["held"])
+        if held < batch[0].number - 1:
+            raise StreamError(f"{self.peer.address} holds {held} where {batch[0].number} comes")
+        return held
