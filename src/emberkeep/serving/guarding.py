@@ -112,6 +112,7 @@ class Guarding:
         self._coordinator: Coordinator[GuardSide] | None = None
         self._numbers = _numbers()
         self._wake = threading.Event()
+        self._hurry = threading.Event()
         self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
             "directory": self._directory,
             "standing": self._standing,
@@ -130,6 +131,7 @@ class Guarding:
             "unknown": self._unknown,
             "reveal": self._reveal,
             "flush": self._flush_all,
+            "hurry": self._hurry_up,
         }
         shard.protect(self.guard)
         if lost:
@@ -150,6 +152,7 @@ class Guarding:
             self._moved.notify_all()
         for sender in senders:
             sender.close()
+        self._hurry.set()
         self._wake.set()
         self._threads.shutdown(wait=False)
 
@@ -291,11 +294,12 @@ class Guarding:
                 start = time.perf_counter()
                 try:
                     more = self._rebuild_chunk()
-                    pause = (time.perf_counter() - start) * (1 / self.spec.rebuild_share - 1)
+                    taken = time.perf_counter() - start
+                    if more:
+                        self._hurry.wait(taken * (1 / self.spec.rebuild_share - 1))
                 except PeerError:
-                    pause = _RETRY_SECONDS
-                if more:
-                    time.sleep(pause)
+                    time.sleep(_RETRY_SECONDS)
+            self._hurry.clear()
             if self._closed:
                 return
 
@@ -432,6 +436,12 @@ class Guarding:
 
     def _flush_all(self, header: Json, arrays: Arrays) -> Answer:
         self._flush()
+        return {}, _NONE
+
+    def _hurry_up(self, header: Json, arrays: Arrays) -> Answer:
+        """Somebody waits for all to be back: no pauses until then."""
+        self._hurry.set()
+        self._wake.set()
         return {}, _NONE
 
     def status(self) -> Json:
