@@ -6,7 +6,9 @@ Each test runs the same training twice, once without losses, and compares every 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,29 @@ def write(cluster: Any, random: np.random.Generator) -> None:
 
 def pulled(cluster: Any, random: np.random.Generator) -> list[bytes]:
     return [rows.tobytes() for rows in cluster.pull(wanted_of(cluster, batch_of(random)))]
+
+
+PLAIN = [
+    Table("fixed", rows=40, dim=4),
+    Table("dynamic", rows=None, capacity=80, dim=4),
+]
+
+
+def ones(cluster: Any, random: Random, counts: Counter[tuple[str, int]]) -> None:
+    """A push whose gradients are 1: the accumulator of a row then counts its updates."""
+    batch = {table.name: random.sample(range(40), 6) for table in cluster.tables}
+    for name, ids in batch.items():
+        counts.update((name, identity) for identity in ids)
+    wanted = wanted_of(cluster, batch)
+    cluster.push(wanted, [np.ones((w.ids.size, 4), np.float32) for w in wanted], lr=0.1)
+
+
+def check_counts(cluster: Any, counts: Counter[tuple[str, int]]) -> None:
+    for table in cluster.tables:
+        ids, planes = cluster.read_all(table.name)
+        found = dict(zip(ids.tolist(), planes["accumulator"].tolist(), strict=True))
+        expected = {i: [float(n)] * 4 for (name, i), n in counts.items() if name == table.name}
+        assert found == expected, "a push was lost, or applied twice"
 
 
 class ParityContract:

@@ -21,7 +21,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.shard import Shard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
-from tests.contracts.parity import ParityContract, push
+from tests.contracts.parity import PLAIN, ParityContract, check_counts, ones, push
 
 
 class TestLocal(ParityContract):
@@ -80,29 +80,6 @@ class Histories:
             for i, identity in enumerate(ids.tolist()):
                 row = b"".join(planes[name][i].tobytes() for name in sorted(planes))
                 assert row in self.values[table.name, identity], "a row that never was"
-
-
-PLAIN = [
-    Table("fixed", rows=40, dim=4),
-    Table("dynamic", rows=None, capacity=80, dim=4),
-]
-
-
-def ones(cluster: Any, random: Random, counts: Counter[tuple[str, int]]) -> None:
-    """A push whose gradients are 1: the accumulator of a row then counts its updates."""
-    batch = {table.name: random.sample(range(40), 6) for table in cluster.tables}
-    for name, ids in batch.items():
-        counts.update((name, identity) for identity in ids)
-    wanted = wanted_of(cluster, batch)
-    cluster.push(wanted, [np.ones((w.ids.size, 4), np.float32) for w in wanted], lr=0.1)
-
-
-def check_counts(cluster: Any, counts: Counter[tuple[str, int]]) -> None:
-    for table in cluster.tables:
-        ids, planes = cluster.read_all(table.name)
-        found = dict(zip(ids.tolist(), planes["accumulator"].tolist(), strict=True))
-        expected = {i: [float(n)] * 4 for (name, i), n in counts.items() if name == table.name}
-        assert found == expected, "a push was lost, or applied twice"
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(3, 2, 1), (5, 3, 2)])

@@ -459,6 +459,36 @@ def test_nothing_is_lost_whatever_is_lost() -> None:
     _run(100, 12)
 
 
+def test_a_decode_that_began_before_a_loss_is_refused() -> None:
+    """It may have heard of what was rolled back since: its rows would be rows that never were."""
+    machine = ParityProtocol()
+    machine.start((5, 3, 2))
+    machine.draining = True
+    machine.push(Random(1), 40)
+    machine.deliver_all()
+
+    def lose(shard: int) -> None:
+        machine.dead = {shard}
+        for (source, host), queue in machine.queues.items():
+            if shard in (source, host):
+                queue.clear()
+        machine.notice()
+        machine.coordinator.recover_marks()
+
+    lose(0)
+    missing = np.flatnonzero(machine.rows(0).missing[0])
+    assert missing.size
+    machine.decode(0, 0, missing)
+    begun = list(machine.decodes)
+    machine.deliver_all()
+    lose(1)
+    for decode in begun:
+        with pytest.raises(StreamError, match="lost since it began"):
+            machine.coordinator.finish(decode)
+    assert machine.rows(0).missing[0][missing].all()
+    machine.teardown()
+
+
 def _live(size: tuple[int, int, int], lives: int) -> None:
     for seed in range(lives):
         machine = ParityProtocol()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
+import emberkeep as ek
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
 from emberkeep.erasure.codes import Parity
-from emberkeep.tables import Optimizer, Table
-from tests.contracts.engine import OPTIMIZERS
-from tests.contracts.parity import SIZES, ParityContract
+from emberkeep.errors import ConfigError
+from emberkeep.tables import Adagrad, Optimizer, Table
+from tests.contracts.engine import OPTIMIZERS, state
+from tests.contracts.parity import PLAIN, SIZES, ParityContract, check_counts, ones
 from tests.servers import Farm
 from tests.unit.test_cluster_flight import Clusters
 
@@ -69,3 +74,107 @@ class _InProcess(ParityContract):
         self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, parity: Parity | None
     ) -> Any:
         return local(shards=shards, threads=1, parity=parity).open(tables, optimizer, seed=5)
+
+
+def kill_soon(cluster: Any, shards: Sequence[int], milliseconds: float) -> threading.Timer:
+    def kill() -> None:
+        for shard in shards:
+            cluster.hosts.kill(shard)
+
+    timer = threading.Timer(milliseconds / 1e3, kill)
+    timer.start()
+    return timer
+
+
+def trained_under_fire(
+    clusters: Clusters, *, background: bool, size: tuple[int, int, int], steps: int, seed: int
+) -> None:
+    """Servers are killed in the midst of pushes; afterwards rows are those of a run in process."""
+    shards, k, r = size
+    spec = Parity(k=k, r=r, background=background, chunk_rows=8, window_nbytes=1 << 12)
+    cluster = clusters.open(PLAIN, Adagrad(lr=0.1), shards=shards, seed=1)
+    cluster.protect(spec)
+    plain = local(threads=1).open(PLAIN, Adagrad(lr=0.1), seed=1)
+    counts: Counter[tuple[str, int]] = Counter()
+    random = Random(seed)
+    for step in range(steps):
+        killer = None
+        if step % 8 == 3:
+            cluster.rebuild()
+            gone = random.sample(range(shards), r)
+            killer = kill_soon(cluster, gone, random.random() * 30)
+        drawn = random.getrandbits(32)
+        ones(cluster, Random(drawn), counts)
+        ones(plain, Random(drawn), Counter())
+        if killer is not None:
+            killer.join()
+    check_counts(cluster, counts)
+    assert state(cluster) == state(plain)
+    cluster.rebuild()
+    told = cluster.parity
+    assert told is not None
+    assert told.protected
+    assert told.recoveries
+    assert told.rebuilt_rows
+    assert told.messages
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_push_is_lost_and_none_applied_twice(clusters: Clusters, background: bool) -> None:
+    trained_under_fire(clusters, background=background, size=(3, 2, 1), steps=20, seed=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("size", [(3, 2, 1), (6, 4, 1), (6, 4, 2), (5, 3, 2)])
+def test_no_push_is_lost_for_long(
+    clusters: Clusters, background: bool, size: tuple[int, int, int]
+) -> None:
+    for seed in range(10):
+        trained_under_fire(clusters, background=background, size=size, steps=60, seed=seed)
+
+
+def test_the_spec_of_servers_takes_parity() -> None:
+    with pytest.raises(ConfigError, match="needs 5 shards"):
+        ek.servers(shards=4, parity=Parity(k=4, r=1))
+    with pytest.raises(ConfigError, match="needs 3 shards"):
+        ek.connect(["localhost:1", "localhost:2"], parity=Parity(k=2, r=1))
+
+
+class _On:
+    """A spec over servers of the farm."""
+
+    def __init__(self, clusters: Clusters, shards: int) -> None:
+        self.clusters, self.shards = clusters, shards
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
+        return self.clusters.open(tables, optimizer, shards=self.shards, seed=seed)
+
+
+def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
+    """Losses within parity cost no step; beyond it the repository is what is left."""
+    from tests.integration.test_parity_keeper import TABLES, bags_on, read_or_recover, train
+
+    plain = bags_on(shards=1)
+    bags = ek.EmbeddingBags(TABLES, optimizer=ek.Adagrad(lr=0.1), cluster=_On(clusters, 4))
+    preset = ek.parity(k=3, every=4, recovery="full")
+    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=preset) as keeper:
+        train(bags, range(6), keeper)
+        bags.cluster.hosts.kill(2)
+        train(bags, range(6, 8), keeper)
+        train(plain, range(8))
+        keeper.wait()
+        assert state(bags.cluster) == state(plain.cluster)
+        assert keeper.recoveries().full == 0
+        assert "emberkeep_parity_recoveries_total 1" in keeper.metrics()
+        bags.cluster.rebuild()
+        train(bags, range(8, 9), keeper)
+        for shard in (0, 1):
+            bags.cluster.hosts.kill(shard)
+        with pytest.warns(UserWarning, match="more than parity"):
+            read_or_recover(bags, keeper)
+        assert state(bags.cluster) == state(plain.cluster)
+        assert keeper.recoveries().full == 1
+        bags.cluster.rebuild()
+        bags.cluster.hosts.kill(3)
+        assert state(bags.cluster) == state(plain.cluster)

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from emberkeep.cluster.ray import NAMESPACE, clusters, find, ray_cluster
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
@@ -44,6 +45,21 @@ def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
     assert np.allclose(moved, np.arange(40) % 2)  # the replacement is empty, the other went on
     cluster.close()
     assert clusters() == []
+
+
+def test_parity_brings_a_server_of_ray_back() -> None:
+    with pytest.warns(UserWarning, match="share 1 node: a node that dies takes 3"):
+        cluster = ray_cluster(shards=3, parity=Parity(k=2, r=1)).open(
+            [Table("t", rows=40, dim=2)], SGD(lr=1.0), seed=0
+        )
+    ids = [RowIds(np.arange(40), np.array([0, 40]))]
+    before = cluster.pull(ids)[0]
+    cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
+    os.kill(cluster.hosts.pid(1), signal.SIGKILL)  # type: ignore[attr-defined]
+    assert np.array_equal(cluster.pull(ids)[0], before - 1)
+    assert cluster.parity is not None
+    assert cluster.parity.recoveries == 1
+    cluster.close()
 
 
 def test_clusters_that_cannot_be_are_refused() -> None:

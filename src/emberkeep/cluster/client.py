@@ -19,7 +19,7 @@ from emberkeep import pool as pools
 from emberkeep.cluster.failures import When
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, PeerError, ShardLostError
+from emberkeep.errors import PeerError, ShardLostError
 from emberkeep.kernels import hashing
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
@@ -187,10 +187,7 @@ class Cluster:
 
     def protect(self, parity: Parity) -> None:
         """Begins to keep parity; a cluster that has just that parity goes on with it."""
-        raise ConfigError(
-            "parity is for shards in one process so far: use cluster=ek.local(shards=...), or "
-            "protect servers with ek.incremental() or ek.partial()"
-        )
+        raise NotImplementedError
 
     @property
     def parity(self) -> ParityStatus | None:

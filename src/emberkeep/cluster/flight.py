@@ -117,6 +117,7 @@ class FlightCluster(Cluster):
         rank: int = 0,
         world: int = 1,
         coordinate: bool = True,
+        parity: Parity | None = None,
     ) -> None:
         self.hosts = hosts
         self.timing = timing or Timing()
@@ -153,6 +154,8 @@ class FlightCluster(Cluster):
         try:
             if coordinate:
                 self._begin()
+                if parity is not None:
+                    self.protect(parity)
             else:
                 self.on_loss = lambda _lost: self._rejoin()
                 self._rejoin()

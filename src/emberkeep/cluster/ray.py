@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.raylocal import local_address, reachable
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.tables import Optimizer, Table
 
@@ -43,6 +45,8 @@ class RayCluster:
       without, on the loopback interface, which several nodes are refused. Servers that are up
       already tell who is in the Ray cluster how to reach them.
     - `rank` of `world` makes this process one of several that train together, synchronously.
+    - With `parity`, servers that die come back from the others, with every row as it was. Each
+      server gets a node of its own where there are enough; a warning says where there are not.
     """
 
     shards: int | None = None
@@ -54,8 +58,11 @@ class RayCluster:
     timing: Timing = field(default_factory=Timing)
     rank: int = 0
     world: int = 1
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
+        if self.parity is not None and self.shards is not None:
+            self.parity.check_shards(self.shards)
         if self.shards is None and self.name is None:
             raise ConfigError("ray_cluster() needs shards=, or the name= of a cluster that is up")
         if self.shards is not None and self.shards < 1:
@@ -72,6 +79,7 @@ class RayCluster:
             return FlightCluster(
                 tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=hosts.security(),
                 timing=self.timing, rank=self.rank, world=self.world, coordinate=self.rank == 0,
+                parity=self.parity,
             )  # fmt: skip
         except BaseException:
             hosts.close()
@@ -85,6 +93,8 @@ class RayCluster:
                     raise ConfigError(
                         f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
                     )
+                if self.parity is not None:
+                    _apart(self.parity, len(found))
                 return RayHosts(found)
             if self.shards is None:
                 raise ConfigError(
@@ -93,10 +103,26 @@ class RayCluster:
                 )
         assert self.shards is not None
         name = self.name or f"run-{uuid.uuid4().hex[:8]}"
+        apart = self.parity is not None and _apart(self.parity, self.shards)
         actors = start(
-            self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security
-        )
+            self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
+            apart=apart,
+        )  # fmt: skip
         return RayHosts(actors, owned=True)
+
+
+def _apart(parity: Parity, shards: int) -> bool:
+    """Whether every server gets a node of its own; where nodes are too few for that, says so."""
+    nodes = sum(bool(node["Alive"]) for node in _ray().nodes())
+    together = -(-shards // nodes)
+    if together > parity.r:
+        warnings.warn(
+            f"{shards} servers share {nodes} node{'s' if nodes > 1 else ''}: a node that dies "
+            f"takes {together} with it, and parity brings {parity.r} back; the rest comes from "
+            "versions",
+            stacklevel=2,
+        )
+    return nodes >= shards
 
 
 def ray_cluster(
@@ -108,11 +134,15 @@ def ray_cluster(
     threads: int | None = None,
     security: Security | None = None,
     timing: Timing | None = None,
+    parity: Parity | None = None,
 ) -> RayCluster:
-    """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`."""
+    """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`.
+
+    With `parity` each gets a node of its own, if there are enough of them.
+    """
     return RayCluster(
         shards=shards, address=address, name=name, cpus=cpus, threads=threads,
-        security=security or Security(), timing=timing or Timing(),
+        security=security or Security(), timing=timing or Timing(), parity=parity,
     )  # fmt: skip
 
 
@@ -173,8 +203,10 @@ def start(
     threads: int | None,
     security: Security,
     detached: bool = False,
+    apart: bool = False,
 ) -> list[Any]:
-    """Starts servers, spread over the nodes. `detached` ones outlive this process."""
+    """Starts servers, spread over the nodes; `apart`, each on a node of its own. `detached` ones
+    outlive this process."""
     ray = _ray()
     if find(name):
         raise ConfigError(
@@ -192,7 +224,6 @@ def start(
         "num_cpus": cpus,
         "max_restarts": -1,
         "max_task_retries": -1,
-        "scheduling_strategy": "SPREAD",
         "namespace": NAMESPACE,
         "lifetime": "detached" if detached else None,
         "runtime_env": {"env_vars": _environment(threads)},
@@ -200,8 +231,11 @@ def start(
     carried = security.carried()
     actors: list[Any] = []
     try:
+        places = _nodes_apart(shards, cpus, detached) if apart else ["SPREAD"] * shards
         actors += [
-            kind.options(name=f"{name}/{shard}", **options).remote(threads, "127.0.0.1", carried)
+            kind.options(
+                name=f"{name}/{shard}", scheduling_strategy=places[shard], **options
+            ).remote(threads, "127.0.0.1", carried)
             for shard in range(shards)
         ]
         ray.get([actor.where.remote() for actor in actors], timeout=_START_SECONDS)
@@ -218,6 +252,18 @@ def start(
         stop(actors)
         raise
     return actors
+
+
+def _nodes_apart(shards: int, cpus: float, detached: bool) -> list[Any]:
+    """A place on a different node for each server; also for one that is started again."""
+    ray = _ray()
+    group = ray.util.placement_group(
+        [{"CPU": cpus or 0.001}] * shards,
+        strategy="STRICT_SPREAD",
+        lifetime="detached" if detached else None,
+    )
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    return [strategy(group, shard) for shard in range(shards)]
 
 
 class _NodeHost(_Host):

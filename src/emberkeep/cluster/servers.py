@@ -21,6 +21,7 @@ from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security, read_token
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.tables import Optimizer, Table
 
@@ -34,13 +35,15 @@ class Servers:
 
     They are started with the cluster, end with it, and a dead one is replaced when it is missed.
     `spares` more are started and wait: a server knows nothing of tables before it is given a place,
-    so a spare can take any. `threads` are those of each server.
+    so a spare can take any. `threads` are those of each server. With `parity`, servers that die
+    come back from the others, with every row as it was.
     """
 
     shards: int
     spares: int = 1
     threads: int | None = None
     timing: Timing = field(default_factory=Timing)
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -49,13 +52,16 @@ class Servers:
             raise ConfigError(f"spares must be 0 or more, not {self.spares}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be 1 or more, not {self.threads}")
+        if self.parity is not None:
+            self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         hosts = ProcessHosts(self.shards, spares=self.spares, threads=self.threads)
         try:
             cluster = FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing
-            )
+                tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing,
+                parity=self.parity,
+            )  # fmt: skip
         except BaseException:
             hosts.close()
             raise
@@ -64,10 +70,20 @@ class Servers:
 
 
 def servers(
-    *, shards: int, spares: int = 1, threads: int | None = None, timing: Timing | None = None
+    *,
+    shards: int,
+    spares: int = 1,
+    threads: int | None = None,
+    timing: Timing | None = None,
+    parity: Parity | None = None,
 ) -> Servers:
-    """`shards` servers on this machine: `ek.EmbeddingBags(..., cluster=ek.servers(shards=4))`."""
-    return Servers(shards=shards, spares=spares, threads=threads, timing=timing or Timing())
+    """`shards` servers on this machine: `ek.EmbeddingBags(..., cluster=ek.servers(shards=4))`.
+
+    `parity=ek.Parity(k=4, r=1)` brings those back that die, with nothing lost.
+    """
+    return Servers(
+        shards=shards, spares=spares, threads=threads, timing=timing or Timing(), parity=parity
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +101,11 @@ class Connect:
     security: Security = field(default_factory=Security)
     timing: Timing = field(default_factory=Timing)
     patience: timedelta = timedelta(minutes=2)
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
+        if self.parity is not None:
+            self.parity.check_shards(len(self.addresses))
         if not 0 <= self.rank < self.world:
             raise ConfigError(
                 f"rank must be from 0 to below world, not {self.rank} of {self.world}"
@@ -98,7 +117,7 @@ class Connect:
         return FlightCluster(
             tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
-            coordinate=self.coordinate and self.rank == 0,
+            coordinate=self.coordinate and self.rank == 0, parity=self.parity,
         )  # fmt: skip
 
 
@@ -112,17 +131,19 @@ def connect(
     authority: str | os.PathLike[str] | None = None,
     timing: Timing | None = None,
     patience: timedelta = timedelta(minutes=2),
+    parity: Parity | None = None,
 ) -> Connect:
     """Servers started with `emberkeep serve`: `cluster=ek.connect(["host:7070", "host:7071"])`.
 
     The token is read from `token_file`, else from the environment (`EMBERKEEP_TOKEN`); `authority`
-    names the certificates to trust. `patience` is how long a dead server may take to come back.
+    names the certificates to trust. `patience` is how long a dead server may take to come back;
+    with `parity` it then gets its rows from the others.
     """
     token = read_token(None if token_file is None else Path(token_file))
     security = Security(token=token, authority=None if authority is None else Path(authority))
     return Connect(
         addresses=tuple(addresses), rank=rank, world=world, coordinate=coordinate,
-        security=security, timing=timing or Timing(), patience=patience,
+        security=security, timing=timing or Timing(), patience=patience, parity=parity,
     )  # fmt: skip
 
 
