@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from datetime import datetime, timedelta
-from types import TracebackType
 
 from emberkeep.errors import ConfigError, DamageError, NoVersionError
 from emberkeep.repository import names
@@ -67,12 +66,7 @@ class Pin:
     def __enter__(self) -> Pin:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

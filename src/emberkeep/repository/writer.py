@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from types import TracebackType
 
 from emberkeep.blobs import BlobStore, Buffer
 from emberkeep.errors import (
@@ -359,12 +358,7 @@ class Draft:
     def __enter__(self) -> Draft:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
 
@@ -405,12 +399,7 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is not None:
             with suppress(StorageError):
                 self._store.delete([file.name for file in self.written])
