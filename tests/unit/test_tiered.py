@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
+import torch
 
+import emberkeep as ek
 from emberkeep.blobs.local import Disk
 from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.tables import Optimizer, Table, Tier
-from emberkeep.tiered import opening
-from tests.contracts.engine import EngineContract
+from emberkeep.errors import DamageError
+from emberkeep.tables import Adagrad, Optimizer, Table, Tier
+from emberkeep.tiered import opening, reading
+from emberkeep.tiered.log import START
+from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
 
 numbers = itertools.count()
 
@@ -75,3 +81,77 @@ class TestTiered(EngineContract):
     ) -> LocalCluster:
         made = tiered(tables, optimizer, self.root / str(next(numbers)), next(self.caches))
         return local(threads=threads).open(made, optimizer, seed=seed)
+
+
+TABLES = [Table("a", rows=600, dim=6), Table("b", rows=None, capacity=100, dim=6)]
+OPTIMIZER = Adagrad(lr=0.1)
+
+
+def trained(cluster: LocalCluster, batches: int = 12) -> LocalCluster:
+    random = np.random.default_rng(0)
+    for _ in range(batches):
+        batch = {
+            "a": random.choice(600, 60, replace=False).tolist(),
+            "b": random.choice(90, 10, replace=False).tolist(),
+        }
+        grads = {name: random.standard_normal((len(ids), 6)) for name, ids in batch.items()}
+        wanted = wanted_of(cluster, batch)
+        cluster.fetch(wanted, ahead=bool(random.integers(2)))
+        cluster.fetch(wanted)
+        cluster.push(wanted, grads_of(cluster, grads), lr=0.1)
+    return cluster
+
+
+def test_evaluation_admits_nothing_and_leaves_the_order_of_use_alone(root: Path) -> None:
+    plain = ek.EmbeddingBags(TABLES, optimizer=OPTIMIZER)
+    behind = ek.EmbeddingBags(tiered(TABLES, OPTIMIZER, root / "t", 120), optimizer=OPTIMIZER)
+    for bags in (plain, behind):
+        assert isinstance(bags.cluster, LocalCluster)
+        trained(bags.cluster)
+    (slab,) = behind.cluster.shards[0].tiers()
+
+    def seen() -> list[bytes | int]:
+        frames = slab.frames
+        arrays = (
+            frames.row_of, frames.frame_of, frames.used, frames.stamps, frames.busy,
+            frames.filled, frames.unsaved, frames.frozen, slab.dirty, slab.touched, slab.positions,
+        )  # fmt: skip
+        return [*(array.tobytes() for array in arrays), frames.turn, frames.free, slab.stamp]
+
+    deadline = time.monotonic() + 30
+    while slab.frames.free < slab.reserve and time.monotonic() < deadline:
+        time.sleep(0.01)  # upkeep makes room ahead; evaluation is not to be blamed for it
+    before, reads = seen(), slab.log.reads
+    batch = {"a": torch.arange(600), "b": torch.arange(600)}
+    with torch.no_grad():
+        assert torch.equal(behind(batch), plain(batch))
+    behind.eval()
+    assert torch.equal(behind(batch), plain(batch))
+    assert slab.log.reads > reads  # some were in the file alone
+    assert seen() == before
+
+
+@pytest.mark.parametrize("missing", ["library", "queues"])
+def test_without_a_queue_of_the_system_threads_read_the_same(
+    root: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No asynchronous reads at all, or as many queues in use as the system allows."""
+    monkeypatch.setattr(reading, "_queues", reading._Queues())
+    if missing == "library":
+        monkeypatch.setattr(reading.kernels, "HAS_AIO", False)
+    else:
+        monkeypatch.setattr(reading.kernels, "open_queue", lambda _depth, _context: -11)
+    plain = trained(local(threads=2).open(TABLES, OPTIMIZER, seed=0))
+    made = tiered(TABLES, OPTIMIZER, root / "t", 75)
+    behind = trained(local(threads=2).open(made, OPTIMIZER, seed=0))
+    (slab,) = behind.shards[0].tiers()
+    assert not slab.loads.reads.deep
+    assert slab.log.reads > 100
+    assert state(behind) == state(plain)
+    # Damage is found there too.
+    row = int(np.flatnonzero((slab.positions > 0) & (slab.frames.frame_of == 0))[0])
+    with open(slab.log.path, "r+b") as file:
+        file.seek(START + (int(slab.positions[row]) - 1) // slab.log.per_block * 4096 + 100)
+        file.write(b"damage")
+    with pytest.raises(DamageError, match="not what was written"):
+        state(behind)

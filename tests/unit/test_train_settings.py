@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.errors import ConfigError
-from emberkeep.tables import Adam, RowWiseAdagrad
+from emberkeep.tables import Adam, RowWiseAdagrad, Tier
 from emberkeep.train.settings import (
     DEMO,
     DataSettings,
@@ -101,6 +101,27 @@ def test_files_need_a_number_of_rows() -> None:
 def test_failures_that_cannot_work(overrides: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         demo(overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["tier.every=5 steps"], "every needs files"),
+        (["tier.path=x", "tier.memory=much"], "memory takes bytes"),
+        (["tier.path=x", "tier.every=often"], "often"),
+        (["tier.path=x", "cluster.kind=servers"], "servers use memory alone"),
+        (["tier.path=x", "tier.every=5 steps", "checkpoint.path=y"], "kept in one place"),
+        (["tier.path=x", "failures.count=1"], "failures end the run"),
+    ],
+)
+def test_tiers_that_cannot_work(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        demo(overrides)
+
+
+def test_a_tier_of_settings() -> None:
+    assert demo().tier.spec() is None
+    assert demo(["tier.path=/x", "tier.memory=1KB"]).tier.spec() == Tier("/x", memory=1000)
 
 
 def test_failures_are_read_and_drawn() -> None:

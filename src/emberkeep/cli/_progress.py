@@ -49,9 +49,10 @@ def recovery_line(details: dict[str, Any]) -> str:
             f"{details['step']}, {seconds}: {details['repeated_steps']} steps are taken again "
             f"({details['reason']})"
         )
+    source = "the tier" if details["version"] is None else f"version {details['version']}"
     return (
-        f"lost {named} after step {details['step']}; recovered alone from version "
-        f"{details['version']} {seconds}: PLS is now {details['pls']:.4g} ({details['reason']})"
+        f"lost {named} after step {details['step']}; recovered alone from {source} {seconds}: "
+        f"PLS is now {details['pls']:.4g} ({details['reason']})"
     )
 
 
@@ -60,11 +61,13 @@ class _Telling(Hook):
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "resumed":
-            say(f"resumed from version {details['version']}, after step {details['step']}")
+            version = details["version"]
+            source = "the tier" if version is None else f"version {version}"
+            say(f"resumed from {source}, after step {details['step']}")
         elif event == "recovered":
             say(recovery_line(details))
         elif event == "finished":
-            say("this training is finished: nothing is left to train; --fresh starts it over")
+            say(f"this training is finished: nothing is left to train; {details['anew']}")
 
 
 class Lines(_Telling):

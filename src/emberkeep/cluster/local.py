@@ -253,9 +253,11 @@ class LocalCluster(Cluster):
             self._protection.rebuild()
 
     def close(self) -> None:
-        """Ends the threads that keep parity and rebuild it."""
+        """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
         if self._protection is not None:
             self._protection.close()
+        for slab in self._tiers():
+            slab.close()
 
     def _bring_back(self, lost: ShardLostError) -> bool:
         if self._protection is not None and self._from_parity():

@@ -21,11 +21,13 @@ from torch import nn
 
 from emberkeep.blobs.local import LocalStore
 from emberkeep.cluster.local import LocalCluster
-from emberkeep.errors import ConfigError, DamageError, MissingObjectError
+from emberkeep.errors import ConfigError, DamageError, MissingObjectError, ShardLostError
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.recovering import Recovered, Recoveries
 from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.recovery import Losses, steps_of
 from emberkeep.strategies import Interval, schedule
 
 
@@ -42,7 +44,14 @@ class TierKeeper:
 
     `durable` is the step that a crash, or a power cut, comes back to. With all state on one machine
     a checkpoint dies with its disk: use `ek.Keeper` as well, less often, where that matters.
-    `on_event(name, details)` hears of "saved" and "save_failed", from the thread that saves.
+
+    With `total_steps`, how long the job is, shards that are lost come back from their own files at
+    the durable step, alone, while a pull or push waits; the others go on. What they had learned
+    since is lost: `recoveries().pls` counts it, as a share of all updates of the job. Where every
+    shard is lost, or nothing is durable yet, `ShardLostError` ends the loop: start again, resume.
+
+    `on_event(name, details)` hears of "recovered", and from the thread that saves of "saved" and
+    "save_failed".
     """
 
     def __init__(
@@ -54,7 +63,10 @@ class TierKeeper:
         every: Interval = "20min",
         state: Mapping[str, Stateful] | None = None,
         on_event: Callable[[str, Json], object] | None = None,
+        total_steps: int | None = None,
     ) -> None:
+        if total_steps is not None and total_steps < 1:
+            raise ConfigError(f"total_steps must be 1 or more, not {total_steps}")
         self.steps = 0
         self.reader = reader
         self._schedule = schedule(every)
@@ -67,6 +79,12 @@ class TierKeeper:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._saved_at = time.monotonic()
+        self._total_steps = total_steps
+        self._losses = Losses()
+        self._failures = self._made = 0
+        self._seconds = 0.0
+        if total_steps is not None:
+            self._cluster.on_loss = self._on_loss
 
     @property
     def durable(self) -> int | None:
@@ -96,6 +114,7 @@ class TierKeeper:
         if self.reader is not None:
             self.reader.load_state_dict(content["reader"])
         self._dense.load(saved)
+        self._losses = Losses.from_dict(content["losses"])
         set_generators(saved["generators"][0])
         self.steps = batch
         return batch
@@ -116,14 +135,17 @@ class TierKeeper:
         self._join()
         self._raise()
         started = time.monotonic()
-        reader = {} if self.reader is None else self.reader.state_dict()
-        dense = self._dense.capture([generators()])
+        beside = {
+            "dense": self._dense.capture([generators()]),
+            "reader": {} if self.reader is None else self.reader.state_dict(),
+            "losses": self._losses.to_dict(),
+        }
         prepared = self._cluster.prepare_tiers(self.steps)
         pause_ms = (time.monotonic() - started) * 1e3
         saving: Future[int] = Future()
         self._saving, self._saved_at = saving, started
         self._thread = threading.Thread(
-            target=self._finish, args=(self.steps, prepared, dense, reader, saving, pause_ms),
+            target=self._finish, args=(self.steps, prepared, beside, saving, pause_ms),
             name="emberkeep-tier-commit", daemon=True,
         )  # fmt: skip
         self._thread.start()
@@ -140,7 +162,21 @@ class TierKeeper:
         self._join()
         if save and self.durable != self.steps:
             self.checkpoint()
-        return self.wait()
+        try:
+            return self.wait()
+        finally:
+            self._release()
+
+    def recoveries(self) -> Recoveries:
+        """What lost shards have cost so far."""
+        return Recoveries(
+            failures=self._failures,
+            full=0,
+            partial=self._made,
+            pls=self._losses.pls,
+            repeated_steps=0,
+            seconds=self._seconds,
+        )
 
     def __enter__(self) -> TierKeeper:
         return self
@@ -155,25 +191,66 @@ class TierKeeper:
             self.close()
         else:
             self._join()
+            self._release()
+
+    # -- shards that are lost --------------------------------------------------------------------
+
+    def _on_loss(self, lost: ShardLostError) -> bool:
+        """Brings lost shards back from their files; whether they serve again."""
+        started = time.monotonic()
+        self._join()  # a checkpoint under way may still be committed, and less is lost
+        cluster, shards = self._cluster, self._cluster.lost()
+        if self.durable is None or len(shards) == cluster.shard_count:
+            return False
+        assert self._total_steps is not None
+        steps = steps_of(cluster)
+        cluster.renew(*shards)
+        cluster.serve(*shards)
+        for shard in shards:
+            # The steps of tables go on with the survivors', since those count the job's pushes.
+            state = cluster.shards[shard].table_state()
+            state = {name: {**its, "steps": steps[name]} for name, its in state.items()}
+            cluster.shards[shard].load_table_state(state)
+        durable = self.durable
+        self._losses = self._losses.after(
+            shards, step=self.steps, saved=durable, total=self._total_steps,
+            shards=cluster.shard_count,
+        )  # fmt: skip
+        seconds = time.monotonic() - started
+        self._failures += len(shards)
+        self._made += 1
+        self._seconds += seconds
+        made = Recovered(
+            scope="partial", shards=tuple(shards), version=None, step=self.steps,
+            repeated_steps=0, pls=self._losses.pls, seconds=seconds,
+            reason=f"their files have step {durable}",
+        )  # fmt: skip
+        self._tell("recovered", made.to_dict())
+        return True
+
+    def _release(self) -> None:
+        if self._total_steps is not None:
+            self._cluster.on_loss = None
 
     # -- details ---------------------------------------------------------------------------------
 
     def _finish(
-        self, step: int, prepared: list[Future[Any]], dense: Packed, reader: Json,
-        saving: Future[int], pause_ms: float,
+        self, step: int, prepared: list[Future[Any]], beside: Json, saving: Future[int],
+        pause_ms: float,
     ) -> None:  # fmt: skip
         started = time.monotonic()
         try:
             for future in prepared:
                 future.result()
-            content = pack({"dense": dense.encode(), "reader": reader}, what="tier")
+            content = pack({**beside, "dense": beside["dense"].encode()}, what="tier")
             self._store.put(_name(step), content.encode())
             self._cluster.commit_tiers()
             old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
             self._store.delete(old)
         except BaseException as error:
             self._cluster.abandon_tiers()
-            self._error = error
+            if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
+                self._error = error
             saving.set_exception(error)
             self._tell("save_failed", {"step": step, "error": str(error)})
             return

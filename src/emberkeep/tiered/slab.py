@@ -297,10 +297,14 @@ class TieredSlab(Slab):
         frames, missing = self._look(found, turn)
         needed = found.size + new
         if needed > self.frames.count:
-            cost = self._memory / max(1, self.frames.count)
+            tier = self.tables[0].tier
+            assert tier is not None
+            # The tier's memory grows for all its slabs alike.
+            enough = 1.05 * needed / self.frames.count * tier.memory
             raise ConfigError(
-                f"a batch of {needed} rows does not fit the cache of {self.frames.count}: raise "
-                f"memory= to {needed * cost / 2**20:.1f} MiB or more; no row was changed"
+                f"a batch of {needed} rows on shard {self.shard} does not fit its cache of "
+                f"{self.frames.count}: raise memory= of the tier to {enough / 2**20:.1f} MiB or "
+                "more; no row was changed"
             )
         here = frames[frames >= 0]
         self.loads.wait(here)

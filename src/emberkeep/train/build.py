@@ -94,6 +94,7 @@ def embeddings(
     dynamic = given.kind == "dynamic"
     # DeepFM reads the first-order weight of an id from one more column of its row.
     dim = given.dim + 1 if settings.model.kind == "deepfm" else given.dim
+    tier = settings.tier.spec()
     tables = [
         Table(
             name,
@@ -101,6 +102,7 @@ def embeddings(
             capacity=given.capacity,
             dim=dim,
             on_full=given.on_full,
+            tier=tier,
         )
         for name, ids in rows.items()
     ]

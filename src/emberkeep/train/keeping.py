@@ -15,7 +15,7 @@ from torch import nn
 from emberkeep.blobs import open_store
 from emberkeep.data import Reader
 from emberkeep.errors import StateError
-from emberkeep.keeper import Costs, Keeper, Recoveries
+from emberkeep.keeper import Costs, Keeper, Recoveries, TierKeeper
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook
 from emberkeep.train.settings import Settings
@@ -66,7 +66,9 @@ class Keeping:
         optimizers: Sequence[torch.optim.Optimizer],
         reader: Reader,
         progress: Progress,
-    ) -> Keeper:
+    ) -> Keeper | TierKeeper:
+        if self.settings.tier.every is not None:
+            return self._begin_tier(network, optimizers, reader, progress)
         given = self.settings.checkpoint
         assert given.path is not None
         about = {"settings": _telling(self.settings)}
@@ -89,7 +91,36 @@ class Keeping:
             manifest = keeper.resume()
             progress.resumed_step = None if manifest is None else manifest.step
             if manifest is not None and progress.steps >= progress.total:
-                self._tell("finished", {"version": manifest.version.number, "step": manifest.step})
+                told = {"version": manifest.version.number, "step": manifest.step}
+                self._tell("finished", {**told, "anew": "--fresh starts it over"})
+        return keeper
+
+    def _begin_tier(
+        self,
+        network: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        reader: Reader,
+        progress: Progress,
+    ) -> TierKeeper:
+        given = self.settings.tier
+        assert given.path is not None
+        assert given.every is not None
+        keeper = TierKeeper(
+            network,
+            optimizers,
+            reader=reader,
+            every=given.every,
+            state={"progress": progress, "settings": _Agreed(given.path, self.settings)},
+            on_event=self._tell,
+            total_steps=progress.total,
+        )
+        progress.resumed_step = keeper.resume()
+        if progress.resumed_step is not None:
+            told = {"version": None, "step": progress.resumed_step}
+            self._tell("resumed", told)
+            if progress.steps >= progress.total:
+                anew = f"remove {given.path} to start over"
+                self._tell("finished", {**told, "anew": anew})
         return keeper
 
     def _tell(self, event: str, details: dict[str, Any]) -> None:
@@ -97,11 +128,29 @@ class Keeping:
             hook.on_event(event, details)
 
 
+class _Agreed:
+    """The settings of a run, as state that refuses to become another's."""
+
+    def __init__(self, path: str, settings: Settings) -> None:
+        self._path, self._told = path, _telling(settings)
+
+    def state_dict(self) -> Json:
+        return self._told
+
+    def load_state_dict(self, state_dict: Json) -> None:
+        wrong = list(_differences("", state_dict, self._told))
+        if wrong:
+            raise StateError(
+                f"{self._path} holds a run with other settings: {'; '.join(wrong)}; resume it with "
+                "the settings that it had, remove it to start over, or set another tier.path"
+            )
+
+
 def _telling(settings: Settings) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
-    shards are and which of them are made to fail does not."""
+    rows and shards are and which of them are made to fail does not."""
     told: Json = json.loads(json.dumps(settings.to_dict()))
-    del told["checkpoint"], told["failures"]
+    del told["checkpoint"], told["failures"], told["tier"]
     # Rows are the same bits wherever their shards are; how many ranks add them up is not the same.
     told["cluster"] = {key: told["cluster"][key] for key in ("shards", "workers")}
     return told

@@ -20,8 +20,10 @@ import torch
 import xxhash
 from torch import nn
 
+from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.errors import ConfigError, GradientError
+from emberkeep.keeper import Keeper, TierKeeper
 from emberkeep.metrics import auc, log_loss
 from emberkeep.models import Ids
 from emberkeep.nn import EmbeddingBags
@@ -38,11 +40,16 @@ def run(
     """Trains, evaluates, and if asked to does the same with the network that has no embeddings.
 
     With `checkpoint.path` set the run goes on from the newest version that is there, unless
-    `fresh` starts it over.
+    `fresh` starts it over; with `tier.every` set, from the step that is durable in the tier.
 
     With `cluster.workers` this process is one `rank` of them, and torch.distributed is set up. The
     result is the same on all but for the held-out samples, which rank 0 alone looks at.
     """
+    if fresh and settings.tier.every is not None:
+        raise ConfigError(
+            f"a run that its tier keeps starts over once {settings.tier.path} is removed; leave "
+            "--fresh out"
+        )
     if fresh and settings.checkpoint.path is None:
         raise ConfigError(
             "a fresh start is for runs that are saved: set checkpoint.path, or leave --fresh out"
@@ -50,14 +57,18 @@ def run(
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
-        return _run(settings, hooks, fresh, rank)
+        return _run(settings, hooks, fresh, rank, stack)
 
 
-def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int) -> Result:
+def _run(
+    settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int, stack: ExitStack
+) -> Result:
     inputs = build.inputs(settings)
     batch_size, world = settings.run.batch_size, settings.cluster.workers
     steps = -(-(inputs.train.count() or 0) // batch_size)
     bags = build.embeddings(settings, inputs.rows, steps=steps, rank=rank)
+    if isinstance(bags.cluster, LocalCluster):
+        stack.callback(bags.cluster.close)
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
     trained = network if world == 1 else nn.parallel.DistributedDataParallel(network)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
@@ -71,7 +82,7 @@ def _run(settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int) -> R
         batch_size,
         hooks=hooks,
         phase="embeddings",
-        keeping=None if settings.checkpoint.path is None else keeping,
+        keeping=keeping if settings.checkpoint.path or settings.tier.every else None,
         place=(rank, world),
     )
     seconds = time.perf_counter() - start
@@ -140,9 +151,10 @@ def fit(
                 samples, batch_size=batch_size // world, rank=rank, world=world, drop_last=world > 1
             )
         )
-        keeper = None
+        keeper: Keeper | TierKeeper | None = None
         if keeping is not None:
-            keeper = stack.enter_context(keeping.begin(network, optimizers, reader, progress))
+            keeper = keeping.begin(network, optimizers, reader, progress)
+            stack.enter_context(keeper)
 
         bags = [module for module in network.modules() if isinstance(module, EmbeddingBags)]
         ahead: list[tuple[Batch, _Tensors]] = []
@@ -177,9 +189,12 @@ def fit(
             for hook in hooks:
                 hook.on_step(step)
 
-        if keeper is None:
+        if not isinstance(keeper, Keeper):
             for batch in reader:
                 train(batch)
+            if keeper is not None:
+                keeper.close()
+                progress.recoveries = keeper.recoveries()
             return progress
         # Ranks cannot go back alone: what only a full recovery helps ends them all, and they
         # resume from the newest version when they are started again.

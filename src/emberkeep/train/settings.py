@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from emberkeep import config
 from emberkeep.config import setting
 from emberkeep.errors import ConfigError
-from emberkeep.tables import Optimizer, optimizer_from
+from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failures import Failure
@@ -214,6 +214,35 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Tables larger than memory: rows in files, the hot ones in memory."""
+
+    path: str | None = setting(
+        "a directory on a fast disk in which rows live; in memory alone if not set", default=None)
+    memory: str = setting(
+        "for the hot rows of all tables, \"2GB\": at least those of one batch", default="2GB")
+    every: str | None = setting(
+        "how often the run becomes durable there, \"500 steps\", \"20min\"; it is not kept if not "
+        "set", default=None)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        if self.path is None:
+            if self.every is not None:
+                raise ConfigError("every needs files: set path")
+            return
+        self.spec()
+        if self.every is not None:
+            from emberkeep.strategies import schedule
+
+            schedule(self.every)
+
+    def spec(self) -> Tier | None:
+        """The tier; None where rows live in memory."""
+        return None if self.path is None else Tier(self.path, memory=self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
     """Where rows live."""
 
@@ -303,6 +332,7 @@ class Settings:
     optimizer: RowOptimizerSettings = field(default_factory=RowOptimizerSettings)
     dense_optimizer: DenseOptimizerSettings = field(default_factory=DenseOptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    tier: TierSettings = field(default_factory=TierSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -322,9 +352,16 @@ class Settings:
         if self.run.batch_size % self.cluster.workers:
             raise ConfigError(
                 f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
-        if self.failures.any and self.checkpoint.recovery is None:
+        if self.failures.any and self.checkpoint.recovery is None and self.tier.every is None:
             raise ConfigError(
-                "failures end the run unless checkpoint.recovery is set: full or partial")
+                "failures end the run unless checkpoint.recovery is set, full or partial, or "
+                "tier.every")
+        if self.tier.path is not None and self.cluster.kind != "local":
+            raise ConfigError('tier.path is for cluster.kind = "local": servers use memory alone')
+        if self.tier.every is not None and self.checkpoint.path is not None:
+            raise ConfigError(
+                "a run is kept in one place: leave out tier.every, and the tier is memory alone, "
+                "or checkpoint.path")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
