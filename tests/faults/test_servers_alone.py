@@ -189,6 +189,29 @@ def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
     hosts.end()
 
 
+def test_pushes_go_on_after_all_servers_were_lost_together(farm: Farm) -> None:
+    hosts = FarmHosts(farm, 2)
+    cluster = opened(hosts)
+    twin = local(shards=2).open([TABLE], SGD(lr=1.0), seed=0)
+    cluster.push(IDS, ONES, lr=1.0)
+
+    def on_loss(_lost: ShardLostError) -> bool:
+        gone = cluster.lost()
+        cluster.renew(*gone)
+        cluster.serve(*gone)
+        return True
+
+    cluster.on_loss = on_loss
+    for shard in range(2):
+        hosts.kill(shard)
+    for _ in range(3):  # the first meets the loss, and is made again on empty servers
+        cluster.push(IDS, ONES, lr=1.0)
+        twin.push(IDS, ONES, lr=1.0)
+    assert state(cluster) == state(twin)
+    cluster.close()
+    hosts.end()
+
+
 def _coordinate_and_die(addresses: list[str], where: str) -> None:
     """Trains, saves, and dies when all shards have written and nothing is committed."""
     hosts = FixedHosts(addresses, Security(), patience=timedelta(seconds=5))

@@ -569,7 +569,7 @@ class FlightCluster(Cluster):
         self._check(wanted, grads, finite=finite)
         with self._turn:
             try:
-                self._push(self._number + 1, wanted, grads, lr)
+                self._push(wanted, grads, lr)
             except BaseException:
                 # Refused or given up: what has that number must not be taken for the next push.
                 self._start_round()
@@ -577,8 +577,10 @@ class FlightCluster(Cluster):
             self._number += 1
 
     @surviving
-    def _push(self, number: int, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
+    def _push(self, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
         self._before("push")
+        # Of each attempt anew: where all shards were lost together, numbers have started anew.
+        number = self._number + 1
         with self._push_lock:
             rows = self._await_ahead()
             self._serving()
