@@ -66,6 +66,30 @@ def interleaved_ms(
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def criteo_batches(
+    features: Sequence[str], *, rows: int, batch: int, dense: int, count: int
+) -> list[tuple[Any, dict[str, Any], Any]]:
+    """Batches of the shape of Criteo's: dense columns, one skewed id per feature, labels."""
+    import numpy as np
+    import torch
+
+    from emberkeep.data import skewed_ids
+
+    random = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        ids = {
+            name: torch.from_numpy(
+                skewed_ids(rows, batch, skew=1.05, seed=table, start=number * batch)
+            )
+            for table, name in enumerate(features)
+        }
+        columns = torch.from_numpy(random.random((batch, dense), np.float32))
+        labels = torch.from_numpy((random.random(batch) < 0.25).astype(np.float32))
+        made.append((columns, ids, labels))
+    return made
+
+
 def machine() -> dict[str, object]:
     """Where the figures come from."""
     return {

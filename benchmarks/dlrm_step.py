@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import emberkeep as ek
-from _common import interleaved_ms, options, report
-from emberkeep.data import skewed_ids
+from _common import criteo_batches, interleaved_ms, options, report
 from emberkeep.models import DLRM, KAGGLE, Ids
 
 TABLES, ROWS, BATCH, DENSE = 26, 200_000, 2048, 13
@@ -40,22 +38,6 @@ class TorchBags(nn.Module):
     def forward(self, ids: Ids) -> Tensor:
         bags = zip(self.bags, FEATURES, strict=True)
         return torch.stack([bag(ids[name], self.offsets) for bag, name in bags], dim=1)
-
-
-def batches() -> list[tuple[Tensor, dict[str, Tensor], Tensor]]:
-    random = np.random.default_rng(0)
-    made = []
-    for number in range(BATCHES):
-        ids = {
-            name: torch.from_numpy(
-                skewed_ids(ROWS, BATCH, skew=1.05, seed=table, start=number * BATCH)
-            )
-            for table, name in enumerate(FEATURES)
-        }
-        dense = torch.from_numpy(random.random((BATCH, DENSE), np.float32))
-        labels = torch.from_numpy((random.random(BATCH) < 0.25).astype(np.float32))
-        made.append((dense, ids, labels))
-    return made
 
 
 def whole_step(
@@ -106,7 +88,7 @@ def embedding_step(
 def main() -> None:
     given = options(__file__, __doc__.splitlines()[0])
     torch.manual_seed(0)
-    made = batches()
+    made = criteo_batches(FEATURES, rows=ROWS, batch=BATCH, dense=DENSE, count=BATCHES)
 
     def feed() -> Callable[[], tuple]:
         turn = iter(range(1 << 60))

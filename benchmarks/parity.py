@@ -3,7 +3,8 @@
 One run, interleaved: no protection, parity with k = 2 and 4, and what the paper compares with and
 exists here alone: *gradient propagation* (workers send gradients to parity rows, too) and
 *replication* (every push goes to a second copy). Then a shard is lost under training, with every
-row trained, and the same rows are restored from a checkpoint.
+row trained, and the same rows are restored from a checkpoint, which costs a share of the time
+between two of them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import emberkeep as ek
-from _common import RESULTS, interleaved_ms, options, report
+from _common import RESULTS, criteo_batches, interleaved_ms, options, report
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import LOSSLESS, Checkpointer
-from emberkeep.data import skewed_ids
 from emberkeep.kernels import rows as row_kernels
 from emberkeep.lookup import unique_ids
 from emberkeep.models import DLRM, KAGGLE
@@ -43,19 +43,7 @@ Batch = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
 def batches() -> list[Batch]:
-    random = np.random.default_rng(0)
-    made = []
-    for number in range(BATCHES):
-        ids = {
-            name: torch.from_numpy(
-                skewed_ids(ROWS, BATCH, skew=1.05, seed=table, start=number * BATCH)
-            )
-            for table, name in enumerate(FEATURES)
-        }
-        dense = torch.from_numpy(random.random((BATCH, DENSE), np.float32))
-        labels = torch.from_numpy((random.random(BATCH) < 0.25).astype(np.float32))
-        made.append((dense, ids, labels))
-    return made
+    return criteo_batches(FEATURES, rows=ROWS, batch=BATCH, dense=DENSE, count=BATCHES)
 
 
 def tables(rows: int = ROWS) -> list[ek.Table]:
@@ -163,17 +151,33 @@ def memory_overhead(k: int) -> float:
     return parity / rows
 
 
-def imbalance(bags: ek.EmbeddingBags, made: list[Batch]) -> tuple[float, float]:
-    """The updates of the busiest shard by those of the idlest: of rows alone, with parity."""
-    rows = np.zeros(SHARDS, np.int64)
-    before = np.array(bags.cluster.parity.updates)
-    step = embedding_step(bags, made)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The updates of the busiest shard by those of the idlest: of rows alone, and with parity.
+
+    By step, on average, because a step waits for its busiest shard; and over all steps together.
+    """
+
+    alone: float
+    both: float
+    total_alone: float
+    total_both: float
+
+
+def balance(bags: ek.EmbeddingBags, made: list[Batch]) -> Balance:
+    step, rows, both = embedding_step(bags, made), [], []
     for _, ids, _ in made:
-        for values in ids.values():
-            rows += np.bincount(values.unique().numpy() % SHARDS, minlength=SHARDS)
+        before = np.array(bags.cluster.parity.updates)
         step()
-    both = rows + np.array(bags.cluster.parity.updates) - before
-    return rows.max() / rows.min(), both.max() / both.min()
+        shards = [values.unique().numpy() % SHARDS for values in ids.values()]
+        rows.append(sum(np.bincount(its, minlength=SHARDS) for its in shards))
+        both.append(rows[-1] + np.array(bags.cluster.parity.updates) - before)
+    return Balance(
+        alone=float(np.mean([its.max() / its.min() for its in rows])),
+        both=float(np.mean([its.max() / its.min() for its in both])),
+        total_alone=float(np.max(sum(rows)) / np.min(sum(rows))),
+        total_both=float(np.max(sum(both)) / np.min(sum(both))),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +200,8 @@ class Rebuild:
     @property
     def delay_seconds(self) -> float:
         """By how much training is behind once all is rebuilt."""
-        return max(1e-3, self.seconds - self.steps * self.normal_step_seconds)
+        least = max(1e-3, self.first_step_seconds - self.normal_step_seconds)
+        return max(least, self.seconds - self.steps * self.normal_step_seconds)
 
 
 def lose_a_shard(step: Callable[[], None], cluster: Any, shard: int, settle: int) -> Rebuild:
@@ -222,6 +227,20 @@ def lose_a_shard(step: Callable[[], None], cluster: Any, shard: int, settle: int
         nbytes=rows + rows * cluster.parity.r // cluster.parity.k,
         ends=ends,
     )
+
+
+def trained(made: list[Batch]) -> tuple[ek.EmbeddingBags, Callable[[], None]]:
+    """A model with every row trained, and its step."""
+    bags = bags_with(None)
+    train_all_rows(bags.cluster)
+    return bags, whole_step(bags, made)
+
+
+def protected(bags: ek.EmbeddingBags, parity: ek.Parity) -> Any:
+    """The cluster of a model, once all its parity is there."""
+    bags.cluster.protect(parity)
+    bags.cluster.rebuild()
+    return bags.cluster
 
 
 def checkpoint_seconds(cluster: Any) -> tuple[float, float]:
@@ -259,7 +278,7 @@ def main() -> None:
         repeats=25 if given.quick else 200,
         warmup=5,
     )
-    alone, balanced = imbalance(contenders["parity k=4"], made)
+    balanced = balance(contenders["parity k=4"], made)
     sent = contenders["parity k=4"].cluster.parity
     del contenders
     gc.collect()
@@ -267,16 +286,14 @@ def main() -> None:
     if not given.quick:
         memory[2] = memory_overhead(2)
 
-    protected = bags_with(None)
-    train_all_rows(protected.cluster)
-    saved, restored = checkpoint_seconds(protected.cluster)
-    protected.cluster.protect(ek.Parity(k=4, r=1))
-    protected.cluster.rebuild()
-    step = whole_step(protected, made)
+    bags, step = trained(made)
+    saved, restored = checkpoint_seconds(bags.cluster)
+    cluster = protected(bags, ek.Parity(k=4, r=1))
     rebuilds = [
-        lose_a_shard(step, protected.cluster, shard, settle=8)
+        lose_a_shard(step, cluster, shard, settle=8)
         for shard in ((1,) if given.quick else (1, 4, 2))
     ]
+    cluster.close()
     rebuild = sorted(rebuilds, key=lambda r: r.seconds)[len(rebuilds) // 2]
     interval = math.sqrt(2 * saved * MTBF_SECONDS)
     curve = [(lost, (restored + lost) / rebuild.delay_seconds) for lost in (0, 60, interval / 2)]
@@ -294,10 +311,16 @@ def main() -> None:
         ]
         for name in whole
     ]
+    every = saved / interval * 100
+    rows.append(
+        [f"a checkpoint every {interval / 60:.0f} min", "", f"{every:+.2f}%", "", f"{every:+.2f}%"]
+    )
     notes = [
         f"Resident memory of parity by that of the rows: {memory[4]:.3f} at k = 4"
         + ("" if given.quick else f", {memory[2]:.3f} at k = 2")
-        + f". Busiest by idlest shard: {alone:.3f} without parity, {balanced:.3f} with k = 4; "
+        + f". Busiest by idlest shard in a step: {balanced.alone:.3f} without parity, "
+        f"{balanced.both:.3f} with k = 4 (over all steps {balanced.total_alone:.3f} and "
+        f"{balanced.total_both:.3f}: rows are spread evenly as they are); "
         f"{sent.messages} messages, {sent.sent_nbytes / 1e6:.0f} MB in all steps of k = 4.",
         (
             f"A shard lost with every row trained ({rebuild.nbytes / 1e6:.0f} MB of rows and "
@@ -311,7 +334,9 @@ def main() -> None:
         + f" ({interval / 2:.0f} s: half of the best interval at an MTBF of 28 h).",
     ]
     if not given.quick:
-        notes += effects(step, protected.cluster, rebuilds, interval, restored)
+        del bags, cluster, step
+        gc.collect()
+        notes += effects(made, rebuild, interval, restored)
     report(
         given,
         config={
@@ -326,7 +351,7 @@ def main() -> None:
             "overhead_pct_replication": over(whole, "replication"),
             "embedding_overhead_pct_k4": over(embedding, "parity k=4"),
             "memory_overhead_k4": memory[4],
-            "imbalance_vs_none": balanced / alone,
+            "imbalance_vs_none": balanced.both / balanced.alone,
             "rebuild_throughput": rebuild.throughput,
             "rebuild_mb_per_s": rebuild.nbytes / 1e6 / rebuild.seconds,
             "recovery_speedup_vs_checkpoint": curve[-1][1],
@@ -339,46 +364,86 @@ def main() -> None:
     )  # fmt: skip
 
 
-def effects(
-    step: Callable[[], None], cluster: Any, rebuilds: list[Rebuild], interval: float,
-    restored: float,
-) -> list[str]:  # fmt: skip
-    """The effect of the chunk size, and the plots."""
-    told = []
-    protection = cluster._protection
-    for chunk_rows in (1024, 8192, 65536):
-        object.__setattr__(protection.spec, "chunk_rows", chunk_rows)
-        rebuild = lose_a_shard(step, cluster, 3, settle=8)
-        told.append(
-            f"chunks of {chunk_rows} rows: whole after {rebuild.seconds:.2f} s at "
-            f"{rebuild.throughput:.0%} of the normal throughput"
-        )
-    plot(rebuilds[0], interval, restored)
-    return ["; ".join(told) + ".", "![a loss under training](parity.png)"]
+def effects(made: list[Batch], rebuild: Rebuild, interval: float, restored: float) -> list[str]:
+    """The effect of k and of the chunk size, and the plots."""
+    found = {"k = 4, chunks of 8192 rows": rebuild}
+    for k, chunk_rows in ((2, 8192), (4, 1024), (4, 65536)):
+        bags, step = trained(made)
+        cluster = protected(bags, ek.Parity(k=k, r=1, chunk_rows=chunk_rows))
+        found[f"k = {k}, chunks of {chunk_rows} rows"] = lose_a_shard(step, cluster, 3, settle=8)
+        cluster.close()
+        del bags, cluster, step
+        gc.collect()
+    told = [
+        f"{name}: first step after {its.first_step_seconds:.2f} s, whole after {its.seconds:.2f} s "
+        f"at {its.throughput:.0%} of the normal throughput, {its.nbytes / 1e6 / its.seconds:.0f} "
+        "MB/s"
+        for name, its in found.items()
+    ]
+    plot_loss(found, restored)
+    plot_recovery(found, interval, restored)
+    return [
+        "; ".join(told) + ".",
+        "![throughput after a loss](parity-loss.png)",
+        "![recovery over lost work](parity-recovery.png)",
+    ]
 
 
-def plot(rebuild: Rebuild, interval: float, restored: float) -> None:
-    """Steps ended after a loss: with parity, and from a checkpoint at its best and on average."""
+def plot_loss(found: dict[str, Rebuild], restored: float) -> None:
+    """Throughput from a loss on, and steps that have ended since."""
+    plt = pyplot()
+    figure, (rate, progress) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
+    for name, rebuild in found.items():
+        ends = np.array([0.0, *rebuild.ends])
+        every = max(1, len(rebuild.ends) // 60)
+        at = ends[::every]
+        rate.plot(at[1:], rebuild.normal_step_seconds * every / np.diff(at) * 100, label=name)
+        progress.plot(ends, np.arange(ends.size), label=name)
+    until = max(rebuild.ends[-1] for rebuild in found.values()) + restored
+    normal = next(iter(found.values())).normal_step_seconds
+    at = np.linspace(0, until, 50)
+    progress.plot(at, np.maximum(0, at - restored) / normal, "k--", label="checkpoint, none lost")
+    rate.axhline(100, color="0.8", zorder=0)
+    rate.set_ylim(0, 120)
+    rate.set_ylabel("% of normal throughput")
+    progress.set_ylabel("steps since the loss")
+    progress.set_xlabel("seconds since the loss")
+    progress.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "parity-loss.png", dpi=120)
+    plt.close(figure)
+
+
+def plot_recovery(found: dict[str, Rebuild], interval: float, restored: float) -> None:
+    """How far training is behind after a loss, by the work that a checkpoint loses."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lost = np.geomspace(1, interval, 60)
+    axes.plot(lost, restored + lost, "k--", label="checkpoint: restore and repeat")
+    for name, rebuild in found.items():
+        axes.axhline(rebuild.delay_seconds, color=None, label=f"parity, {name}", linewidth=1)
+    axes.axvline(interval / 2, color="0.7")
+    axes.annotate(
+        "half the best interval\nat an MTBF of 28 h", (interval / 2, restored), fontsize=8,
+        ha="right",
+    )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("seconds of work since the last checkpoint")
+    axes.set_ylabel("seconds behind after the recovery")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "parity-recovery.png", dpi=120)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (rate, progress) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
-    ends = np.array([0.0, *rebuild.ends])
-    rate.plot(ends[1:], rebuild.normal_step_seconds / np.diff(ends) * 100)
-    rate.set_ylabel("% of normal throughput")
-    progress.plot(ends, np.arange(ends.size), label="parity, k = 4")
-    until = ends[-1] + restored
-    for name, lost in (("checkpoint, nothing lost", 0.0), ("checkpoint, average", interval / 2)):
-        at = np.linspace(0, until, 50)
-        behind = restored + lost
-        progress.plot(at, np.maximum(0, at - behind) / rebuild.normal_step_seconds, label=name)
-    progress.set_ylabel("steps since the loss")
-    progress.set_xlabel("seconds since the loss")
-    progress.legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "parity.png", dpi=120)
+    return plt
 
 
 if __name__ == "__main__":

@@ -145,9 +145,9 @@ def test_a_shard_that_dies_within_a_push(monkeypatch: pytest.MonkeyPatch, delive
     mail = protected._protection._mail  # type: ignore[union-attr]
     deliver, apply, left = mail.deliver, Shard.apply, [delivered]
 
-    def partly(pool: Any = None) -> None:
+    def partly() -> None:
         if not left:
-            deliver(pool)
+            deliver()
             return
         for receiver, queue in enumerate(mail._queues):
             while queue and left[0]:
@@ -155,7 +155,7 @@ def test_a_shard_that_dies_within_a_push(monkeypatch: pytest.MonkeyPatch, delive
                 mail._receive(receiver, queue.popleft())
         left.clear()
         protected.kill(1, 2)
-        deliver(pool)
+        deliver()
 
     def dying(shard: Shard, *args: Any) -> int:
         if left and delivered % 2 and shard.index == 2:

@@ -5,6 +5,7 @@ A covering array: whatever two values of two different choices, some case has bo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 import emberkeep as ek
+from emberkeep import pool
+from emberkeep.cluster.flight import FlightCluster
 from tests.contracts.engine import state
+from tests.servers import Farm, FarmHosts
 
 CHOICES: dict[str, list[Any]] = {
     "kind": ["fixed", "dynamic", "evicting"],
@@ -22,6 +26,7 @@ CHOICES: dict[str, list[Any]] = {
     "bits": [None, 8],
     "parity": [None, (3, 1), (2, 2)],
     "shards": [1, 4],
+    "cluster": ["local", "servers"],
     "optimizer": [
         ek.SGD(lr=0.1),
         ek.Momentum(lr=0.1),
@@ -60,9 +65,37 @@ def covering() -> list[Case]:
     return chosen
 
 
-def build(case: dict[str, Any]) -> tuple[ek.EmbeddingBags, Any]:
+class OnServers:
+    """A cluster of servers that were started before; they serve one cluster after the other."""
+
+    def __init__(self, farm: Farm, shards: int) -> None:
+        self.hosts = FarmHosts(farm, shards)
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
+        return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=pool.Pool(1))
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[int, list[OnServers]]]:
+    """Two clusters of each size: one for the process that ends, one for the next."""
+    farm = Farm()
+    yield {shards: [OnServers(farm, shards) for _ in range(2)] for shards in CHOICES["shards"]}
+    farm.close()
+
+
+def kill(bags: ek.EmbeddingBags, shards: list[int]) -> None:
+    for shard in shards:
+        if isinstance(bags.cluster, FlightCluster):
+            bags.cluster.hosts.kill(shard)  # type: ignore[attr-defined]
+        else:
+            bags.cluster.kill(shard)
+
+
+def build(case: dict[str, Any], on: OnServers | None = None) -> tuple[ek.EmbeddingBags, Any]:
     bags = ek.EmbeddingBags(
-        [TABLE[case["kind"]]], optimizer=case["optimizer"], cluster=ek.local(shards=case["shards"])
+        [TABLE[case["kind"]]],
+        optimizer=case["optimizer"],
+        cluster=on or ek.local(shards=case["shards"]),
     )
     if case["layout"] == "grid":
         preset: Any = ek.all_versions(every=3, bits=case["bits"])
@@ -85,30 +118,37 @@ def train(bags: ek.EmbeddingBags, steps: range, keeper: ek.Keeper | None = None)
 
 
 def named(case: Case) -> str:
-    kind, layout, bits, parity, shards, optimizer = case
-    return f"{kind}-{layout}-{bits}-{parity}-{shards}-{optimizer.name}"
+    kind, layout, bits, parity, shards, cluster, optimizer = case
+    return f"{kind}-{layout}-{bits}-{parity}-{shards}-{cluster}-{optimizer.name}"
 
 
 @pytest.mark.parametrize("values", covering(), ids=named)
-def test_every_pair_survives(values: Case, tmp_path: Path) -> None:
+def test_every_pair_survives(
+    values: Case, tmp_path: Path, servers: dict[int, list[OnServers]]
+) -> None:
     case = dict(zip(CHOICES, values, strict=True))
+    first, second = servers[case["shards"]] if case["cluster"] == "servers" else (None, None)
     plain, _ = build({**case, "parity": None})
     train(plain, range(12))
-    bags, preset = build(case)
+    bags, preset = build(case, first)
     lost = [] if case["parity"] is None else list(range(case["parity"][1]))
     with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=preset) as keeper:
         train(bags, range(4), keeper)
-        bags.cluster.kill(*lost)
+        kill(bags, lost)
         train(bags, range(4, 8), keeper)
-        bags.cluster.rebuild()
+        if lost:
+            bags.cluster.rebuild()
     # The process ends here; another one goes on.
-    again, preset = build(case)
+    again, preset = build(case, second)
     with ek.Keeper(tmp_path / "run", again, again.optimizer, strategy=preset) as keeper:
         keeper.resume()
         assert state(again.cluster) == state(bags.cluster)  # the last version is exact
-        again.cluster.kill(*lost)
+        kill(again, lost)
         train(again, range(8, 12), keeper)
         assert state(again.cluster) == state(plain.cluster)
+    for used in (bags, again):
+        if isinstance(used.cluster, FlightCluster):
+            used.cluster.close()
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:

@@ -163,3 +163,14 @@ def test_the_command_says_what_happened_and_what_it_cost(tmp_path: Path) -> None
     assert told["resumed_step"] == told["steps"] == 18
     fresh = CliRunner().invoke(app, [*arguments, "--fresh"])
     assert "6 versions were saved" in fresh.stdout
+
+
+def test_failures_under_parity_leave_no_trace() -> None:
+    given = [line for line in SMALL if not line.startswith("checkpoint")]
+    whole = run(demo([*given, "cluster.shards=4"]))
+    hurt = run(
+        demo([*given, "cluster.shards=4", "parity.k=2", "parity.r=2",
+              'failures.at=["1, 3 at 5", "0 at 12 push"]'])
+    )  # fmt: skip
+    assert hurt.digest == whole.digest
+    assert hurt.auc == whole.auc

@@ -56,7 +56,7 @@ def test_the_kernel_adds_products_of_bytes(coefficient: int, words: list[list[in
     expected = target.copy()
     for i, place in enumerate(at):
         expected[place] ^= products(coefficient)[rows[i : i + 1].view(np.uint8)].view(np.uint32)[0]
-    galois.add_product(target, at, 0, rows, 0, len(rows), np.uint32(coefficient))
+    galois.add_product(0, len(rows), target, at, 0, rows, np.uint32(coefficient))
     assert np.array_equal(target, expected)
 
 

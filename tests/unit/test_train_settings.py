@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 from emberkeep.tables import Adam, RowWiseAdagrad, Tier
 from emberkeep.train.settings import (
@@ -119,9 +120,30 @@ def test_tiers_that_cannot_work(overrides: list[str], complaint: str) -> None:
         demo(overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["parity.k=4"], "needs 5 shards"),
+        (["parity.k=0"], "k must be"),
+        (["parity.k=2", "parity.r=0", "cluster.shards=4"], "r must be"),
+        (["parity.k=2", "parity.rebuild_share=2", "cluster.shards=4"], "rebuild_share"),
+        (["parity.k=2", "tier.path=x", "cluster.shards=4"], "leave out parity.k"),
+    ],
+)
+def test_parity_that_cannot_work(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        demo(overrides)
+
+
 def test_a_tier_of_settings() -> None:
     assert demo().tier.spec() is None
     assert demo(["tier.path=/x", "tier.memory=1KB"]).tier.spec() == Tier("/x", memory=1000)
+
+
+def test_parity_is_read_and_takes_the_place_of_recovery() -> None:
+    assert demo().parity.spec() is None
+    settings = demo(["parity.k=3", "cluster.shards=4", "failures.count=2"])
+    assert settings.parity.spec() == Parity(k=3, r=1)
 
 
 def test_failures_are_read_and_drawn() -> None:

@@ -424,7 +424,7 @@ class Cluster:
 
     def load_table_state(self, state: Json) -> None:
         for shard in self._present():
-            shard.load_table_state(_of_shard(state, shard.index, len(self.handles)))
+            shard.load_table_state(of_shard(state, shard.index, len(self.handles)))
 
     def clear(self) -> None:
         """Takes every row of every table back to its initial state."""
@@ -497,7 +497,7 @@ def _joined(states: Sequence[Json]) -> Json:
     }
 
 
-def _of_shard(state: Json, shard: int, count: int) -> Json:
+def of_shard(state: Json, shard: int, count: int) -> Json:
     """One shard's part of the state of tables; any tick that is late enough serves where another
     number of shards saved it."""
     return {
@@ -535,7 +535,7 @@ class Part:
 
     def load_table_state(self, state: Json) -> None:
         count = self._cluster.shard_count
-        self._handle.load_table_state(_of_shard(state, self.shard, count))
+        self._handle.load_table_state(of_shard(state, self.shard, count))
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._handle.forget_changes(keep_since_baseline=keep_since_baseline)

@@ -319,6 +319,7 @@ class FlightCluster(Cluster):
         self._at_once(
             [partial(shard.load_version, repository, chain, told) for shard in self.handles]
         )
+        self._settle_writes()
 
     def reaches(self, url: str) -> bool:
         """Whether the servers can open that store themselves."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from functools import partial
 
 from emberkeep.erasure.messages import Message
-from emberkeep.pool import Pool
 
 
 class Mail:
@@ -48,14 +46,11 @@ class Mail:
             if self._thread is not None:
                 self._counting.notify_all()
 
-    def deliver(self, pool: Pool | None = None) -> None:
+    def deliver(self) -> None:
         """Has everything received that was posted before."""
-        tasks = [partial(self._deliver_to, r) for r, queue in enumerate(self._queues) if queue]
-        if pool is None:
-            for task in tasks:
-                task()
-        else:
-            pool.run(tasks)
+        for receiver, queue in enumerate(self._queues):
+            if queue:
+                self._deliver_to(receiver)
         for lock in self._locks:  # what others have taken from a queue is received, too
             with lock:
                 pass

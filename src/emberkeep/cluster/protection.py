@@ -128,7 +128,7 @@ class Protection:
             source=Source(
                 shard.index, shard.epoch, place.hosts(shard.index), number=number, point=point
             ),
-            host=Host(shard.index, place, self._shapes, complete=complete),
+            host=Host(shard.index, place, self._shapes, complete=complete, pool=self._pool),
             rows=SlabRows(shard.slabs, place, lost=lost),
             placement=place,
             lock=shard.lock,
@@ -148,11 +148,11 @@ class Protection:
         if self.spec.background:
             self._mail.wait_for_room()
         else:
-            self._mail.deliver(self._pool)
+            self._mail.deliver()
 
     def deliver(self) -> None:
         """After any other write, which nobody would send again: every host holds it now."""
-        self._mail.deliver(self._pool)
+        self._mail.deliver()
 
     def settled(self, shard: int) -> int:
         """The number up to which nothing of a shard's stream can be lost any more."""

@@ -395,7 +395,7 @@ def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:
         if syndrome.dtype == np.uint32:
             every = np.arange(len(total))
             galois.add_product(
-                total, every, 0, syndrome, 0, every.size, np.uint32(coefficient)
+                0, every.size, total, every, 0, syndrome, np.uint32(coefficient)
             )  # fmt: skip
         else:
             total ^= products(coefficient)[syndrome]

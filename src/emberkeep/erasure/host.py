@@ -31,6 +31,10 @@ from emberkeep.erasure.messages import (
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
 from emberkeep.memory import lazy_zeros
+from emberkeep.pool import Job, Pool, spans
+
+# Ranges of fewer rows than this are not worth a thread.
+_LEAST_ROWS = 256
 
 
 @dataclass(slots=True)
@@ -64,9 +68,11 @@ class Host:
     """
 
     def __init__(
-        self, index: int, placement: Placement, shapes: Sequence[Shape], *, complete: bool = True
-    ) -> None:
+        self, index: int, placement: Placement, shapes: Sequence[Shape], *, complete: bool = True,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
+        self.pool = pool
         self.placement = placement
         self.code = Code(placement.k, placement.r)
         self.shapes = tuple(shapes)
@@ -211,16 +217,20 @@ class Host:
             if filled is not None:
                 here = stripes < filled
                 stripes, values = stripes[here], values[here]
-        self._add_all(p, slot, slab, stripes, values)
+        self._add_all(p, slot, slab, stripes, values, self.pool)
 
-    def _add_all(self, p: int, slot: int, slab: int, stripes: I64, values: Words) -> None:
+    def _add_all(
+        self, p: int, slot: int, slab: int, stripes: I64, values: Words, pool: Pool | None = None
+    ) -> None:
         coefficient = self.code.coefficients[p][slot]
         first = p * self.stripes[slab]
         if values.dtype == np.uint32:
-            galois.add_product(
-                self._records[slab], stripes, first, values, 0, stripes.size,
-                np.uint32(coefficient),
-            )  # fmt: skip
+            args = (self._records[slab], stripes, first, values, np.uint32(coefficient))
+            parts = () if pool is None else spans(stripes.size, pool.threads, _LEAST_ROWS)
+            if pool is None or len(parts) < 2:
+                galois.add_product(0, stripes.size, *args)
+            else:
+                pool.together(Job(galois.write_add_product, parts, args))
         else:
             self._marks[slab][stripes + first] ^= products(coefficient)[values]
 
@@ -347,6 +357,6 @@ class Host:
 def _accumulate(total: Words, at: I64, values: Words, coefficient: int) -> None:
     """Adds products to an accumulator; each row of it at most once."""
     if values.dtype == np.uint32:
-        galois.add_product(total, at, 0, values, 0, at.size, np.uint32(coefficient))
+        galois.add_product(0, at.size, total, at, 0, values, np.uint32(coefficient))
     else:
         total[at] ^= products(coefficient)[values]

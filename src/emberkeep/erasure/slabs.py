@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
 from emberkeep.kernels import galois, rows
+from emberkeep.kernels.rounds import MOST_JOBS
 from emberkeep.memory import lazy_zeros
-from emberkeep.pool import spans
+from emberkeep.pool import Job, spans
 from emberkeep.slab import Slab, slab_rows
 
 _ID_NBYTES = 8
@@ -97,7 +97,7 @@ class Recorder:
         if count:
             found = found[:count]
             records = np.empty((count, self._words), np.uint32)
-            self._run(galois.take_records, found, records)
+            add_planes(self.slab, self._planes, found, records, fresh=True)
             self._parts.append(_Captured(found, bounds, records, self._marks(found)))
 
     def take(self) -> Changed | None:
@@ -107,7 +107,7 @@ class Recorder:
         part = self._parts[0] if len(self._parts) == 1 else self._joined()
         self._parts = []
         rows.clear_bits(self._captured, part.rows)
-        self._run(galois.add_records, part.rows, part.records)
+        add_planes(self.slab, self._planes, part.rows, part.records, fresh=False)
         marks = part.marks ^ self._marks(part.rows)
         marked = np.flatnonzero(marks.any(axis=1))
         bounds = np.searchsorted(marked, part.bounds)
@@ -133,20 +133,22 @@ class Recorder:
     def _marks(self, found: I64) -> U8:
         return marks_of(self.slab, found)
 
-    def _run(self, kernel: object, found: I64, records: U32) -> None:
-        assert callable(kernel)
-        pool, touched = self.slab.pool, self.slab.touched
-        pool.run(
-            [
-                partial(kernel, self._planes, touched, found, start, stop, records)
-                for start, stop in spans(found.size, pool.threads, _LEAST_ROWS)
-            ]
-        )
-
 
 def _words(slab: Slab) -> tuple[U32, ...]:
     """The planes of a slab as 32-bit words."""
     return tuple(plane.view(np.uint32) for plane in slab.planes.values())
+
+
+def add_planes(slab: Slab, planes: Sequence[U32], found: I64, records: U32, *, fresh: bool) -> None:
+    """Adds all planes of rows to their records, or writes them where the records are `fresh`."""
+    parts = spans(found.size, slab.pool.threads, _LEAST_ROWS)
+    jobs, column = [], 0
+    for plane in planes:
+        args = (found, plane, slab.touched, column, fresh, records)
+        jobs.append(Job(galois.write_add_plane, parts, args))
+        column += plane.shape[1]
+    for first in range(0, len(jobs), MOST_JOBS):
+        slab.pool.together(*jobs[first : first + MOST_JOBS])
 
 
 def marks_of(slab: Slab, found: I64) -> U8:
@@ -197,9 +199,13 @@ class SlabRows:
         else:
             words = sum(plane.shape[1] for plane in self._planes[slab])
             found = np.empty((inside.size, words), np.uint32)
-            galois.take_records(
-                self._planes[slab], holder.touched, inside, 0, inside.size, found
-            )  # fmt: skip
+            # Alone: who rebuilds gives way to training, and must not hold its threads meanwhile.
+            column = 0
+            for plane in self._planes[slab]:
+                galois.add_plane(
+                    0, inside.size, inside, plane, holder.touched, column, True, found
+                )  # fmt: skip
+                column += plane.shape[1]
         if inside is wanted:
             return found
         out = np.zeros((wanted.size, found.shape[1]), found.dtype)

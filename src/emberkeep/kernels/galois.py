@@ -7,10 +7,13 @@ the words of a row. Times 1 is plain XOR.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._memory import prefetch_row, test_bit
 from emberkeep.kernels._words import copy_words, xor_words
 from emberkeep.kernels.hashing import I64, U64
@@ -39,12 +42,12 @@ def _times(word: np.uint32, coefficient: np.uint32) -> np.uint32:
 
 @kernel
 def add_product(
+    start: int,
+    stop: int,
     target_TW: U32,
     at: I64,
     first: int,
     rows_UW: U32,
-    start: int,
-    stop: int,
     coefficient: np.uint32,
 ) -> None:
     """target[first + at[i]] += coefficient * rows[i] for i in start..stop, `at` being distinct."""
@@ -58,6 +61,11 @@ def add_product(
         else:
             for w in range(width):
                 target_TW[row, w] ^= _times(rows_UW[i, w], coefficient)
+
+
+@kernel
+def write_add_product(block: I64, *args: Any) -> None:
+    write_call(add_product, block, args)
 
 
 @kernel
@@ -103,40 +111,31 @@ def capture(rows: I64, k: int, captured: U64, bounds: I64, out: I64) -> int:
 
 
 @kernel
-def take_records(
-    planes: tuple[U32, ...], touched: U64, rows: I64, start: int, stop: int, out_UW: U32
-) -> None:
-    """Copies rows of all planes side by side; a row that is not trained is zeros."""
+def add_plane(
+    start: int, stop: int, rows: I64, plane_RV: U32, touched: U64, column: int, fresh: bool,
+    out_UW: U32,
+) -> None:  # fmt: skip
+    """Adds one plane of rows to records, from `column` on: old records become differences.
+
+    Where they are `fresh` the plane is written instead. A row that is not trained is zeros.
+    """
     for i in range(start, stop):
         row = rows[i]
         if i + _AHEAD < stop:
-            for plane_RV in planes:
-                prefetch_row(plane_RV, rows[i + _AHEAD])
+            prefetch_row(plane_RV, rows[i + _AHEAD])
         if test_bit(touched, row):
-            column = 0
-            for plane_RV in planes:
+            if fresh:
                 copy_words(out_UW, i, column, plane_RV, row)
-                column += plane_RV.shape[1]
-        else:
-            for w in range(out_UW.shape[1]):
-                out_UW[i, w] = np.uint32(0)
+            else:
+                xor_words(out_UW, i, column, plane_RV, row)
+        elif fresh:
+            for w in range(plane_RV.shape[1]):
+                out_UW[i, column + w] = np.uint32(0)
 
 
 @kernel
-def add_records(
-    planes: tuple[U32, ...], touched: U64, rows: I64, start: int, stop: int, out_UW: U32
-) -> None:
-    """Adds rows of all planes to records: old records become differences."""
-    for i in range(start, stop):
-        row = rows[i]
-        if i + _AHEAD < stop:
-            for plane_RV in planes:
-                prefetch_row(plane_RV, rows[i + _AHEAD])
-        if test_bit(touched, row):
-            column = 0
-            for plane_RV in planes:
-                xor_words(out_UW, i, column, plane_RV, row)
-                column += plane_RV.shape[1]
+def write_add_plane(block: I64, *args: Any) -> None:
+    write_call(add_plane, block, args)
 
 
 @kernel

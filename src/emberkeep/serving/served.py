@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import write_pieces
+from emberkeep.cluster.client import of_shard
 from emberkeep.cluster.security import Security
 from emberkeep.cluster.wire import (
     APPLY,
@@ -538,7 +539,8 @@ class _Own:
 
     def load_table_state(self, state: Json) -> None:
         mine = {self._names[told]: its for told, its in state.items() if told in self._names}
-        self._epoch.shard.load_table_state(mine)
+        shard = self._epoch.shard
+        shard.load_table_state(of_shard(mine, shard.index, self._epoch.shards))
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._epoch.shard.forget_changes(keep_since_baseline=keep_since_baseline)

@@ -115,20 +115,20 @@ def embeddings(
 
 
 def _cluster(settings: Settings, steps: int, rank: int) -> ClusterSpec:
-    given = settings.cluster
+    given, parity = settings.cluster, settings.parity.spec()
     if given.kind == "servers":
-        return servers(shards=given.shards)
+        return servers(shards=given.shards, parity=parity)
     if given.kind == "connect":
-        return connect(given.addresses)
+        return connect(given.addresses, parity=parity)
     if given.kind == "ray":
         from emberkeep.cluster.ray import RayCluster
 
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
-            world=given.workers,
+            world=given.workers, parity=parity,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
-    return local(shards=given.shards, failures=failures)
+    return local(shards=given.shards, failures=failures, parity=parity)
 
 
 def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> nn.Module:

@@ -18,6 +18,7 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failures import Failure
+    from emberkeep.erasure.codes import Parity
     from emberkeep.strategies import Preset
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
@@ -271,6 +272,36 @@ class ClusterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParitySettings:
+    """How rows are protected by other shards, so that a lost one comes back with nothing lost."""
+
+    k: int | None = setting(
+        "rows on different shards that share parity rows; no parity if not set", default=None,
+        least=1)
+    r: int = setting("parity rows for every k: shards that may be lost at once", default=1, least=1)
+    background: bool = setting(
+        "bring parity up to date beside training, instead of within each step", default=False)
+    chunk_rows: int = setting("rows that are rebuilt at a time", default=8192, least=1)
+    rebuild_share: float = setting(
+        "about how much of the time is spent on a rebuild", default=0.25, above=0)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        self.spec()
+
+    def spec(self) -> Parity | None:
+        """What these settings mean; None without parity."""
+        from emberkeep.erasure.codes import Parity
+
+        if self.k is None:
+            return None
+        return Parity(
+            k=self.k, r=self.r, background=self.background, chunk_rows=self.chunk_rows,
+            rebuild_share=self.rebuild_share,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSettings:
     """Shards that are made to fail, to see what that costs."""
 
@@ -334,6 +365,7 @@ class Settings:
     run: RunSettings = field(default_factory=RunSettings)
     tier: TierSettings = field(default_factory=TierSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    parity: ParitySettings = field(default_factory=ParitySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
@@ -352,10 +384,18 @@ class Settings:
         if self.run.batch_size % self.cluster.workers:
             raise ConfigError(
                 f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
-        if self.failures.any and self.checkpoint.recovery is None and self.tier.every is None:
+        parity = self.parity.spec()
+        if parity is not None:
+            parity.check_shards(self.cluster.shards)
+            if self.tier.path is not None:
+                raise ConfigError(
+                    "parity over a tier would itself be larger than memory: leave out parity.k or "
+                    "tier.path")
+        elif (self.failures.any and self.checkpoint.recovery is None
+                and self.tier.every is None):
             raise ConfigError(
-                "failures end the run unless checkpoint.recovery is set, full or partial, or "
-                "tier.every")
+                "failures end the run unless checkpoint.recovery is set, full or partial, "
+                "tier.every, or parity.k")
         if self.tier.path is not None and self.cluster.kind != "local":
             raise ConfigError('tier.path is for cluster.kind = "local": servers use memory alone')
         if self.tier.every is not None and self.checkpoint.path is not None:
