@@ -279,16 +279,17 @@ class Protection:
     def _work(self) -> None:
         be_nice(_NICE)
         while True:
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.thread_time()
             more = self.rebuild_chunk()
-            taken = time.perf_counter() - start
+            taken, used = time.perf_counter() - start, time.thread_time() - used
             with self._wake:
                 # A loss may have come after the last look.
                 if self._ended or not (more or self._asked):
                     self._sweeper = None
                     return
                 self._asked = False
-                self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
+                # Of the processor's time: to wait for a turn behind training is pause enough.
+                self._wake.wait(max(0.0, used / self.spec.rebuild_share - taken))
 
     def close(self) -> None:
         """Ends the threads."""
