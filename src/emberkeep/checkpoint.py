@@ -71,6 +71,7 @@ from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 I64 = npt.NDArray[np.int64]
 
 _CHUNK_ROWS = 32768
+_NICEST = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +264,11 @@ class Checkpointer:
         self._failures: list[BaseException] = []
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+        # Behind saving in everything: training may have to wait for a save, never for a round.
         self._rounds = Rounds(
-            self.writer, self.strategy.grid or Grid(), self._tell, self.settings.nice
-        )
+            self.writer, self.strategy.grid or Grid(), self._tell, self._collect,
+            nice=min(_NICEST, self.settings.nice + 9),
+        )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
         self._increment_nbytes = 0
@@ -429,8 +432,9 @@ class Checkpointer:
         if isinstance(outcome, Manifest):
             self._failures = []
             self._tell_saved(outcome, saving)
-            self._collect()
-            if grid_of(outcome) is not None:
+            if grid_of(outcome) is None:
+                self._collect()
+            else:
                 self._rounds.arrived(outcome)
             saving.committed.set_result(outcome)
             return

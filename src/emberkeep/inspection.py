@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from emberkeep.blobs.wrapper import OverlayStore
 from emberkeep.codecs import Raw, codec_from_dict
 from emberkeep.contents import checked_rows, dense_tensors
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.loading import DENSE
 from emberkeep.pool import Pool
 from emberkeep.repository import (
+    Collected,
+    Collector,
     Damage,
     FileRef,
     Manifest,
     Report,
     Repository,
     RetentionPolicy,
-    VersionFacts,
     VersionId,
+    Writer,
     verify,
 )
 from emberkeep.repository import names as places
@@ -32,13 +35,11 @@ from emberkeep.repository.grid import (
     Catalog,
     files_read,
     grid_of,
-    needed_versions,
     newest_catalog,
     plan,
 )
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
-from emberkeep.repository.pins import read_pins
 
 _THREADS = 4
 
@@ -355,39 +356,12 @@ def _content(repository: Repository, file: FileRef, pool: Pool) -> Iterable[Any]
 # -- what gc would do ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a gc would keep and remove; `nbytes` are the data files of what it would remove."""
-
-    kept: tuple[VersionId, ...]
-    removed: tuple[VersionId, ...]
-    nbytes: int
-
-
-def plan_collection(repository: Repository, policy: RetentionPolicy, *, grace: timedelta) -> Plan:
-    """What `Collector.collect` would do, decided the same way, without being the writer."""
-    oldest = repository.clock() - grace
-    history = repository.history()
-    tags = repository.tags()
-    facts = [
-        VersionFacts(version=v, tags=tuple(tag for tag in tags if tags[tag] == v))
-        for v in history.versions
-    ]
-    roots = {
-        *policy.keep(facts),
-        *history.versions[-1:],
-        *(version for version, expires in read_pins(repository).values() if expires > oldest),
-        *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
-    }
-    kept = needed_by(
-        roots.intersection(history.versions),
-        lambda version: needed_versions(
-            repository.manifest(version), lambda grid: newest_catalog(repository, grid).covered
-        ),
-    )
-    removed = tuple(version for version in history.versions if version not in kept)
-    nbytes = sum(repository.manifest(version).nbytes for version in removed)
-    return Plan(kept=tuple(sorted(kept)), removed=removed, nbytes=nbytes)
+def plan_collection(
+    repository: Repository, policy: RetentionPolicy, *, grace: timedelta
+) -> Collected:
+    """What a gc of the next writer would do: it is run, and nothing that it writes is kept."""
+    tried = Repository.open(OverlayStore(repository.store), clock=repository.clock)
+    return Collector(Writer.open(tried), policy=policy, grace=grace).collect()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ChangedError, StateError
+from emberkeep.memory import Values
 from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.ahead import ahead_of
 from emberkeep.repository.documents import Json
-from emberkeep.repository.gathering import rows_of_plan
+from emberkeep.repository.gathering import rows_apart, rows_of_plan
 from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.snapshot import Chunk, FrozenShards
@@ -93,6 +94,13 @@ class LoadsItself(Protocol):
         ...
 
 
+@runtime_checkable
+class InstallsApart(Protocol):
+    """A target in this process, which takes rows from where they stand in what was read."""
+
+    def install_apart(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A version that was brought back."""
@@ -157,9 +165,14 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
         planned = plan(repository, manifest)
         assert planned is not None
         try:
-            for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
-                if chunk.planes is not None:
-                    target.install(chunk.table, chunk.ids, chunk.planes)
+            if isinstance(target, InstallsApart):
+                for rows in ahead_of(rows_apart(repository, planned, pool)):
+                    assert rows.planes is not None
+                    target.install_apart(rows.table, rows.ids, rows.planes)
+            else:
+                for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
+                    if chunk.planes is not None:
+                        target.install(chunk.table, chunk.ids, chunk.planes)
             break
         except ChangedError:
             if attempt == _ATTEMPTS - 1:

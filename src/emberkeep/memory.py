@@ -1,14 +1,16 @@
-"""Arrays that cost memory only where they are touched."""
+"""Arrays that cost memory only where they are touched, and rows that need not stand together."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -34,3 +36,40 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
     if _HUGE_PAGE <= nbytes <= _physical_bytes() // 16:
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, kind).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """Rows of one plane that stand apart in memory: row i begins at `starts[i]` of `words`.
+
+    Whoever can write rows from where they are saves a copy of them; an array is made by
+    `np.asarray`. Words have the four bytes of the plane's own type.
+    """
+
+    words: npt.NDArray[Any]
+    starts: npt.NDArray[np.int64]
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.starts.size, self.width
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.words.dtype
+
+    def __getitem__(self, rows: Any) -> Spread:
+        return Spread(self.words, self.starts[rows], self.width)
+
+    def rows(self) -> npt.NDArray[Any]:
+        """A view with a row for every word, so that row `starts[i]` is row i."""
+        count = max(0, self.words.size - self.width + 1)
+        size = self.words.itemsize
+        return as_strided(self.words, (count, self.width), (size, size), writeable=False)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self.rows()[self.starts], dtype)
+
+
+Values = npt.NDArray[Any] | Spread
+"""Rows of one plane."""

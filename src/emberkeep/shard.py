@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep.erasure.guard import Guard
 from emberkeep.erasure.messages import PushNumber
 from emberkeep.erasure.slabs import Recorder, state_of
 from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
+from emberkeep.memory import Values
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds
@@ -267,7 +267,7 @@ class Shard:
             ids = slab.touched_ids(t)
             return ids, slab.read(t, ids)
 
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+    def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         """Writes whole rows; they become touched and dirty."""
         ids = np.ascontiguousarray(ids, np.int64)
         self._need_ids(table, ids)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
-from emberkeep.kernels import initial, optimizers, rows
-from emberkeep.memory import lazy_zeros
+from emberkeep.kernels import initial, optimizers, rows, scatter
+from emberkeep.memory import Spread, Values, lazy_zeros
 from emberkeep.pool import ForkLock, Job, Pool, spans
 from emberkeep.priority import Priority, Ranking, Span, ranking
 from emberkeep.slots import Slots
@@ -45,6 +45,8 @@ Places = tuple[I64, I64, I64, F32, I64]
 _ALIGNMENT = 64
 # Ranges of fewer rows than this are not worth a thread.
 _LEAST_ROWS = 256
+# Whole rows come from threads that read and decode beside: they have better use for the cores.
+_LEAST_NBYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,25 +374,40 @@ class Slab:
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
 
-    def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Writes whole rows of one table, all planes together; they become touched and dirty."""
-        wanted = self._check_install(table, ids, planes)
-        found, unknown = self.resolve(wanted)
+    def install(self, table: int, ids: I64, planes: Mapping[str, Values]) -> None:
+        """Writes whole rows of one table, all planes together; they become touched and dirty.
+
+        No id may be given twice: rows are written by several threads.
+        """
+        wanted, found, unknown = self._check_install(table, ids, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
+        least = _LEAST_NBYTES // (4 * self.dim)
         for name, values in planes.items():
-            self.planes[name][found if name == "used" else places] = values
+            into = self.planes[name]
+            if name == "used":
+                into[found] = values
+                continue
+            into = into.view(np.float32)
+            job: tuple[Any, ...]
+            if isinstance(values, Spread):
+                job = scatter.write_scatter_apart, values.rows().view(np.float32), values.starts
+            else:
+                job = scatter.write_scatter, np.ascontiguousarray(values).view(np.float32)
+            self._over(places.size, *job, places, into, least=least)
+        marked = places, self._filled, self._changed
+        self._over(places.size, scatter.write_mark, *marked, least=least)
         if table in self.slots and "used" in planes:
             self.slots[table].next_tick = max(
-                self.slots[table].next_tick, int(planes["used"].max(initial=0)) + 1
+                self.slots[table].next_tick, int(np.max(planes["used"], initial=0)) + 1
             )
-        optimizers.mark(places, self._filled, self._changed)
         self._after_write(found, places)
 
     def _check_install(
-        self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
-    ) -> RowIds:
-        """Everything that can refuse whole rows, before any changes."""
+        self, table: int, ids: I64, planes: Mapping[str, Values]
+    ) -> tuple[RowIds, I64, list[int]]:
+        """Everything that can refuse whole rows, before any changes; the rows of the ids, and how
+        many are unknown, by table."""
         wanted = self.one_table(table, ids)
         expected = {name for name in self.planes if self.has_plane(table, name)}
         if set(planes) != expected:
@@ -408,7 +425,7 @@ class Slab:
         found, unknown = self.resolve(wanted)
         for t, slots in self.slots.items():
             self._check_room(t, slots, wanted, found, unknown[t])
-        return wanted
+        return wanted, found, unknown
 
     def clear(self) -> None:
         """Takes every row back to its initial state; nothing is left to be told of."""
@@ -509,9 +526,9 @@ class Slab:
             rows.list_bits(self.touched, *words, found)
             slots.restore(found - base)
 
-    def _over(self, count: int, write: Writer, *args: Any) -> list[int]:
+    def _over(self, count: int, write: Writer, *args: Any, least: int = _LEAST_ROWS) -> list[int]:
         """Runs a kernel over ranges of rows; its results."""
-        return self.pool.together(Job(write, spans(count, self.pool.threads, _LEAST_ROWS), args))[0]
+        return self.pool.together(Job(write, spans(count, self.pool.threads, least), args))[0]
 
     def one_table(self, table: int, ids: I64) -> RowIds:
         """A request for rows of one table alone."""

@@ -17,7 +17,7 @@ import obstore.store
 import pytest
 
 from emberkeep.blobs import Disk, LocalStore, MemoryStore, ObjectStore, open_store
-from emberkeep.blobs.wrapper import ExclusiveStore
+from emberkeep.blobs.wrapper import ExclusiveStore, OverlayStore
 from emberkeep.errors import ConfigError, MissingObjectError, StorageError, UnsupportedStoreError
 from emberkeep.repository import Repository, Writer, verify
 from emberkeep.testing import RepositoryContract, StoreContract
@@ -72,6 +72,33 @@ class TestExclusiveStore(StoreContract):
         return ExclusiveStore(MemoryStore())
 
     test_of_many_creators_one_wins = None  # exactly what it cannot promise
+
+
+class TestOverlayStore(StoreContract, RepositoryContract):
+    @pytest.fixture
+    def store(self) -> OverlayStore:
+        return OverlayStore(MemoryStore())
+
+
+def test_an_overlay_leaves_the_store_below_as_it_is() -> None:
+    below = MemoryStore()
+    for name in "abc":
+        below.put(name, b"below")
+    over = OverlayStore(below)
+    over.put("a", b"over")
+    over.delete(["b"])
+    assert not over.put_if_absent("c", b"over")
+    assert over.put_if_absent("b", b"again")
+    over.delete(["c"])
+    assert over.put("d", b"new") == 3
+    assert {info.name: over.get(info.name) for info in over.list()} == {
+        "a": b"over", "b": b"again", "d": b"new",
+    }  # fmt: skip
+    with pytest.raises(MissingObjectError):
+        over.size("c")
+    assert {info.name: below.get(info.name) for info in below.list()} == dict.fromkeys(
+        "abc", b"below"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -211,15 +211,18 @@ def test_gc_asks_before_it_fences(shell: Shell, tmp_path: Path) -> None:
     assert shell("verify", root) == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_dry_run_says_what_gc_does(shell: Shell, tmp_path: Path, seed: int) -> None:
-    layout = ["full", "one_shot", "intermittent", "consecutive"][seed]
+    layout = ["full", "one_shot", "intermittent", "consecutive", "grid"][seed]
     run = Run(store=LocalStore(tmp_path / "run"), layout=layout, seed=seed)
     for _ in range(7):
         run.save(1)
+    run.keeper.settle()
     run.repository.tag("best", int(run.random.integers(1, 8)))
     options = ("--keep-last", 1, "--grace", 0)
+    before = sorted((i.name, i.size, i.modified) for i in run.repository.store.list())
     plan = shell.json("gc", tmp_path / "run", *options, "--dry-run")
+    assert sorted((i.name, i.size, i.modified) for i in run.repository.store.list()) == before
     done = shell.json("gc", tmp_path / "run", *options, "--yes")
     assert {**done, "dry_run": True} == plan
 

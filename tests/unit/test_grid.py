@@ -17,7 +17,9 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError
+from emberkeep.kernels import gather
 from emberkeep.kernels import grid as kernels
+from emberkeep.memory import Spread
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
 from emberkeep.repository.bundles import pack_head
@@ -44,13 +46,67 @@ def test_heads_come_back(groups: list[list[int]]) -> None:
 @settings(deadline=None, max_examples=30)
 @given(ids=IDS, others=IDS)
 def test_a_bloom_filter_misses_nothing(ids: list[int], others: list[int]) -> None:
-    mine, theirs = np.array(ids, np.int64), np.array(others, np.int64)
-    zeros = np.zeros(mine.size, np.int32)
+    def hashes(wanted: list[int]) -> Any:
+        found = np.empty(len(wanted), np.uint64)
+        kernels.hash_keys(np.zeros(len(wanted), np.int32), np.array(wanted, np.int64), found)
+        return found
+
     words = np.zeros(16, np.uint64)
-    kernels.bloom_add(words, zeros, mine)
-    assert kernels.bloom_hits(words, zeros, mine) == mine.size
-    hits = kernels.bloom_hits(words, np.zeros(theirs.size, np.int32), theirs)
-    assert hits >= np.isin(theirs, mine).sum()
+    kernels.bloom_add(words, hashes(ids))
+    assert kernels.bloom_hits(words, hashes(ids)) == len(ids)
+    assert kernels.bloom_hits(words, hashes(others)) >= len({*ids} & {*others})
+
+
+@settings(deadline=None, max_examples=30)
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**16))
+def test_kept_rows_are_gathered_or_found_where_they_stand(counts: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows, width, before = sum(counts), 3, 8
+    kept = random.random(rows) < 0.6
+    data = random.integers(0, 256, rows * (before + 4 * width)).astype(np.uint8)
+    column = data[rows * before :].reshape(rows, 4 * width)
+    firsts = np.cumsum([0, *counts[:-1]])
+    goes = [int(kept[:first].sum()) for first in firsts]
+    where = zip(firsts.tolist(), counts, goes, strict=True)
+    segments = np.array([(first, count, 0, rows, first, to) for first, count, to in where])
+    total = int(kept.sum())
+    for unit in (1, 4):
+        out = np.empty(total * 4 * width, np.uint8).view(f"u{unit}")
+        args = segments, kept, data.view(f"u{unit}"), unit, before, 4 * width // unit, out
+        gather.gather(0, len(counts), *args)
+        assert out.tobytes() == column[kept].tobytes()
+    starts = np.empty(total, np.int64)
+    gather.starts(segments, kept, before, width, starts)
+    apart = Spread(data.view(np.float32), starts, width)
+    assert apart.shape == (total, width)
+    assert np.asarray(apart).tobytes() == column[kept].tobytes()
+    ids = np.empty(total, np.int64)
+    gather.gather_ids(segments, kept, np.arange(rows) * 7, ids)
+    assert (ids == np.flatnonzero(kept) * 7).all()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_apart_are_installed_as_rows_together(shards: int) -> None:
+    tables = [ek.Table("fixed", rows=5000, dim=8), ek.Table("any", rows=None, capacity=900, dim=8)]
+    random = np.random.default_rng(0)
+    one, other = (
+        ek.local(shards=shards).open(tables, ek.Adam(lr=0.1, step="row"), seed=0) for _ in range(2)
+    )
+    words = random.standard_normal(30_000).astype(np.float32)
+    for table in ("fixed", "any"):
+        ids = np.sort(random.choice(5000, 700, replace=False))
+        planes: dict[str, Any] = {
+            name: Spread(words, random.integers(0, words.size - 8, 700), 8)
+            for name in ("weight", "first_moment", "second_moment")
+        }
+        planes["step"] = Spread(words.view(np.int32), random.integers(0, words.size, 700), 1)
+        one.install_apart(table, ids, planes)
+        other.install(table, ids, {name: np.asarray(value) for name, value in planes.items()})
+        found, expected = one.read_all(table), other.read_all(table)
+        assert (found[0] == ids).all()
+        assert (expected[0] == ids).all()
+        for name in planes:
+            assert found[1][name].tobytes() == expected[1][name].tobytes(), name
 
 
 def test_sums_do_not_depend_on_order_and_see_every_bit() -> None:

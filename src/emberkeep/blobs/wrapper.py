@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from emberkeep.blobs.base import BlobInfo, BlobStore, Buffer
+from emberkeep.blobs.memory import MemoryStore
 from emberkeep.errors import MissingObjectError
 
 
@@ -57,3 +59,62 @@ class ExclusiveStore(WrapperStore):
             self.inner.put(name, data)
             return True
         return False
+
+
+class OverlayStore(WrapperStore):
+    """Keeps what is written and deleted to itself: the store below is only read.
+
+    So that what an operation would do is found out by doing it.
+    """
+
+    def __init__(self, inner: BlobStore) -> None:
+        super().__init__(inner)
+        self._written = MemoryStore()
+        self._gone: set[str] = set()
+        self._lock = threading.Lock()
+
+    def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
+        size = self._written.put(name, data)
+        self._gone.discard(name)
+        return size
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        with self._lock:
+            try:
+                self.size(name)
+            except MissingObjectError:
+                self.put(name, data)
+                return True
+            return False
+
+    def get(self, name: str) -> bytes:
+        return self._holder(name).get(name)
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        return self._holder(name).get_range(name, start, length)
+
+    def size(self, name: str) -> int:
+        return self._holder(name).size(name)
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        mine = {info.name: info for info in self._written.list(prefix)}
+        for info in self.inner.list(prefix):
+            if info.name not in mine and info.name not in self._gone:
+                yield info
+        yield from mine.values()
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._gone.add(name)
+            self._written.delete([name])
+
+    def sweep(self, *, older_than: timedelta) -> int:
+        return 0
+
+    def _holder(self, name: str) -> BlobStore:
+        """The store that has the object, or that says in its own words that there is none."""
+        try:
+            self._written.size(name)
+        except MissingObjectError:
+            return self._written if name in self._gone else self.inner
+        return self._written

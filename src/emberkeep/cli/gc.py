@@ -60,13 +60,12 @@ def gc(
     repository, _ = open_repository(url)
     spared = timedelta(minutes=grace)
     if dry_run:
-        plan = plan_collection(repository, policy, grace=spared)
-        kept, removed, nbytes = plan.kept, plan.removed, plan.nbytes
+        collected = plan_collection(repository, policy, grace=spared)
     else:
         if not yes:
             _refuse_if_active(repository)
         collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
-        kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
+    kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
     if as_json:
         print_json(
             {

@@ -20,6 +20,7 @@ from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
+from emberkeep.memory import Values
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
@@ -355,6 +356,16 @@ class LocalCluster(Cluster):
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         super().install(table, ids, planes)
+        self._settle()
+
+    def install_apart(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
+        """`install`, of rows that need not stand together."""
+        self._present()
+        if len(self.shards) == 1:
+            self.shards[0].install(table, ids, planes)
+        else:
+            for order, shard in zip(self.positions(table, ids), self.shards, strict=True):
+                shard.install(table, ids[order], {name: v[order] for name, v in planes.items()})
         self._settle()
 
     def delete(self, table: str, ids: I64) -> int:

@@ -13,7 +13,6 @@ from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hashing import GOLDEN, hash_id, mix64
 
 U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -102,11 +101,18 @@ def _key(table: int, identity: int) -> np.uint64:
 
 
 @kernel
-def bloom_add(words: U64, tables: I32, ids: I64) -> None:
+def hash_keys(tables: I32, ids: I64, hashes: U64) -> None:
+    """What filters know keys by."""
+    for i in range(ids.size):
+        hashes[i] = _key(tables[i], ids[i])
+
+
+@kernel
+def bloom_add(words: U64, hashes: U64) -> None:
     """Enters keys in a filter whose number of words is a power of two."""
     mask = _u64(words.size) * _u64(64) - _ONE
-    for i in range(ids.size):
-        h = _key(tables[i], ids[i])
+    for i in range(hashes.size):
+        h = hashes[i]
         step = (h >> _S32) | _ONE
         for _ in range(_PROBES):
             words[np.int64((h & mask) >> _S6)] |= _ONE << (h & _S63)
@@ -114,12 +120,12 @@ def bloom_add(words: U64, tables: I32, ids: I64) -> None:
 
 
 @kernel
-def bloom_hits(words: U64, tables: I32, ids: I64) -> int:
+def bloom_hits(words: U64, hashes: U64) -> int:
     """How many keys may be in the filter; no key that is in it is missed."""
     mask = _u64(words.size) * _u64(64) - _ONE
     hits = 0
-    for i in range(ids.size):
-        h = _key(tables[i], ids[i])
+    for i in range(hashes.size):
+        h = hashes[i]
         step = (h >> _S32) | _ONE
         found = 1
         for _ in range(_PROBES):
@@ -180,26 +186,6 @@ def sum_of_rows(tables: I32, ids: I64, sums_R: U64) -> np.uint64:
     for r in range(ids.size):
         total += mix64(sums_R[r] + _key(tables[r], ids[r]))
     return total
-
-
-@kernel
-def gather_rows(data: U8, starts_R: I64, start: int, stop: int, out_RB: U8) -> None:
-    """Copies rows start..stop, each from where it begins in `data`."""
-    width = out_RB.shape[1]
-    for r in range(start, stop):
-        at = starts_R[r]
-        for b in range(width):
-            out_RB[r, b] = data[at + b]
-
-
-@kernel
-def gather_words(data: U32, starts_R: I64, start: int, stop: int, out_RW: U32) -> None:
-    """The same, four bytes at a time."""
-    width = out_RW.shape[1]
-    for r in range(start, stop):
-        at = starts_R[r]
-        for w in range(width):
-            out_RW[r, w] = data[at + w]
 
 
 @kernel

@@ -13,8 +13,8 @@ import numpy as np
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
-from emberkeep.kernels._memory import prefetch_row, set_bit
-from emberkeep.kernels.hashing import F32, I64, U64
+from emberkeep.kernels._memory import prefetch_row
+from emberkeep.kernels.hashing import F32, I64
 from emberkeep.kernels.initial import AHEAD
 from emberkeep.kernels.rows import I32
 
@@ -186,14 +186,6 @@ def clip_rows(
             scale = np.float32(max_norm / np.sqrt(square))
             for d in range(weight_RD.shape[1]):
                 weight_RD[row, d] *= scale
-
-
-@kernel
-def mark(rows: I64, touched: U64, dirty: U64) -> None:
-    """Sets the touched and the dirty bit of rows."""
-    for i in range(rows.size):
-        set_bit(touched, rows[i])
-        set_bit(dirty, rows[i])
 
 
 @kernel

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ import xxhash
 
 from emberkeep.codecs import Codec, Raw, codec_from_dict
 from emberkeep.errors import DamageError
-from emberkeep.pool import Pool, spans
+from emberkeep.pool import Pool
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
@@ -33,7 +33,6 @@ from emberkeep.snapshot import Chunk
 
 SUFFIX = "grid"
 PIECE_NBYTES = 32 * 2**20
-_LEAST_GATHER_ROWS = 512
 
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
@@ -186,7 +185,7 @@ def _families_json(families: Iterable[Family]) -> list[Any]:
 # -- writing -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Encoded rows on their way into a file; `tables` are numbers, equal ones side by side."""
 
@@ -206,7 +205,9 @@ class Part:
         columns = tuple(np.take(column, rows, axis=0) for column in self.columns)
         return Part(self.birth, death, self.family, self.tables[rows], self.ids[rows], columns)
 
+    @cached_property
     def sum(self) -> int:
+        """The order-free hash sum of its rows."""
         from emberkeep.kernels import grid
 
         sums = np.zeros(self.ids.size, np.uint64)
@@ -334,7 +335,7 @@ class BundleStream:
             head=0,
             head_nbytes=head.nbytes,
             head_digest=xxhash.xxh3_64_hexdigest(_view(head)),
-            sum=sum(part.sum() for part in parts) % 2**64,
+            sum=sum(part.sum for part in parts) % 2**64,
         )
         return piece, head
 
@@ -448,25 +449,11 @@ def _damaged(name: str) -> DamageError:
 # -- decoding ------------------------------------------------------------------------------------
 
 
-def decoded(
-    family: Family, table: str, ids: I64, data: U8, starts: Sequence[I64], pool: Pool
-) -> Chunk:
-    """Rows of one table from anywhere in `data`: `starts` says where, for each column."""
-    from emberkeep.kernels import grid
-
-    columns: list[U8] = []
-    for width, begins in zip(widths_of(family), starts, strict=True):
-        out = np.empty((ids.size, width), np.uint8)
-        gather: Callable[[int, int], None] = partial(grid.gather_rows, data, begins, out_RB=out)
-        if width % 4 == 0 and not (begins & 3).any():
-            words = data[: data.size & ~3].view(np.uint32)
-            gather = partial(grid.gather_words, words, begins >> 2, out_RW=out.view(np.uint32))
-        cut = spans(ids.size, pool.threads, _LEAST_GATHER_ROWS)
-        pool.run([partial(gather, a, b) for a, b in cut])
-        columns.append(out)
+def decoded(family: Family, columns: Sequence[U8], pool: Pool) -> dict[str, Array]:
+    """The planes of rows from their columns."""
     planes, at = {}, 0
     for form in family:
         count = len(form.columns())
         planes[form.plane] = form.decode(columns[at : at + count], pool)
         at += count
-    return Chunk(table, ids, planes)
+    return planes

@@ -75,6 +75,14 @@ class Keys:
         lasts = np.append(firsts[1:], ids.size) - 1
         return cls(tables, ids, present, ids[firsts], ids[lasts])
 
+    def hashes(self) -> U64:
+        """What bloom filters know them by."""
+        from emberkeep.kernels import grid
+
+        hashes = np.empty(self.ids.size, np.uint64)
+        grid.hash_keys(self.tables, self.ids, hashes)
+        return hashes
+
     def may_meet(self, other: Keys) -> bool:
         """Whether a table has ids of both in one range."""
         _, mine, theirs = np.intersect1d(
@@ -116,8 +124,8 @@ class Living:
         tables, ids, order = _sorted([rows])
         words = max(_SMALLEST_BLOOM_WORDS, 1 << int(ids.size * 10 // 64).bit_length())
         bloom = np.zeros(words, np.uint64)
-        grid.bloom_add(bloom, tables, ids)
         keys = Keys.of(tables, ids)
+        grid.bloom_add(bloom, keys.hashes())
         return cls(bundle, piece, keys, order, np.zeros(ids.size, np.int32), bloom)
 
     @property
@@ -284,22 +292,23 @@ class Extractor:
             first = np.ones(ids.size, np.bool_)
             first[1:] = (np.diff(tables) != 0) | (np.diff(ids) != 0)
             keys = Keys.of(tables[first], ids[first])
+            hashes = keys.hashes()
             for living in self._living.values():
-                self._look_at(living, birth, keys)
+                self._look_at(living, birth, keys, hashes)
         for bundle, piece, rows in heads:
             living = Living.of(bundle, piece, rows)
             self._living[living.key] = living
         unseen = {version for living in self._living.values() for version in living.unseen}
         self._recent = {v: keys for v, keys in self._recent.items() if v in unseen}
 
-    def _look_at(self, living: Living, birth: int, keys: Keys) -> None:
+    def _look_at(self, living: Living, birth: int, keys: Keys, hashes: U64) -> None:
         """The filters; a piece that passes them is compared with all that it has not seen."""
         from emberkeep.kernels import grid
 
         if "range" in self.settings.filters and not living.keys.may_meet(keys):
             return
         if "bloom" in self.settings.filters:
-            hits = grid.bloom_hits(living.bloom, keys.tables, keys.ids)
+            hits = grid.bloom_hits(living.bloom, hashes)
             if not hits:
                 return
             living.suspected += hits
@@ -397,7 +406,7 @@ class Extractor:
             total = 0
             for death in np.unique(deaths).tolist():
                 part = whole.take(np.flatnonzero(deaths == death), death or None)
-                total += part.sum()
+                total += part.sum
                 (dead if death else alive).append(part)
             if total % 2**64 != piece.sum:
                 raise DamageError(

@@ -7,27 +7,31 @@ which pieces are met, and no row is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ChangedError, DamageError, MissingObjectError
+from emberkeep.memory import Spread, Values
 from emberkeep.pool import Pool
 from emberkeep.repository.ahead import Ahead
 from emberkeep.repository.bundles import (
     Bundle,
     Family,
+    Form,
     Piece,
     Rows,
     check_body,
     columns_of,
     decoded,
     unpack_head,
-    widths_of,
 )
 from emberkeep.repository.grid import GridPlan, newest_catalog
 from emberkeep.repository.repository import Repository
@@ -41,6 +45,7 @@ Bools = npt.NDArray[np.bool_]
 _GAP_NBYTES = 128 * 1024
 _READ_NBYTES = 16 * 2**20
 _READERS = 4
+_BODY_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,20 @@ def rows_of_plan(
     """
     bundles = planned.bundles if after is None else planned.since(after)
     try:
-        yield from _rows(repository, bundles, pool, tables)
+        for rows in _rows(repository, bundles, pool, tables, apart=False):
+            yield Chunk(rows.table, rows.ids, cast("dict[str, npt.NDArray[Any]]", rows.planes))
+    except DamageError as error:
+        check_unchanged(repository, planned, error)
+        raise
+
+
+def rows_apart(repository: Repository, planned: GridPlan, pool: Pool) -> Iterator[Apart]:
+    """`rows_of_plan` for whoever can write rows from where they stand: those that are stored as
+    they are need not be copied together first. Tombstones are left out."""
+    try:
+        for rows in _rows(repository, planned.bundles, pool, None, apart=True):
+            if rows.planes is not None:
+                yield rows
     except DamageError as error:
         check_unchanged(repository, planned, error)
         raise
@@ -141,19 +159,32 @@ def check_unchanged(repository: Repository, planned: GridPlan, error: DamageErro
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Rows of one table, ids unique; without planes they are tombstones."""
+
+    table: str
+    ids: I64
+    planes: Mapping[str, Values] | None
+
+
 def _rows(
-    repository: Repository, bundles: Sequence[Bundle], pool: Pool, tables: Collection[str] | None
-) -> Iterator[Chunk]:
+    repository: Repository, bundles: Sequence[Bundle], pool: Pool,
+    tables: Collection[str] | None, *, apart: bool,
+) -> Iterator[Apart]:  # fmt: skip
     names = list(repository.schema["tables"])
     wanted = None if tables is None else {names.index(table) for table in tables}
-    heads = read_heads(repository, bundles)
-    chosen = _Chosen(repository, heads, wanted, pool)
-    yield from chosen.tombstones(names)
     every = [each for bundle in bundles for each in ranges(bundle, heads=False)]
     batches = [each for each in every if any(p.nbytes for p, _ in each.pieces)]
-    with Ahead(((each, read_range(repository, each)) for each in batches), depth=2) as reads:
+    # The first bodies are on their way while heads are looked at.
+    with Ahead(_read_ahead(repository, batches), depth=1) as reads:
+        chosen = _Chosen(repository, read_heads(repository, bundles), wanted, pool)
+        for table, ids in chosen.tombstones():
+            yield Apart(names[table], ids, None)
         for each, data in reads:
-            yield from _batch(each, data, chosen, names, pool)
+            for taken in _taken(each, data, chosen):
+                for table, ids, planes in taken.by_table(pool, apart=apart):
+                    yield Apart(names[table], ids, planes)
 
 
 class _Chosen:
@@ -195,6 +226,8 @@ class _Chosen:
             if not heads[i][0].families[heads[i][1].family]
         ]
         self._choose(repository, wanted, pool)
+        self.kept_before: I64 = np.zeros(self.ids.size + 1, np.int64)
+        np.cumsum(self.kept, out=self.kept_before[1:])
 
     def _choose(self, repository: Repository, wanted: Collection[int] | None, pool: Pool) -> None:
         from emberkeep.kernels import grid
@@ -237,7 +270,28 @@ class _Chosen:
         some = slice(group, group + self.groups[name, piece.head])
         return self.firsts[name, piece.head], self.tables_G[some], self.counts_G[some]
 
-    def tombstones(self, names: Sequence[str]) -> Iterator[Chunk]:
+    def segments(self, name: str, pieces: Sequence[tuple[Piece, int]]) -> tuple[I32, I64]:
+        """The groups of pieces that have kept rows, table by table, as `kernels.gather` takes
+        them: the table of each, and where its rows stand and go."""
+        tables, found = [np.empty(0, np.int32)], [np.empty((0, 6), np.int64)]
+        for piece, body in pieces:
+            first, tables_G, counts_G = self.of(name, piece)
+            local = np.cumsum(counts_G) - counts_G
+            rows = first + local
+            kept = self.kept_before[rows + counts_G] - self.kept_before[rows]
+            same = np.ones_like(rows)
+            found.append(
+                np.stack([rows, counts_G, body * same, piece.rows * same, local, kept], axis=1)
+            )
+            tables.append(tables_G)
+        table, segments = np.concatenate(tables), np.concatenate(found)
+        order = np.argsort(table, kind="stable")
+        order = order[segments[order, 5] > 0]
+        table, segments = table[order], segments[order]
+        segments[:, 5] = np.cumsum(segments[:, 5]) - segments[:, 5]
+        return table, segments
+
+    def tombstones(self) -> Iterator[tuple[int, I64]]:
         found: dict[int, list[I64]] = {}
         for name, piece in self._no_planes:
             first, tables, counts = self.of(name, piece)
@@ -249,74 +303,130 @@ class _Chosen:
         for table, parts in found.items():
             ids = np.unique(np.concatenate(parts))
             if ids.size:
-                yield Chunk(names[table], ids, None)
+                yield table, ids
 
 
-def _batch(
-    each: Range, data: bytes, chosen: _Chosen, names: Sequence[str], pool: Pool
-) -> Iterator[Chunk]:
-    """The chosen rows of the pieces in one range, table by table."""
+def _read_ahead(repository: Repository, batches: Sequence[Range]) -> Iterator[tuple[Range, bytes]]:
+    """Ranges with their bytes, in order, some of them read at once."""
+    with ThreadPoolExecutor(_BODY_READERS) as readers:
+        reading: deque[tuple[Range, Future[bytes]]] = deque()
+        try:
+            for each in batches:
+                reading.append((each, readers.submit(_checked, repository, each)))
+                if len(reading) > _BODY_READERS:
+                    first, data = reading.popleft()
+                    yield first, data.result()
+            for first, data in reading:
+                yield first, data.result()
+        finally:
+            for _, data in reading:
+                data.cancel()
+
+
+def _checked(repository: Repository, each: Range) -> bytes:
+    """The bytes of a range; the pieces in it match their digests."""
+    data = read_range(repository, each)
     view = memoryview(data)
-    pool.run(
-        [
-            partial(_check, each.bundle.name, part, view)
-            for part in _split([item for item in each.pieces if item[0].nbytes], pool.threads)
-        ]
-    )
+    for piece, at in each.pieces:
+        check_body(each.bundle.name, piece, view[at : at + piece.nbytes])
+    return data
+
+
+def _taken(each: Range, data: bytes, chosen: _Chosen) -> Iterator[_Taken]:
+    """The chosen rows of the pieces in one range, family by family."""
     by_family: dict[int, list[tuple[Piece, int]]] = {}
     for piece, at in each.pieces:
-        if piece.nbytes:
+        if each.bundle.families[piece.family]:  # tombstones were told before
             by_family.setdefault(piece.family, []).append((piece, at))
-    flat = np.frombuffer(data, np.uint8)
     for number, pieces in by_family.items():
-        family = each.bundle.families[number]
-        yield from _family(each.bundle, family, pieces, flat, chosen, names, pool)
+        table_S, segments = chosen.segments(each.bundle.name, pieces)
+        if table_S.size:
+            flat = np.frombuffer(data, np.uint8)
+            yield _Taken(each.bundle.families[number], flat, chosen, table_S, segments)
 
 
-def _split(items: Sequence[tuple[Piece, int]], parts: int) -> list[list[tuple[Piece, int]]]:
-    return [list(items[i::parts]) for i in range(parts) if items[i::parts]]
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The chosen rows of one family in one range, as segments that stand table by table."""
+
+    family: Family
+    flat: npt.NDArray[np.uint8]
+    chosen: _Chosen
+    table_S: I32
+    segments_S6: I64
+
+    def by_table(
+        self, pool: Pool, *, apart: bool
+    ) -> Iterator[tuple[int, I64, Mapping[str, Values]]]:
+        """Tables with their rows; those `apart` with ids ascending, so that memory is written in
+        its order."""
+        from emberkeep.kernels import gather
+
+        firsts = self.segments_S6[:, 5]
+        last, before = self.segments_S6[-1], self.chosen.kept_before
+        rows = int(last[5] + before[last[0] + last[1]] - before[last[0]])
+        ids = np.empty(rows, np.int64)
+        gather.gather_ids(self.segments_S6, self.chosen.kept, self.chosen.ids, ids)
+        found = self._columns(rows, pool, apart)
+        cuts = [0, *(np.flatnonzero(np.diff(self.table_S)) + 1).tolist()]
+        starts = firsts[cuts].tolist()
+        for cut, start, stop in zip(cuts, starts, [*starts[1:], rows], strict=True):
+            some: slice | I64 = slice(start, stop)
+            if apart and (np.diff(ids[start:stop]) < 0).any():
+                some = start + np.argsort(ids[start:stop], kind="stable")
+            planes: dict[str, Values] = {}
+            for form, values in found:
+                planes[form.plane] = (
+                    values[some]
+                    if isinstance(values, Spread)
+                    else form.decode([column[some] for column in values], pool)
+                )
+            yield int(self.table_S[cut]), ids[some], planes
+
+    def _columns(
+        self, rows: int, pool: Pool, apart: bool
+    ) -> list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]]:
+        """Each plane: where its rows begin, or its columns, copied together."""
+        from emberkeep.kernels import gather
+
+        segments, kept = self.segments_S6, self.chosen.kept
+        parts = _parts(segments[:, 5], rows, pool.threads)
+        found: list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]] = []
+        tasks: list[Callable[[], None]] = []
+        before = 0
+        for form in self.family:
+            columns = []
+            for width in form.columns():
+                aligned = not (((segments[:, 2] + before * segments[:, 3]) | width) & 3).any()
+                unit = 4 if aligned else 1
+                units = self.flat[: self.flat.size // unit * unit].view(f"u{unit}")
+                if apart and aligned and not form.coded and np.dtype(form.dtype).itemsize == 4:
+                    starts = np.empty(rows, np.int64)
+                    gather.starts(segments, kept, before, width // 4, starts)
+                    found.append((form, Spread(units.view(form.dtype), starts, form.width)))
+                else:
+                    out = np.empty((rows, width), np.uint8)
+                    into = out.reshape(-1).view(units.dtype)
+                    tasks += [
+                        partial(
+                            gather.gather, a, b, segments, kept, units, unit, before,
+                            width // unit, into,
+                        )
+                        for a, b in parts
+                    ]  # fmt: skip
+                    columns.append(out)
+                before += width
+            if columns:
+                found.append((form, columns))
+        pool.run(tasks)
+        return found
 
 
-def _check(name: str, pieces: Sequence[tuple[Piece, int]], view: memoryview) -> None:
-    for piece, at in pieces:
-        check_body(name, piece, view[at : at + piece.nbytes])
-
-
-def _family(
-    bundle: Bundle, family: Family, pieces: Sequence[tuple[Piece, int]],
-    flat: npt.NDArray[np.uint8], chosen: _Chosen, names: Sequence[str], pool: Pool,
-) -> Iterator[Chunk]:  # fmt: skip
-    widths = widths_of(family)
-    tables, rows, local, bodies, sizes = [], [], [], [], []
-    for piece, at in pieces:
-        first, tables_G, counts_G = chosen.of(bundle.name, piece)
-        kept = np.flatnonzero(chosen.kept[first : first + piece.rows])
-        if kept.size:
-            tables.append(np.repeat(tables_G, counts_G)[kept])
-            rows.append(first + kept)
-            local.append(kept)
-            bodies.append(np.full(kept.size, at))
-            sizes.append(np.full(kept.size, piece.rows))
-    if not rows:
-        return
-    table, row = np.concatenate(tables), np.concatenate(rows)
-    here, body, size = np.concatenate(local), np.concatenate(bodies), np.concatenate(sizes)
-    # By table alone, and stably: numpy sorts 16-bit numbers by counting.
-    if (np.diff(table) < 0).any():
-        small = np.int16 if len(names) < 2**15 else np.int32
-        order = np.argsort(table.astype(small), kind="stable")
-        table, row, here = table[order], row[order], here[order]
-        body, size = body[order], size[order]
-    ids = chosen.ids[row]
-    starts, passed = [], 0
-    for width in widths:
-        starts.append(body + passed * size + here * width)
-        passed += width
-    cuts = np.flatnonzero(np.diff(table)) + 1
-    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), table.size], strict=True):
-        some = slice(first, last)
-        begins = [np.ascontiguousarray(start[some]) for start in starts]
-        yield decoded(family, names[int(table[first])], ids[some], flat, begins, pool)
+def _parts(firsts_S: I64, rows: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges of segments with about as many rows each."""
+    wanted = [rows * i // parts for i in range(1, parts)]
+    bounds = [0, *np.searchsorted(firsts_S, wanted).tolist(), firsts_S.size]
+    return [(a, b) for a, b in pairwise(bounds) if b > a]
 
 
 def rows_of_bundle(repository: Repository, bundle: Bundle, pool: Pool) -> Iterator[Chunk]:
@@ -324,21 +434,14 @@ def rows_of_bundle(repository: Repository, bundle: Bundle, pool: Pool) -> Iterat
     names = list(repository.schema["tables"])
     heads = {piece.head: rows for _, piece, rows in read_heads(repository, [bundle])}
     for wanted in ranges(bundle, heads=False):
-        data = read_range(repository, wanted)
+        data = memoryview(read_range(repository, wanted))
         for piece, at in wanted.pieces:
             rows = heads[piece.head]
             tables = rows.tables()
             family = bundle.families[piece.family]
-            columns_of(bundle, piece, memoryview(data)[at : at + piece.nbytes])
+            columns = columns_of(bundle, piece, data[at : at + piece.nbytes])
             for table in np.unique(tables).tolist():
                 mine = np.flatnonzero(tables == table)
                 mine = mine[np.argsort(rows.ids[mine], kind="stable")]
-                if not family:
-                    yield Chunk(names[table], rows.ids[mine], None)
-                    continue
-                starts, passed = [], at
-                for width in widths_of(family):
-                    starts.append(passed + mine * width)
-                    passed += piece.rows * width
-                flat = np.frombuffer(data, np.uint8)
-                yield decoded(family, names[table], rows.ids[mine], flat, starts, pool)
+                planes = decoded(family, [column[mine] for column in columns], pool)
+                yield Chunk(names[table], rows.ids[mine], planes if family else None)

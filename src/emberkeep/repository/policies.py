@@ -48,7 +48,7 @@ class Grid:
     ratio: float = 0.2
     concatenate: bool = True
     filters: tuple[str, ...] = FILTERS
-    most_behind: int = 4
+    most_behind: int = 8
     behind: str = "wait"
     resets: bool = True
     restore_budget: timedelta | None = None

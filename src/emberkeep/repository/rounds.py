@@ -21,12 +21,19 @@ from emberkeep.repository.writer import Writer
 class Rounds:
     """Runs a round of extraction whenever versions have been committed; several at once if it
     must. A round that fails is told and done again with the next version: nothing depends on it.
+    After each, `collect` removes what is not needed any more: the next save waits for neither.
     """
 
     def __init__(
-        self, writer: Writer, rules: Grid, tell: Callable[[str, Json], object], nice: int
+        self,
+        writer: Writer,
+        rules: Grid,
+        tell: Callable[[str, Json], object],
+        collect: Callable[[], object],
+        nice: int,
     ) -> None:
         self.rules = rules
+        self._collect = collect
         self.failure: FencedError | None = None
         self._writer = writer
         self._tell = tell
@@ -106,6 +113,7 @@ class Rounds:
             with self._changed:
                 self._waiting = self._waiting[done:]
                 self._changed.notify_all()
+            self._collect()
 
     def _round(self, waiting: list[Manifest]) -> int:
         """Takes in the versions of the first grid that waits; returns how many those were."""

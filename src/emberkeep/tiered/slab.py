@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
-from emberkeep.kernels import optimizers, rows
+from emberkeep.kernels import rows, scatter
 from emberkeep.kernels import tier as kernels
-from emberkeep.memory import lazy_zeros
+from emberkeep.memory import Values, lazy_zeros
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
 from emberkeep.tables import Optimizer, Table
@@ -155,7 +153,7 @@ class TieredSlab(Slab):
     def _after_write(self, found: I64, places: I64) -> None:
         self.stamp += 1
         self.frames.stamps[places] = self.stamp
-        optimizers.mark(found, self.touched, self.dirty)
+        scatter.mark(0, found.size, found, self.touched, self.dirty)
         self.frames.hold(places[:0], 0)
         self._bury()
         self._wake()
@@ -376,7 +374,7 @@ class TieredSlab(Slab):
         self._bury()
         return count
 
-    def install(self, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+    def install(self, table: int, ids: I64, planes: Mapping[str, Values]) -> None:
         self._check_install(table, ids, planes)
         most = max(1, min(_SLICE, self.frames.count))
         for start in range(0, ids.size, most):
