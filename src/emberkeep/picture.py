@@ -15,6 +15,8 @@ from emberkeep.repository.grid import GridPlan, bundles_of, plan, uncovered
 
 _SHADES = " .:-=+*#%@"
 _CELL = 14
+_LEFT, _TOP = 64, 30
+_MOST_LABELS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,24 +167,49 @@ def _bins(numbers: list[int], most: int) -> dict[int, int]:
 
 
 def as_html(drawn: Picture, title: str) -> str:
-    """One page: a square for each piece, as large as its bytes; hover for the numbers."""
+    """One page: a square for each piece, as large as its bytes; hover for the numbers.
+
+    Lines bound what the version reads: born no later than it, dead only after it.
+    """
     births = _bins([cell.birth for cell in drawn.cells], 10**9)
     deaths = _bins([cell.death for cell in drawn.cells if cell.death], 10**9)
     most = max((cell.nbytes for cell in drawn.cells), default=1) or 1
-    squares = []
+    wide = _LEFT + len(births) * _CELL + 20
+    high = _TOP + (2 + len(deaths)) * _CELL + 10
+
+    def down(death: int) -> float:
+        """Where a row begins; what lives on stands apart from the dead."""
+        return _TOP + (deaths[death] + 1.5) * _CELL if death else _TOP
+
+    shapes = [
+        *(
+            f'<text x="{_LEFT + (at + 0.5) * _CELL}" y="{_TOP - 8}" text-anchor="middle">{birth}'
+            "</text>"
+            for birth, at in _labelled(births)
+        ),
+        *(
+            f'<text x="{_LEFT - 8}" y="{down(death) + _CELL - 3}" text-anchor="end">† {death}'
+            "</text>"
+            for death, _ in _labelled(deaths)
+        ),
+    ]
+    right = _LEFT + sum(birth <= drawn.version for birth in births) * _CELL
+    later = [death for death in deaths if death > drawn.version]
+    top = down(min(later)) if later else down(max(deaths)) + _CELL if deaths else _TOP + _CELL
+    shapes += [
+        f'<line x1="{right}" y1="{_TOP}" x2="{right}" y2="{high - 10}"/>',
+        f'<line x1="{_LEFT}" y1="{top}" x2="{wide - 20}" y2="{top}"/>',
+    ]
     for cell in drawn.cells:
-        row = 0 if not cell.death else 1 + deaths[cell.death]
         side = max(1.5, _CELL * (cell.nbytes / most) ** 0.5)
-        x = 60 + births[cell.birth] * _CELL + (_CELL - side) / 2
-        y = 30 + row * _CELL + (_CELL - side) / 2
+        x = _LEFT + births[cell.birth] * _CELL + (_CELL - side) / 2
+        y = down(cell.death) + (_CELL - side) / 2
         life = f"{cell.birth} to {cell.death or 'now'}"
-        squares.append(
+        shapes.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}" '
             f'class="{"read" if cell.read else "other"}"><title>lives {life}: {cell.rows:,} rows, '
             f"{cell.nbytes:,} bytes</title></rect>"
         )
-    wide = 80 + len(births) * _CELL
-    high = 60 + (1 + len(deaths)) * _CELL
     facts = (
         f"version {drawn.version} reads {drawn.read_nbytes:,} bytes of {drawn.read_files} files; "
         f"the grid holds {drawn.stored_nbytes:,} bytes in {drawn.files} files, "
@@ -193,17 +220,27 @@ def as_html(drawn: Picture, title: str) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>
 body {{ font: 14px sans-serif; margin: 2em; color: #222; background: #fff; }}
-.read {{ fill: #d9480f; }} .other {{ fill: #adb5bd; }} text {{ font-size: 11px; fill: #555; }}
+svg {{ max-width: 100%; height: auto; }} line {{ stroke: #ffa94d; stroke-dasharray: 3 3; }}
+.read {{ fill: #d9480f; }} .other {{ fill: #868e96; }} text {{ font-size: 11px; fill: #555; }}
 </style></head><body>
 <h1>{escape(title)}</h1>
 <p>{escape(facts)}.</p>
 <p>Columns are births, rows are deaths, the first row lives on; area is bytes. Orange is what a
 restore of version {drawn.version} reads.</p>
-<svg width="{wide}" height="{high}" xmlns="http://www.w3.org/2000/svg">
-<text x="60" y="20">born in version {min(births, default=0)} … {max(births, default=0)}</text>
-<text x="4" y="{30 + _CELL - 3}">alive</text>
-<text x="4" y="{30 + 2 * _CELL - 3}">† {min(deaths, default=0)}</text>
-<text x="4" y="{high - 34}">† {max(deaths, default=0)}</text>
-{"".join(squares)}
+<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" xmlns="http://www.w3.org/2000/svg">
+<text x="{_LEFT - 8}" y="{_TOP - 8}" text-anchor="end">born in</text>
+<text x="{_LEFT - 8}" y="{_TOP + _CELL - 3}" text-anchor="end">alive</text>
+{"".join(shapes)}
 </svg></body></html>
 """
+
+
+def _labelled(places: dict[int, int]) -> list[tuple[int, int]]:
+    """The first, the last, and some between: as many as can be read."""
+    step = -(-len(places) // _MOST_LABELS) or 1
+    found = list(places.items())
+    chosen = found[::step]
+    if found and found[-1] not in chosen:
+        # The last one takes the place of a neighbour that it would stand on.
+        chosen = [*(chosen[:-1] if found[-1][1] - chosen[-1][1] < 2 else chosen), found[-1]]
+    return chosen

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -22,8 +25,11 @@ from emberkeep.kernels import grid as kernels
 from emberkeep.memory import Spread
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
+from emberkeep.repository import VersionId
 from emberkeep.repository.bundles import pack_head
+from emberkeep.repository.extraction import Extracted
 from emberkeep.repository.policies import Grid, GridCosts, resets
+from emberkeep.repository.rounds import Rounds
 from tests.unit.repositories import Run
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)
@@ -204,3 +210,73 @@ def test_the_grid_is_drawn(tmp_path: Path) -> None:
     plain.save()
     assert shell.invoke(app, ["show", str(tmp_path / "plain"), "--grid"]).exit_code != 0
     assert shell.invoke(app, ["show", str(tmp_path / "run"), "--html", "x.html"]).exit_code != 0
+
+
+class SlowExtractor:
+    """Takes versions in when it is let, and remembers what it was asked for."""
+
+    asked: ClassVar[list[tuple[int, bool]]] = []
+    go = threading.Semaphore(0)
+
+    def __init__(self, writer: Any, grid: Any, rules: Grid) -> None:
+        self.grid = grid
+
+    def settle(self, newest: Any, *, split: bool) -> Extracted:
+        assert self.go.acquire(timeout=60)
+        self.asked.append((newest.version.number, split))
+        return Extracted(covered=newest.version.number, generation=1, skipped=not split)
+
+
+@pytest.mark.parametrize("behind", ["skip", "wait"])
+def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.repository.rounds.Extractor", SlowExtractor)
+    monkeypatch.setattr(SlowExtractor, "asked", [])
+    told: list[str] = []
+    collected: list[int] = []
+    rules = Grid(most_behind=2, behind=behind)
+    rounds = Rounds(
+        cast(Any, None), rules, lambda name, _: told.append(name), lambda: collected.append(1),
+        nice=0,
+    )  # fmt: skip
+
+    def arrive(number: int) -> None:
+        manifest: Any = SimpleNamespace(
+            version=VersionId(number, 1), layout={"grid": str(VersionId(1, 1))}
+        )
+        rounds.arrived(manifest)
+
+    for number in range(1, 6):
+        arrive(number)
+    saving = threading.Thread(target=rounds.make_room)
+    saving.start()
+    if behind == "skip":
+        saving.join()  # nobody waits, although nothing has been taken in
+    SlowExtractor.go.release(10)
+    rounds.join()
+    saving.join()
+    newest = [number for number, _ in SlowExtractor.asked]
+    assert newest == sorted(newest)
+    assert newest[-1] == 5
+    # Whatever was passed over was split by the round after it.
+    assert SlowExtractor.asked[-1][1]
+    assert len(collected) == len(SlowExtractor.asked) == told.count("extracted")
+    if behind == "skip":
+        assert "extraction_behind" not in told
+        splits = [split for _, split in SlowExtractor.asked]
+        assert False not in [a or b for a, b in pairwise(splits)]
+    else:
+        assert all(split for _, split in SlowExtractor.asked)
+    while SlowExtractor.go.acquire(blocking=False):
+        pass
+
+
+def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
+    rounds: Any = Rounds(cast(Any, None), Grid(), lambda *_: None, lambda: None, nice=0)
+    grid = VersionId(1, 1)
+    rounds._extractor = SimpleNamespace(
+        grid=grid, catalog=SimpleNamespace(nbytes=900), living=(500, 100), read_seconds=1.0,
+        read_nbytes=100,
+    )  # fmt: skip
+    costs = rounds.costs(grid, 0.01, 10)
+    assert costs.read_base == pytest.approx(1.0)
+    assert costs.read_more == pytest.approx(0.25)

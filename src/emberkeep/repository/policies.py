@@ -38,8 +38,9 @@ class Grid:
     - `ratio` (the paper's R): a piece is split when so much of it has died. 0 splits at once and
       reads least, 1 never splits before all is dead and writes least.
     - `concatenate` puts the halves of a round into two files; without it each piece gets its own.
-    - `most_behind`: so many versions extraction may be behind a save. Beyond, the save waits
-      (`behind="wait"`), or they are taken in without splitting anything (`"skip"`).
+    - `most_behind`: so many versions extraction may be behind a save. Beyond, they are taken in
+      without splitting anything, which the next round does (`behind="skip"`), or the save waits
+      (`"wait"`).
     - A new baseline is taken when that makes saving and restoring faster together (`resets`), when
       a restore would take longer than `restore_budget`, or when the grid holds more than
       `storage_budget_nbytes`.
@@ -49,7 +50,7 @@ class Grid:
     concatenate: bool = True
     filters: tuple[str, ...] = FILTERS
     most_behind: int = 8
-    behind: str = "wait"
+    behind: str = "skip"
     resets: bool = True
     restore_budget: timedelta | None = None
     storage_budget_nbytes: int | None = None

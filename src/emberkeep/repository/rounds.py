@@ -40,6 +40,7 @@ class Rounds:
         self._worker = Worker("emberkeep-extract", nice)
         self._changed = threading.Condition()
         self._waiting: list[Manifest] = []
+        self._passed_over: Manifest | None = None
         self._busy = False
         self._extractor: Extractor | None = None
         self._restore: tuple[float, int] | None = None
@@ -85,6 +86,8 @@ class Rounds:
         if not nbytes:
             return None
         read, needed = extractor.living
+        # What has died and was passed over for now will be moved: it does not stay that much.
+        read = min(read, int(needed / max(1e-9, 1 - self.rules.ratio)))
         per_byte = seconds / nbytes
         return GridCosts(
             write_base=needed * write_seconds_per_byte,
@@ -101,7 +104,7 @@ class Rounds:
         while True:
             with self._changed:
                 waiting = list(self._waiting)
-                if not waiting:
+                if not waiting and self._passed_over is None:
                     self._busy = False
                     self._changed.notify_all()
                     return
@@ -116,15 +119,22 @@ class Rounds:
             self._collect()
 
     def _round(self, waiting: list[Manifest]) -> int:
-        """Takes in the versions of the first grid that waits; returns how many those were."""
-        grid = grid_of(waiting[0])
+        """Takes in the versions of the first grid that waits, or, if none does, splits what was
+        passed over when they were too many; returns how many there were."""
+        newest = waiting[0] if waiting else self._passed_over
+        assert newest is not None
+        grid = grid_of(newest)
         assert grid is not None
         mine = [manifest for manifest in waiting if grid_of(manifest) == grid]
+        newest = mine[-1] if mine else newest
         if self._extractor is None or self._extractor.grid != grid:
             self._extractor = Extractor(self._writer, grid, self.rules)
-        split = self.rules.behind == "wait" or len(mine) <= self.rules.most_behind
+        # Never twice in a row: the dead that are passed over would pile up.
+        many = len(mine) > self.rules.most_behind and self._passed_over is None
+        split = self.rules.behind == "wait" or not many
         start = time.perf_counter()
-        extracted = self._extractor.settle(mine[-1], split=split)
+        extracted = self._extractor.settle(newest, split=split)
+        self._passed_over = None if split else newest
         self._tell("extracted", _details(extracted, time.perf_counter() - start))
         return len(mine)
 
@@ -132,7 +142,7 @@ class Rounds:
         with self._changed:
             self._busy = False
             # The next version brings them back: it names the one before it.
-            self._waiting = []
+            self._waiting, self._passed_over = [], None
             self._changed.notify_all()
         if isinstance(error, FencedError):
             self.failure = error
