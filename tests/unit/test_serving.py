@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -594,6 +595,10 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
     for _ in range(3):
         cluster.pull(ids)
         cluster.push(ids, [np.ones((30, 2), np.float32)], lr=1.0)
+    cluster.tell(version=7, version_at=time.time() - 60, pls=0.25)
+    until = time.monotonic() + 30
+    while "emberkeep_pls" not in servers.served[1].exposition() and time.monotonic() < until:
+        time.sleep(0.02)  # it comes with the next renewal of the lease
     exporter = MetricsServer(servers.served[1].exposition, 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
         told = answer.read().decode()
@@ -606,6 +611,9 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
         'emberkeep_dirty_rows{shard="1"} 10',
         'emberkeep_state_serving{shard="1"} 1.0',
         'emberkeep_queue_depth{shard="1"} 0',
+        'emberkeep_version{shard="1"} 7',
+        'emberkeep_version_age_seconds{shard="1"} 6',
+        'emberkeep_pls{shard="1"} 0.25',
     ):
         assert line in told
     cluster.close()

@@ -194,6 +194,10 @@ class Cluster:
         """How well rows are protected; None without parity."""
         return None
 
+    def tell(self, **run: float) -> None:
+        """What is known of the run, for whoever looks at its servers from outside: `version`,
+        `version_at` (seconds since 1970) and `pls`."""
+
     def part(self, shard: int) -> Part:
         """One shard alone, as something that a version can be loaded into."""
         return Part(self, shard)

@@ -246,7 +246,7 @@ class FlightCluster(Cluster):
         self.hosts.close()
 
     def tell(self, **run: float) -> None:
-        """What servers' metrics shall say of the run: `version`, `version_at`, `pls`."""
+        """Goes to the servers with the next renewal of their leases."""
         if self._heart is not None:
             self._heart.run.update(run)
 

@@ -633,6 +633,12 @@ class Keeper:
         self._tell(event, details)
 
     def _tell(self, event: str, details: Json) -> None:
+        if event in ("saved", "resumed", "recovered"):
+            run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
+            if event == "saved":
+                run |= {"version": details["version"], "version_at": time.time()}
+            for home in self._parts.subject.homes():
+                home.cluster.tell(**run)
         if self._on_event is not None:
             self._on_event(event, details)
 

@@ -119,12 +119,12 @@ class Recoverer:
         lost: set[int] = set()
         try:
             while True:
+                decided = self._plan()
                 self._failures += sum(
                     status.state == "lost"
                     for home in self._homes
                     for status in home.cluster.status()
                 )
-                decided = self._plan()
                 lost.update(decided.shards)
                 try:
                     made = self._carry_out(decided, tuple(sorted(lost)), start)
@@ -173,6 +173,13 @@ class Recoverer:
         )
 
     def _plan(self) -> Plan:
+        while True:
+            try:
+                return self._plan_once()
+            except ShardLostError:
+                continue  # one that was asked is gone too, which is known from here on
+
+    def _plan_once(self) -> Plan:
         whole = self._checkpointer.whole
         return plan(
             self._recovery,
