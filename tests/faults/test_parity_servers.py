@@ -16,6 +16,8 @@ from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
+from emberkeep.serving.served import ServedShard
+from emberkeep.serving.server import ShardServer
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, state
 from tests.contracts.parity import PLAIN, SIZES, ParityContract, check_counts, ones
@@ -178,3 +180,19 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
         bags.cluster.rebuild()
         bags.cluster.hosts.kill(3)
         assert state(bags.cluster) == state(plain.cluster)
+
+
+def test_a_server_tells_of_its_parity() -> None:
+    """In this process: what Prometheus and `emberkeep cluster status` see of a server."""
+    served = [ServedShard(threads=1) for _ in range(3)]
+    started = [ShardServer(its) for its in served]
+    spec = ek.connect([server.address for server in started], parity=Parity(k=2, r=1))
+    cluster = spec.open(PLAIN, Adagrad(lr=0.1), seed=1)
+    ones(cluster, Random(0), Counter())
+    text = served[0].exposition()
+    assert 'emberkeep_parity_messages_total{shard="0"} 2' in text
+    assert 'emberkeep_parity_lag_messages{shard="0"} 0' in text
+    assert cluster.handles[0].told()["parity"]["unprotected_stripes"] == 0
+    cluster.close()
+    for server in started:
+        server.shutdown()

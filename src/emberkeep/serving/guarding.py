@@ -47,6 +47,7 @@ from emberkeep.errors import (
     StreamError,
 )
 from emberkeep.pool import be_nice
+from emberkeep.prometheus import Sample
 from emberkeep.serving.senders import Sender
 from emberkeep.shard import Shard
 from emberkeep.slab import I64
@@ -444,6 +445,11 @@ class Guarding:
         self._wake.set()
         return {}, _NONE
 
+    def samples(self) -> list[Sample]:
+        """The same as `status` for Prometheus."""
+        told = self.status()
+        return [(name, kind, text, told[key]) for key, name, kind, text in _SAMPLES]
+
     def status(self) -> Json:
         """What `ParityStatus` is made of."""
         coordinator, senders = self._coordinator, [*self._senders.values(), *self._ended]
@@ -458,6 +464,17 @@ class Guarding:
             "sent_nbytes": sum(sender.sent_nbytes for sender in senders),
             "updates": self._host.updates,
         }
+
+
+_SAMPLES = (
+    ("lag", "parity_lag_messages", "gauge", "messages that its hosts have yet to hold"),
+    ("unprotected_stripes", "parity_unprotected_stripes", "gauge", "parity rows yet to be filled"),
+    ("missing_rows", "parity_missing_rows", "gauge", "rows yet to come back"),
+    ("rebuilt_rows", "parity_rebuilt_rows_total", "counter", "rows that came back"),
+    ("degraded_reads", "parity_degraded_reads_total", "counter", "calls that waited for rows"),
+    ("messages", "parity_messages_total", "counter", "messages to parity hosts"),
+    ("sent_nbytes", "parity_sent_bytes_total", "counter", "bytes of them"),
+)
 
 
 def _numbers() -> Iterator[int]:

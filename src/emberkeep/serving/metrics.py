@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,9 @@ class Metrics:
             **self._run,
         }
 
-    def exposition(self, *, shard: int | None, state: str, dirty_rows: int) -> str:
+    def exposition(
+        self, *, shard: int | None, state: str, dirty_rows: int, more: Sequence[Sample] = ()
+    ) -> str:
         labels = "" if shard is None else f'{{shard="{shard}"}}'
         samples: list[Sample] = [
             ("rows_pulled_total", "counter", "rows read by workers", self.rows_pulled),
@@ -79,6 +81,7 @@ class Metrics:
                 (f"state_{name}", "gauge", f"1 while the shard is {name}", float(state == name))
                 for name in _STATES
             ),
+            *more,
         ]
         if "version" in self._run:
             age = time.time() - self._run.get("version_at", time.time())

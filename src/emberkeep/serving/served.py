@@ -505,8 +505,9 @@ class ServedShard:
         if epoch is None:
             return self.metrics.exposition(shard=None, state="empty", dirty_rows=0)
         return self.metrics.exposition(
-            shard=epoch.shard.index, state=epoch.shard.state, dirty_rows=self._dirty_rows(epoch)
-        )
+            shard=epoch.shard.index, state=epoch.shard.state, dirty_rows=self._dirty_rows(epoch),
+            more=() if epoch.guarding is None else epoch.guarding.samples(),
+        )  # fmt: skip
 
 
 def _priority(header: Json) -> Priority | None:
