@@ -279,17 +279,18 @@ class Protection:
     def _work(self) -> None:
         be_nice(_NICE)
         while True:
-            start, used = time.perf_counter(), time.thread_time()
+            start = time.perf_counter()
             more = self.rebuild_chunk()
-            taken, used = time.perf_counter() - start, time.thread_time() - used
+            taken = time.perf_counter() - start
             with self._wake:
                 # A loss may have come after the last look.
                 if self._ended or not (more or self._asked):
                     self._sweeper = None
                     return
                 self._asked = False
-                # Of the processor's time: to wait for a turn behind training is pause enough.
-                self._wake.wait(max(0.0, used / self.spec.rebuild_share - taken))
+                # Also of the time in which it waited for a turn: where training leaves little of the
+                # processor, a rebuild that takes less for longer costs training less in all.
+                self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
 
     def close(self) -> None:
         """Ends the threads."""
