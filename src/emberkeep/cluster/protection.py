@@ -288,7 +288,7 @@ class Protection:
                     self._sweeper = None
                     return
                 self._asked = False
-                # Also of the time in which it waited for a turn: where training leaves little of the
+                # Waiting for a turn counts, too: where training leaves little of the
                 # processor, a rebuild that takes less for longer costs training less in all.
                 self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
 
