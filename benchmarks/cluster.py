@@ -93,17 +93,19 @@ def ray_pull(actors: list[Any], request: list[RowIds]) -> Callable[[], Any]:
     return pull
 
 
-def client(address: str, seconds: float, counts: Any) -> None:
-    """One of several processes that pull from one server as fast as they can."""
+def client(address: str, orders: Any, counts: Any) -> None:
+    """One of several processes that pull from one server as fast as they can, when told to."""
     cluster = Connect(addresses=(address,), coordinate=False).open([TABLE], OPTIMIZER, seed=0)
     ids = np.random.default_rng(os.getpid()).choice(ROWS, 10_000, replace=False)
     request = [RowIds(ids.astype(np.int64), np.array([0, ids.size]))]
     cluster.pull(request)
-    pulled, until = 0, time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        cluster.pull(request)
-        pulled += ids.size
-    counts.put(pulled / seconds)
+    counts.put(0.0)
+    while (seconds := orders.get()) > 0:
+        pulled, until = 0, time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            cluster.pull(request)
+            pulled += ids.size
+        counts.put(pulled / seconds)
 
 
 class On:
@@ -120,18 +122,23 @@ def scaling(hosts: ProcessHosts, seconds: float) -> dict[int, float]:
     """Rows per second of one server with 1-4 client processes."""
     cluster = On(hosts, 1).open([TABLE], OPTIMIZER, seed=0)
     context = multiprocessing.get_context("spawn")
+    counts = context.Queue()
+    orders = [context.Queue() for _ in range(SHARDS)]
+    address = cluster.hosts.address(0)
+    processes = [context.Process(target=client, args=(address, own, counts)) for own in orders]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        counts.get()  # all are connected
     found = {}
-    for clients in (1, 2, 4):
-        counts = context.Queue()
-        processes = [
-            context.Process(target=client, args=(cluster.hosts.address(0), seconds, counts))
-            for _ in range(clients)
-        ]
-        for process in processes:
-            process.start()
-        found[clients] = sum(counts.get() for _ in processes)
-        for process in processes:
-            process.join()
+    for clients in range(1, len(processes) + 1):
+        for own in orders[:clients]:
+            own.put(seconds)
+        found[clients] = sum(counts.get() for _ in range(clients))
+    for own in orders:
+        own.put(0.0)
+    for process in processes:
+        process.join()
     cluster.close()
     return found
 
@@ -193,7 +200,8 @@ def seconds_to_serve(hosts: ProcessHosts, kills: int) -> float:
         while cluster.handles[kill % SHARDS].epoch <= first + kill // SHARDS:
             cluster.pull(request)
         taken.append(time.perf_counter() - start)
-        time.sleep(3)  # the next spare gets ready
+        if kill + 1 < kills:
+            time.sleep(3)  # the next spare gets ready
     cluster.close()
     return statistics.median(taken)
 
