@@ -211,7 +211,10 @@ def main() -> None:
 
     given = options(__file__, __doc__ or "")
     rounds = 3 if given.quick else 12
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        logging_level="error",
+    )  # fmt: skip
     actors = [ray.remote(Actor).options(num_cpus=0.1).remote(i) for i in range(SHARDS)]
     in_process = ek.local(shards=SHARDS).open([TABLE], OPTIMIZER, seed=0)
     hosts = ProcessHosts(SHARDS, spares=1, threads=1)
