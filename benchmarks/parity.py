@@ -420,8 +420,8 @@ def plot_recovery(found: dict[str, Rebuild], interval: float, restored: float) -
     figure, axes = plt.subplots(figsize=(7, 4))
     lost = np.geomspace(1, interval, 60)
     axes.plot(lost, restored + lost, "k--", label="checkpoint: restore and repeat")
-    for name, rebuild in found.items():
-        axes.axhline(rebuild.delay_seconds, color=None, label=f"parity, {name}", linewidth=1)
+    for i, (name, rebuild) in enumerate(found.items()):
+        axes.axhline(rebuild.delay_seconds, color=f"C{i}", label=f"parity, {name}", linewidth=1)
     axes.axvline(interval / 2, color="0.7")
     axes.annotate(
         "half the best interval\nat an MTBF of 28 h", (interval / 2, restored), fontsize=8,
