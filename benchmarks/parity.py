@@ -424,7 +424,7 @@ def plot_recovery(found: dict[str, Rebuild], interval: float, restored: float) -
         axes.axhline(rebuild.delay_seconds, color=f"C{i}", label=f"parity, {name}", linewidth=1)
     axes.axvline(interval / 2, color="0.7")
     axes.annotate(
-        "half the best interval\nat an MTBF of 28 h", (interval / 2, restored), fontsize=8,
+        "half the best interval\nat an MTBF of 28 h", (interval / 2, 10 * restored), fontsize=8,
         ha="right",
     )  # fmt: skip
     axes.set_xscale("log")
