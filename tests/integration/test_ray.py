@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import ray
+from typer.testing import CliRunner
 
+from emberkeep.cli import app
 from emberkeep.cluster.ray import NAMESPACE, clusters, find, ray_cluster
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ShardLostError
@@ -67,3 +70,20 @@ def test_clusters_that_cannot_be_are_refused() -> None:
         ray_cluster()
     with pytest.raises(ConfigError, match="no cluster 'nowhere'"):
         ray_cluster(name="nowhere").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
+
+
+def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
+    run = CliRunner()
+    at = ["--name", "shown", "--address", "here"]  # Ray is connected already
+    made = run.invoke(app, ["cluster", "up", "--shards", "2", *at, "--json"])
+    assert made.exit_code == 0, made.output
+    assert len(json.loads(made.stdout)["addresses"]) == 2
+    again = run.invoke(app, ["cluster", "up", "--shards", "2", *at])
+    assert again.exit_code == ConfigError.exit_code
+    assert "is up already" in again.output
+    shown = run.invoke(app, ["cluster", "status", *at])
+    assert shown.stdout.count("empty") == 2
+    assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
+    twice = run.invoke(app, ["cluster", "down", *at])
+    assert twice.exit_code == ConfigError.exit_code
+    assert "no cluster 'shown'" in twice.output
