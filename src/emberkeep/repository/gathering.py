@@ -44,6 +44,8 @@ Bools = npt.NDArray[np.bool_]
 # What lies between two wanted ranges is read with them if it is shorter than this.
 _GAP_NBYTES = 128 * 1024
 _READ_NBYTES = 16 * 2**20
+# Ranges are looked at together up to this: each costs every table in it an installation.
+_BATCH_NBYTES = 32 * 2**20
 _READERS = 4
 _BODY_READERS = 2
 
@@ -175,14 +177,14 @@ def _rows(
     names = list(repository.schema["tables"])
     wanted = None if tables is None else {names.index(table) for table in tables}
     every = [each for bundle in bundles for each in ranges(bundle, heads=False)]
-    batches = [each for each in every if any(p.nbytes for p, _ in each.pieces)]
+    batches = _batches([each for each in every if any(p.nbytes for p, _ in each.pieces)])
     # The first bodies are on their way while heads are looked at.
     with Ahead(_read_ahead(repository, batches), depth=1) as reads:
         chosen = _Chosen(repository, read_heads(repository, bundles), wanted, pool)
         for table, ids in chosen.tombstones():
             yield Apart(names[table], ids, None)
-        for each, data in reads:
-            for taken in _taken(each, data, chosen):
+        for batch in reads:
+            for taken in _taken(batch, chosen):
                 for table, ids, planes in taken.by_table(pool, apart=apart):
                     yield Apart(names[table], ids, planes)
 
@@ -270,11 +272,11 @@ class _Chosen:
         some = slice(group, group + self.groups[name, piece.head])
         return self.firsts[name, piece.head], self.tables_G[some], self.counts_G[some]
 
-    def segments(self, name: str, pieces: Sequence[tuple[Piece, int]]) -> tuple[I32, I64]:
+    def segments(self, pieces: Sequence[tuple[str, Piece, int]]) -> tuple[I32, I64]:
         """The groups of pieces that have kept rows, table by table, as `kernels.gather` takes
         them: the table of each, and where its rows stand and go."""
         tables, found = [np.empty(0, np.int32)], [np.empty((0, 6), np.int64)]
-        for piece, body in pieces:
+        for name, piece, body in pieces:
             first, tables_G, counts_G = self.of(name, piece)
             local = np.cumsum(counts_G) - counts_G
             rows = first + local
@@ -306,48 +308,77 @@ class _Chosen:
                 yield table, ids
 
 
-def _read_ahead(repository: Repository, batches: Sequence[Range]) -> Iterator[tuple[Range, bytes]]:
-    """Ranges with their bytes, in order, some of them read at once."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Bytes of several ranges one after the other, each with the place where it begins."""
+
+    ranges: Sequence[tuple[Range, int]]
+    flat: npt.NDArray[np.uint8]
+
+
+def _batches(every: Sequence[Range]) -> list[list[Range]]:
+    """Ranges that are looked at together, in their order."""
+    found: list[list[Range]] = []
+    nbytes = 0
+    for each in every:
+        if not found or nbytes + each.length > _BATCH_NBYTES:
+            found.append([])
+            nbytes = 0
+        found[-1].append(each)
+        nbytes += each.length
+    return found
+
+
+def _read_ahead(repository: Repository, batches: Sequence[Sequence[Range]]) -> Iterator[_Batch]:
+    """The batches in order, some of them read at once."""
     with ThreadPoolExecutor(_BODY_READERS) as readers:
-        reading: deque[tuple[Range, Future[bytes]]] = deque()
+        reading: deque[Future[_Batch]] = deque()
         try:
-            for each in batches:
-                reading.append((each, readers.submit(_checked, repository, each)))
+            for batch in batches:
+                reading.append(readers.submit(_checked, repository, batch))
                 if len(reading) > _BODY_READERS:
-                    first, data = reading.popleft()
-                    yield first, data.result()
-            for first, data in reading:
-                yield first, data.result()
+                    yield reading.popleft().result()
+            while reading:
+                yield reading.popleft().result()
         finally:
-            for _, data in reading:
+            for data in reading:
                 data.cancel()
 
 
-def _checked(repository: Repository, each: Range) -> bytes:
-    """The bytes of a range; the pieces in it match their digests."""
-    data = read_range(repository, each)
-    view = memoryview(data)
-    for piece, at in each.pieces:
-        check_body(each.bundle.name, piece, view[at : at + piece.nbytes])
-    return data
+def _checked(repository: Repository, batch: Sequence[Range]) -> _Batch:
+    """The bytes of ranges; the pieces in them match their digests."""
+    found, starts, end = [], [], 0
+    for each in batch:
+        data = read_range(repository, each)
+        view = memoryview(data)
+        for piece, at in each.pieces:
+            check_body(each.bundle.name, piece, view[at : at + piece.nbytes])
+        starts.append(end)
+        # Ranges begin at multiples of four, so that rows in them can be read where they are.
+        padding = -len(data) % 4
+        found += [np.frombuffer(data, np.uint8), np.zeros(padding, np.uint8)]
+        end += len(data) + padding
+    flat = found[0] if len(batch) == 1 else np.concatenate(found)
+    return _Batch(list(zip(batch, starts, strict=True)), flat)
 
 
-def _taken(each: Range, data: bytes, chosen: _Chosen) -> Iterator[_Taken]:
-    """The chosen rows of the pieces in one range, family by family."""
-    by_family: dict[int, list[tuple[Piece, int]]] = {}
-    for piece, at in each.pieces:
-        if each.bundle.families[piece.family]:  # tombstones were told before
-            by_family.setdefault(piece.family, []).append((piece, at))
-    for number, pieces in by_family.items():
-        table_S, segments = chosen.segments(each.bundle.name, pieces)
+def _taken(batch: _Batch, chosen: _Chosen) -> Iterator[_Taken]:
+    """The chosen rows of the pieces in a batch, family by family."""
+    by_family: dict[Family, list[tuple[str, Piece, int]]] = {}
+    for each, start in batch.ranges:
+        for piece, at in each.pieces:
+            family = each.bundle.families[piece.family]
+            if family:  # tombstones were told before
+                by_family.setdefault(family, []).append((each.bundle.name, piece, start + at))
+    for family, pieces in by_family.items():
+        table_S, segments = chosen.segments(pieces)
         if table_S.size:
-            flat = np.frombuffer(data, np.uint8)
-            yield _Taken(each.bundle.families[number], flat, chosen, table_S, segments)
+            yield _Taken(family, batch.flat, chosen, table_S, segments)
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The chosen rows of one family in one range, as segments that stand table by table."""
+    """The chosen rows of one family in a batch, as segments that stand table by table."""
 
     family: Family
     flat: npt.NDArray[np.uint8]
