@@ -13,6 +13,7 @@ from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
+from emberkeep.repository.policies import Grid
 from emberkeep.tables import Adam, Normal, Table
 from tests.contracts.engine import grads_of, wanted_of
 
@@ -43,7 +44,9 @@ class Run:
             TABLES, Adam(lr=0.05, step="row"), seed=3
         )
         self.repository = Repository.create(self.store, schema=self.cluster.schema())
-        strategy = Strategy(layout=self.layout, bits=self.bits)
+        # When a grid starts anew by its rule depends on measured times.
+        grid = Grid(resets=False) if self.layout == "grid" else None
+        strategy = Strategy(layout=self.layout, bits=self.bits, grid=grid)
         self.keeper = Checkpointer(self.repository, self.cluster, strategy=strategy, settings=KEEP)
 
     def train(self) -> None:
