@@ -289,6 +289,8 @@ class FlightCluster(Cluster):
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
             self.handles[index].serve()
+        if not self.lost():
+            self._settle_writes()
 
     def _named(self, shards: Sequence[int]) -> list[int]:
         for shard in shards:
@@ -446,7 +448,10 @@ class FlightCluster(Cluster):
                 shard.receive()
 
     def _settle_writes(self) -> None:
-        if self._protection is not None:
+        """Parity holds what was written. Rows of shards that are recovered are settled when they
+        serve."""
+        recovered = any(shard.state == "recovering" for shard in self.handles)
+        if self._protection is not None and not recovered:
             self._flush()
 
     @surviving
