@@ -157,7 +157,7 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(65536):
                 # Short frames are the transport's own; an answer to a push is longer than those.
-                if answers and len(data) > 60 and self.cut_next_answer.is_set():
+                if answers and len(data) > 40 and self.cut_next_answer.is_set():
                     self.cut_next_answer.clear()
                     self.cuts += 1
                     break
