@@ -355,11 +355,7 @@ class FlightCluster(Cluster):
             return
         with self._push_lock:
             if self._protection is not None:
-                if self._protection.spec != parity:
-                    raise ConfigError(
-                        f"the cluster has parity already, {self._protection.spec}, and is asked "
-                        f"for {parity}: give it once"
-                    )
+                self._protection.spec.check_same(parity)
                 return
             self._serving()
             n = len(self.handles)

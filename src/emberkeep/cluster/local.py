@@ -234,11 +234,7 @@ class LocalCluster(Cluster):
         """Begins to keep parity: what was trained before is protected before long."""
         with self._push_lock:
             if self._protection is not None:
-                if self._protection.spec != parity:
-                    raise ConfigError(
-                        f"the cluster has parity already, {self._protection.spec}, and is asked "
-                        f"for {parity}: give it once"
-                    )
+                self._protection.spec.check_same(parity)
                 return
             self._serving()
             self._protection = Protection(parity, self.shards, self.pool)

@@ -87,6 +87,13 @@ class Parity:
         if not 0 < self.rebuild_share <= 1:
             raise ConfigError(f"rebuild_share lies in (0, 1], not {self.rebuild_share}")
 
+    def check_same(self, asked: Parity) -> None:
+        """A cluster that has this parity takes no other."""
+        if asked != self:
+            raise ConfigError(
+                f"the cluster has parity already, {self}, and is asked for {asked}: give it once"
+            )
+
     def check_shards(self, shards: int) -> None:
         """Refuses a cluster that is too small for the code."""
         if shards < self.k + self.r:
