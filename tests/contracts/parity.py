@@ -175,6 +175,7 @@ class ParityContract:
         for name, (ids, planes) in rows.items():
             cluster.install(name, ids, planes)
         cluster.load_table_state(told)
+        cluster.rebuild()
         self.kill(cluster, 0, 1)
         for name, (ids, planes) in rows.items():
             found, again = cluster.read_all(name)
