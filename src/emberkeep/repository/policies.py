@@ -22,13 +22,17 @@ def starts_anew(layout: Layout, sizes: Sequence[float]) -> bool:
 
     `sizes` are the increments since the baseline, oldest first, each as a fraction of the
     baseline. An intermittent layout starts anew when what a fresh start costs by the same point
-    next time, 1 + ΣS, is no more than going on with increments as large as the last, (i + 1)·S_i.
+    next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the last increment
+    for S. Increments grow, so the next is expected to be larger by as much as the last one was:
+    by the time that one as large was seen, it has been written, stored and read.
     """
     if layout == "full":
         return True
     if layout != "intermittent" or not sizes:
         return False
-    return 1.0 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+    growth = sizes[-1] - sizes[-2] if len(sizes) > 1 else 0.0
+    expected = sizes[-1] + max(growth, 0.0)
+    return 1.0 + sum(sizes) <= (len(sizes) + 1) * expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

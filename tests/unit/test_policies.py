@@ -1,0 +1,46 @@
+"""When an intermittent layout starts anew, against the best that could have been known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from emberkeep.repository.policies import starts_anew
+
+
+def cycle(size: Callable[[int], float], most: int = 400) -> list[float]:
+    """The increments between two baselines; `size` of the i-th one."""
+    sizes: list[float] = []
+    while len(sizes) < most and not starts_anew("intermittent", sizes):
+        sizes.append(size(len(sizes) + 1))
+    return sizes
+
+
+def written(sizes: list[float]) -> float:
+    """Per version, as a fraction of a baseline."""
+    return (1 + sum(sizes)) / (len(sizes) + 1)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.25, 0.4, 0.7])
+def test_it_writes_nearly_as_little_as_the_best_cycle_in_hindsight(share: float) -> None:
+    def size(interval: int) -> float:  # each interval changes rows at random
+        return float(1 - (1 - share) ** interval)
+
+    best = min(written([size(i) for i in range(1, n)]) for n in range(1, 400))
+    assert written(cycle(size)) <= 1.04 * best
+
+
+def test_rows_that_stay_the_same_need_no_new_baseline() -> None:
+    assert len(cycle(lambda interval: 0.4)) == 400
+
+
+def test_growth_is_expected_to_go_on() -> None:
+    assert not starts_anew("intermittent", [0.25])
+    assert starts_anew("intermittent", [0.25, 0.42])  # 0.59 is next: more than a fresh start costs
+    assert not starts_anew("intermittent", [0.42, 0.25])  # rows were deleted
+
+
+def test_other_layouts() -> None:
+    assert starts_anew("full", [])
+    assert not any(starts_anew(layout, [1.0, 2.0]) for layout in ("one_shot", "consecutive"))
