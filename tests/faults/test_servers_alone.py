@@ -123,7 +123,7 @@ def test_a_second_run_does_not_take_the_servers_of_the_first(farm: Farm) -> None
     with pytest.raises(ServerError, match="another run, whose coordinator is alive"):
         opened(hosts, QUICK)
     first.pull(IDS)
-    first._heart.stop()  # type: ignore[union-attr]
+    first._leases.stop()  # type: ignore[union-attr]
     second = opened(hosts, QUICK)  # once the lease has passed
     with pytest.raises(ShardLostError):
         first.pull(IDS)
