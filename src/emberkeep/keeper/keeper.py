@@ -171,7 +171,7 @@ class Keeper:
             recovery,
             total_steps=total_steps,
             steps=lambda: self.steps,
-            go_back=self._go_back,
+            go_back=self._go_back if self._ranks.world == 1 else None,
             tell=self._tell,
         )
 
@@ -328,6 +328,8 @@ class Keeper:
 
     def _first_version(self) -> None:
         """A version of the very beginning: whatever fails before the next, there is one."""
+        start = time.perf_counter()
+        extras = self._extras()  # of every rank, whoever writes
         if self._checkpointer is None:
             return
         clusters = [home.cluster for home in self._parts.subject.homes()]
@@ -338,7 +340,7 @@ class Keeper:
         )
         while True:
             try:
-                self._save()
+                self._cut(extras, start, whole=True)
                 self._checkpointer.wait()
                 return
             except ShardLostError:
@@ -511,6 +513,10 @@ class Keeper:
         whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
         start = time.perf_counter()
         extras = self._extras() if whole else Extras(user=self._about, counters=self._counters())
+        return self._cut(extras, start, whole=whole)
+
+    def _cut(self, extras: Extras, start: float, *, whole: bool) -> Saving | None:
+        """Rows as they are now, beside what was gathered since `start`; on the rank that writes."""
         self._saved_at = time.monotonic()
         if self._checkpointer is None:
             return None

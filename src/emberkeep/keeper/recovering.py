@@ -66,8 +66,9 @@ class Recoveries:
 class Recoverer:
     """Brings lost shards of one model back.
 
-    `go_back` loads the newest whole version: rows, dense state, reader and step. `steps` tells how
-    many steps have ended.
+    `go_back` loads the newest whole version: rows, dense state, reader and step; None for one rank
+    of several, which cannot go back alone: what only a full recovery helps is raised. `steps` tells
+    how many steps have ended.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Recoverer:
         *,
         total_steps: int | None,
         steps: Callable[[], int],
-        go_back: Callable[[], Manifest | None],
+        go_back: Callable[[], Manifest | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._homes = homes
@@ -126,6 +127,8 @@ class Recoverer:
                     for status in home.cluster.status()
                 )
                 lost.update(decided.shards)
+                if decided.scope == "full" and self._go_back is None:
+                    raise ShardLostError(sorted(lost))
                 try:
                     made = self._carry_out(decided, tuple(sorted(lost)), start)
                 except ShardLostError:
@@ -149,6 +152,7 @@ class Recoverer:
                 manifest = recover_partially(self._checkpointer, home, shards)
             self.losses = decided.losses
         else:
+            assert self._go_back is not None
             self._going_back = True
             for home in self._homes:
                 home.cluster.renew(*range(home.cluster.shard_count))
