@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
-from emberkeep.kernels import initial, optimizers, rows, scatter
+from emberkeep.kernels import initial, optimizers, recording, rows, scatter
 from emberkeep.memory import Spread, Values, lazy_zeros
 from emberkeep.pool import ForkLock, Job, Pool, spans
 from emberkeep.priority import Priority, Ranking, Span, ranking
@@ -70,10 +70,28 @@ class Push:
     unknown_T: list[int]
 
 
-class WriteWatcher(Protocol):
-    """Who wants to see rows before they change."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """How an update shall be recorded: what the recording kernel takes before its own arguments.
 
-    def before_write(self, written: I64) -> None: ...
+    `fresh` rows are trained for the first time; the others are marked as changed.
+    """
+
+    args: tuple[Any, ...]
+    fresh: int
+
+
+class WriteWatcher(Protocol):
+    """Who wants to know by what rows change."""
+
+    def before_write(self, written: I64) -> None:
+        """Rows are about to change, in whatever way."""
+        ...
+
+    def before_update(self, written: I64) -> Recording | None:
+        """An optimizer is about to change rows: how its kernel records it, or None if it is to
+        update them as without a watcher."""
+        ...
 
 
 def outside(table: Table, identity: int) -> IdError:
@@ -359,17 +377,25 @@ class Slab:
     def push(self, push: Push, lr: float) -> None:
         """Applies a checked push: each row once, with its aggregated gradient."""
         wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
-        self._admit_all(wanted, found, push.unknown_T)
+        record = self._admit_all(wanted, found, push.unknown_T, updating=True)
         self.steps_T += 1
         places = self._places(found)
-        self._prepare(wanted, places)
+        if record is None or record.fresh:
+            self._prepare(wanted, places)
         ranked = self.ranking
         if ranked is not None:
             ranked.updating(found, 0, found.size)
-        self._over(places.size, *self._update(wanted, places, grads_UD, lr))
-        if self.optimizer.max_norm is not None:
-            args = (places, self.optimizer.max_norm, self.planes["weight"])
-            self._over(places.size, optimizers.write_clip_rows, *args)
+        write, *args = self._update(wanted, places, grads_UD, lr)
+        max_norm = self.optimizer.max_norm
+        if record is not None:
+            self._over(
+                places.size, recording.RECORDING[write], *record.args, max_norm or 0.0, *args
+            )
+        else:
+            self._over(places.size, write, *args)
+            if max_norm is not None:
+                clip = (places, max_norm, self.planes["weight"])
+                self._over(places.size, optimizers.write_clip_rows, *clip)
         self._after_write(found, places)
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
@@ -544,16 +570,26 @@ class Slab:
         if self.recorder is not None:
             self.recorder.before_write(written)
 
-    def _admit_all(self, wanted: RowIds, found: I64, unknown_T: Sequence[int]) -> None:
-        """Lets the snapshot have the rows as they are, then gives new ids their slots."""
+    def _admit_all(
+        self, wanted: RowIds, found: I64, unknown_T: Sequence[int], *, updating: bool = False
+    ) -> Recording | None:
+        """Lets the snapshot have the rows as they are, then gives new ids their slots.
+
+        If an optimizer is `updating` rows and its kernel shall record it, how.
+        """
         if not self.slots:
-            self._before_write(found)
-            return
+            if self.recorder is None or not updating or not found.size:
+                self._before_write(found)
+                return None
+            if self.snapshot is not None:
+                self.snapshot.before_write(found)
+            return self.recorder.before_update(found)
         new = np.flatnonzero(found < 0)
         self._before_write(found if not new.size else found[found >= 0])
         for t, slots in self.slots.items():
             self._admit(t, slots, wanted, found, unknown_T[t])
         self._before_write(found[new])
+        return None
 
     def _admit(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""

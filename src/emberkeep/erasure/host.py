@@ -33,8 +33,9 @@ from emberkeep.kernels import galois
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Job, Pool, spans
 
-# Ranges of fewer rows than this are not worth a thread.
-_LEAST_ROWS = 256
+# Ranges of fewer rows than this are not worth a thread: one adds a row in 25 ns, and to have
+# another help takes some tens of microseconds.
+_LEAST_ROWS = 4096
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Host:
         self.stripes = [placement.stripes(shape.rows) for shape in self.shapes]
         self.lock = threading.Lock()
         self.updates = 0
+        self._slots = {s: placement.slots_on(s, index) for s in placement.sources(index)}
         self._streams: dict[int, _Stream] = {}
         self._decodes: dict[int, _Decode] = {}
         # Stripes that a member has filled, by (p, slab, source); without an entry, all.
@@ -203,7 +205,7 @@ class Host:
     # -- parity ----------------------------------------------------------------------------------
 
     def _add_changed(self, source: int, part: Changed) -> None:
-        for p, slot in self.placement.slots_on(source, self.index):
+        for p, slot in self._slots[source]:
             for layer in LAYERS:
                 bounds, stripes, values = part.of_layer(layer)
                 low, high = int(bounds[slot]), int(bounds[slot + 1])

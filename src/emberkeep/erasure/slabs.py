@@ -9,11 +9,11 @@ import numpy as np
 
 from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
-from emberkeep.kernels import galois, rows
+from emberkeep.kernels import galois, recording, rows
 from emberkeep.kernels.rounds import MOST_JOBS
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Job, spans
-from emberkeep.slab import Slab, slab_rows
+from emberkeep.slab import Recording, Slab, slab_rows
 
 _ID_NBYTES = 8
 # Ranges of fewer rows than this are not worth a thread.
@@ -74,11 +74,35 @@ class _Captured:
     marks: U8
 
 
+@dataclass(slots=True)
+class _Update:
+    """Rows of fixed tables that an optimizer's kernel is about to change, and to record."""
+
+    rows: I64
+    bounds: I64
+    at: I64
+    stripes: I64
+    known: Bools
+    fresh: int
+    records: U32
+    done: I64
+
+    def changed(self, number: int) -> Changed:
+        """The differences, when the kernel has run. Fixed tables have no marks but the one that a
+        row is trained."""
+        marked = np.sort(self.at[~self.known]) if self.fresh else self.at[:0]
+        return Changed(
+            number, self.stripes, self.bounds, self.records, self.stripes[marked],
+            np.searchsorted(marked, self.bounds), np.ones((marked.size, 1), np.uint8),
+        )  # fmt: skip
+
+
 class Recorder:
     """Finds out by what a write changes the rows of one slab.
 
     Whatever is about to change rows tells `before_write`; when it is done, `take` has the
-    differences of all of them, each row once.
+    differences of all of them, each row once. A push of fixed tables, which is nearly all that
+    ever happens, tells `before_update` instead, and has its kernel take the differences.
     """
 
     def __init__(self, number: int, slab: Slab, k: int) -> None:
@@ -89,9 +113,30 @@ class Recorder:
         self._words = sum(plane.shape[1] for plane in self._planes)
         self._captured = lazy_zeros(slab.touched.shape, np.uint64)
         self._parts: list[_Captured] = []
+        self._update: _Update | None = None
+
+    def before_update(self, written: I64) -> Recording | None:
+        """Makes room for the differences of rows, which the optimizer's kernel takes.
+
+        None where a kernel alone would not see all of a difference, because ids or ticks change
+        with it or an earlier write is yet to be taken: rows were kept then, as for any write.
+        """
+        if self.slab.slots or self._parts or self._update is not None:
+            self.before_write(written)
+            return None
+        count = written.size
+        bounds, at = np.empty(self._k + 1, np.int64), np.empty(count, np.int64)
+        stripes, known = np.empty(count, np.int64), np.empty(count, np.bool_)
+        fresh = recording.arrange(
+            written, self._k, self.slab.touched, self.slab.dirty, bounds, at, stripes, known
+        )
+        records, done = np.empty((count, self._words), np.uint32), np.zeros(1, np.int64)
+        self._update = _Update(written, bounds, at, stripes, known, fresh, records, done)
+        return Recording((at, known, records, done), fresh)
 
     def before_write(self, written: I64) -> None:
         """Keeps rows as they are, unless they were kept since the last `take`."""
+        self._end_update()
         found, bounds = np.empty(written.size, np.int64), np.empty(self._k + 1, np.int64)
         count = galois.capture(written, self._k, self._captured, bounds, found)
         if count:
@@ -102,6 +147,11 @@ class Recorder:
 
     def take(self) -> Changed | None:
         """What changed since the last call; None if nothing was about to."""
+        update = self._update
+        if update is not None and update.done[0] and not self._parts:
+            self._update = None
+            return update.changed(self._number)
+        self._end_update()
         if not self._parts:
             return None
         part = self._parts[0] if len(self._parts) == 1 else self._joined()
@@ -120,7 +170,25 @@ class Recorder:
         """Lets go of what was kept."""
         for part in self._parts:
             rows.clear_bits(self._captured, part.rows)
-        self._parts = []
+        self._parts, self._update = [], None
+
+    def _end_update(self) -> None:
+        """A push was interrupted before its differences were taken: its rows as they were are
+        kept, as if no kernel had been about to record them."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        found = np.empty_like(update.rows)
+        found[update.at] = update.rows
+        # Before the kernel has run nothing but the planes of new rows has changed.
+        ran = bool(update.done[0])
+        add_planes(self.slab, self._planes, found, update.records, fresh=not ran)
+        if not ran:
+            update.records[update.at[~update.known]] = 0
+        marks = np.empty((found.size, 1), np.uint8)
+        marks[update.at, 0] = update.known
+        rows.set_bits(self._captured, found)
+        self._parts.append(_Captured(found, update.bounds, update.records, marks))
 
     def _joined(self) -> _Captured:
         found = np.concatenate([part.rows for part in self._parts])

@@ -26,7 +26,7 @@ _REDUCTION = np.uint32(0x1D)
 _ONE = np.uint32(1)
 _SEVEN = np.uint32(7)
 _BIT = np.uint64(1)
-_AHEAD = 8
+_AHEAD = 16
 
 
 @inline
