@@ -5,19 +5,33 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+import trustme
 from typer.testing import CliRunner
 
 from emberkeep.cli import app
-from emberkeep.cluster.ray import NAMESPACE, clusters, find, ray_cluster
+from emberkeep.cluster import raylocal
+from emberkeep.cluster.connection import Connection
+from emberkeep.cluster.ray import NAMESPACE, RayHosts, clusters, find, ray_cluster
+from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
+from emberkeep.train.distributed import run_on_ray
+from emberkeep.train.settings import demo
+
+TOKEN = "a token of enough characters"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +86,35 @@ def test_clusters_that_cannot_be_are_refused() -> None:
         ray_cluster(name="nowhere").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
 
 
+@pytest.mark.soak  # a minute, nearly all of it Ray's own; two workers alone: see test_workers
+def test_workers_of_ray_train_end_with_one_model_though_a_server_is_killed(tmp_path: Path) -> None:
+    given = demo([
+        "data.samples=4000", "data.rows_total=1000", "run.batch_size=100", "run.compare=false",
+        "model.bottom=[8]", "model.top=[8]", "tables.dim=4", "cluster.kind=ray", "cluster.shards=2",
+        "cluster.workers=2", "cluster.name=trained", f"checkpoint.path={tmp_path / 'r'}",
+        "checkpoint.every=10 steps", "checkpoint.recovery=partial",
+    ])  # fmt: skip
+    killed = threading.Thread(target=_kill_once_a_version_is_there, args=(tmp_path / "r",))
+    killed.start()
+    result = run_on_ray(given)
+    killed.join()
+    assert result.steps == 36
+    assert result.recoveries is not None
+    assert (result.recoveries.failures, result.recoveries.partial) == (1, 1)
+    assert 0 < result.recoveries.pls <= 0.5
+    assert 0 < result.auc < 1
+    assert clusters() == []
+
+
+def _kill_once_a_version_is_there(where: Path) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until and len(list(where.glob("versions/*"))) < 2:
+        time.sleep(0.02)
+    found = find("trained")
+    if found:
+        os.kill(RayHosts(found).pid(0), signal.SIGKILL)
+
+
 def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     run = CliRunner()
     at = ["--name", "shown", "--address", "here"]  # Ray is connected already
@@ -87,3 +130,52 @@ def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     twice = run.invoke(app, ["cluster", "down", *at])
     assert twice.exit_code == ConfigError.exit_code
     assert "no cluster 'shown'" in twice.output
+
+
+def test_with_a_certificate_and_a_token_servers_listen_on_their_node() -> None:
+    authority = trustme.CA()
+    own = authority.issue_cert(ray.util.get_node_ip_address())
+    security = Security(
+        token=TOKEN, certificate=own.cert_chain_pems[0].bytes(),
+        key=own.private_key_pem.bytes(), authority=authority.cert_pem.bytes(),
+    )  # fmt: skip
+    cluster = ray_cluster(shards=1, name="safe", security=security).open(
+        [Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0
+    )
+    address = cluster.handles[0].address
+    assert address.startswith(f"grpc+tls://{ray.util.get_node_ip_address()}:")
+    assert cluster.pull([RowIds(np.arange(4), np.array([0, 4]))])[0].shape == (4, 2)
+    assert RayHosts(find("safe")).security().token == TOKEN  # who finds them may talk to them
+    for known, refusal in (
+        (replace(security, token="another of enough characters"), SecurityError),
+        (Security(token=TOKEN), ServerError),  # knows nobody who vouches for the certificate
+    ):
+        stranger = Connection(address, known.of_client())
+        with pytest.raises(refusal):
+            stranger.act("status", deadline=timedelta(seconds=5))
+        stranger.close()
+    cluster.close()
+
+
+def test_several_nodes_demand_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
+    with pytest.raises(SecurityError, match="2 nodes"):
+        ray_cluster(shards=1).open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
+
+
+def test_a_ray_that_is_not_there_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+        assert raylocal.reachable(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    with pytest.raises(ServerError, match="no Ray answers"):
+        raylocal.reachable(f"127.0.0.1:{port}")
+    with pytest.raises(ServerError, match="host:port"):
+        raylocal.reachable("nonsense")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(raylocal, "_NOTED_BY_RAY", tmp_path / "nothing")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ServerError, match="emberkeep cluster up"):
+        raylocal.reachable("auto")
+    assert not raylocal.stop_local()

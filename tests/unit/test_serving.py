@@ -617,3 +617,16 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
     ):
         assert line in told
     cluster.close()
+
+
+def test_a_port_that_is_taken_is_told_as_such() -> None:
+    first = ShardServer(ServedShard(threads=1))
+    with pytest.raises(ServerError, match=f"127.0.0.1:{first.port}: Address already in use"):
+        ShardServer(ServedShard(threads=1), port=first.port)
+    first.shutdown()
+
+
+def test_a_certificate_that_is_none_is_told_as_such() -> None:
+    security = Security(token="a token of enough characters", certificate=b"no", key=b"no")
+    with pytest.raises(SecurityError, match="PEM"):
+        ShardServer(ServedShard(threads=1), security=security)

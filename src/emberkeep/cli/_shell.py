@@ -26,6 +26,8 @@ def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None
 
     @functools.wraps(function)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        # What fails in gRPC comes out as an error of ours; its own lines only repeat it.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
             function(*args, **kwargs)
             sys.stdout.flush()

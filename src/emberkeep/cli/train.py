@@ -154,8 +154,10 @@ def _print_recoveries(made: Recoveries, result: Result) -> None:
 
     made_of = [f"{count} {scope}" for scope, count in
                (("full", made.full), ("partial", made.partial)) if count]  # fmt: skip
+    what = "recovery" if made.full + made.partial == 1 else "recoveries"
     Console(highlight=False).print(
-        f"{made.failures} shards were lost; {' and '.join(made_of)} recoveries took "
+        f"{made.failures} {'shard was' if made.failures == 1 else 'shards were'} lost; "
+        f"{' and '.join(made_of)} {what} took "
         f"{made.seconds:.2f} s ({made.seconds / result.seconds:.1%} of the time), "
         f"{made.repeated_steps:,} of {result.steps:,} steps were taken again, and the updates of "
         f"{made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})",

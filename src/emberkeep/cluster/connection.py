@@ -187,8 +187,12 @@ class Connection:
         import pyarrow.flight as flight
 
         reason = str(error).partition(". gRPC client debug context")[0].splitlines()[0]
+        reason = reason.partition(". Detail: ")[0]
         if isinstance(error, flight.FlightUnauthenticatedError):
-            return SecurityError(f"{self.address} demands a token: {reason}")
+            return SecurityError(
+                f"{self.address} refuses: {reason}; give the token that its server was started "
+                "with (EMBERKEEP_TOKEN, or a token file)"
+            )
         if isinstance(error, flight.FlightCancelledError | flight.FlightTimedOutError):
             return ServerError(f"{self.address} did not answer {what} in time")
         return ServerError(f"{self.address}: {what} failed: {reason}")

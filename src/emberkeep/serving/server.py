@@ -8,6 +8,8 @@ request, and what comes beyond `max_streams` is refused.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +26,7 @@ from emberkeep.cluster.wire import (
     refusal,
     unpack_frame,
 )
-from emberkeep.errors import EmberkeepError, ProtocolError, ServerError
+from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, ServerError
 from emberkeep.serving.epoch import Session
 from emberkeep.serving.served import ServedShard
 
@@ -65,9 +67,16 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
                 f"{scheme}://{host}:{port}", middleware={"token": _Door(security)}, **options
             )
         except pa.ArrowException as error:
+            reason = _refused(host, port)
+            if reason is None and security.tls:
+                raise SecurityError(
+                    "TLS cannot begin with this certificate and key: give a PEM certificate (with "
+                    "its chain) and the PEM key that belongs to it"
+                ) from None
+            reason = reason or str(error).splitlines()[0]
             raise ServerError(
-                f"cannot listen on {host}:{port}: {str(error).splitlines()[0]}; choose another "
-                "--port, or end what listens there"
+                f"cannot listen on {host}:{port}: {reason}; choose another --host or --port, or "
+                "end what listens there"
             ) from None
 
     @property
@@ -133,6 +142,15 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
             yield flight.Result(pack_frame(describe_error(error)))
         finally:
             self._actions.release()
+
+
+def _refused(host: str, port: int) -> str | None:
+    """Why the system lets nobody listen there: Flight itself does not say."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return error.strerror if error.errno is None else os.strerror(error.errno)
+    return None
 
 
 class _Door(flight.ServerMiddlewareFactory):  # type: ignore[misc]
