@@ -191,3 +191,9 @@ class ChangedError(EmberkeepError):
     """What was being read was rearranged by its writer meanwhile; nothing is wrong: read again."""
 
     exit_code = 36
+
+
+class RecoveryError(EmberkeepError):
+    """Shards are lost again and again while they are recovered; the repository is whole."""
+
+    exit_code = 53

@@ -6,8 +6,8 @@ Each test runs the same training twice, once without losses, and compares every 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -80,6 +80,31 @@ def check_counts(cluster: Any, counts: Counter[tuple[str, int]]) -> None:
         assert found == expected, "a push was lost, or applied twice"
 
 
+class Histories:
+    """Every value, of all planes together, that any row ever had."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+
+    def add(self, table: str, ids: Any, planes: Any) -> None:
+        for identity, row in _rows(ids, planes):
+            self.values[table, identity].add(row)
+
+    def add_all(self, cluster: Any) -> None:
+        for table in cluster.tables:
+            self.add(table.name, *cluster.read_all(table.name))
+
+    def check(self, cluster: Any) -> None:
+        for table in cluster.tables:
+            for identity, row in _rows(*cluster.read_all(table.name)):
+                assert row in self.values[table.name, identity], "a row that never was"
+
+
+def _rows(ids: Any, planes: Any) -> Iterator[tuple[int, bytes]]:
+    for i, identity in enumerate(ids.tolist()):
+        yield identity, b"".join(planes[name][i].tobytes() for name in sorted(planes))
+
+
 class ParityContract:
     """Everything below holds for any cluster that `open` makes."""
 
@@ -103,13 +128,13 @@ class ParityContract:
         seen = []
         for step in range(steps):
             if losses and chance.random() < 0.35:
+                # What the last loss took is back, or these would be more than parity bears.
+                cluster.rebuild()
                 self.kill(cluster, *chance.choice(shards, together, replace=False).tolist())
             if step % 4 == 3:
                 write(cluster, random)
             seen.append(pulled(cluster, random))
             push(cluster, random)
-            if losses and chance.random() < 0.8:
-                cluster.rebuild()  # else the next loss may find rows still missing
         return state(cluster), seen
 
     @pytest.mark.parametrize("size", SIZES)
@@ -126,7 +151,7 @@ class ParityContract:
             for parity in (Parity(k=3, r=2, chunk_rows=8, rebuild_share=1e-3), None)
         ]
         protected, plain = clusters
-        for step in range(20):
+        for step in range(15):
             seed = int(random.integers(2**31))
             for cluster in clusters:
                 push(cluster, np.random.default_rng(seed))
@@ -137,7 +162,7 @@ class ParityContract:
                     plain, np.random.default_rng(1)
                 )
                 self.kill(protected, (step + 1) % 6)
-        assert protected.parity.recoveries >= 4
+        assert protected.parity.recoveries >= 3
         assert state(protected) == state(plain)
         protected.rebuild()
         assert protected.parity.protected

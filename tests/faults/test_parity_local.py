@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.shard import Shard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
-from tests.contracts.parity import PLAIN, ParityContract, check_counts, ones, push
+from tests.contracts.parity import PLAIN, Histories, ParityContract, check_counts, ones, push
 
 
 class TestLocal(ParityContract):
@@ -50,36 +50,22 @@ class SlowMail(Mail):
                         self._receive(receiver, message)
 
 
-class Histories:
-    """Every value, of all planes together, that any row ever had."""
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
+    """The histories of all rows of all shards from here on."""
+    histories = Histories()
+    apply = Shard.apply
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.values: dict[tuple[str, int], set[bytes]] = defaultdict(set)
-        apply = Shard.apply
+    def and_told(shard: Shard, pushes: Any, lr: float, push_number: Any = None) -> int:
+        with shard.lock:
+            number = apply(shard, pushes, lr, push_number)
+            for slab, push in zip(shard.slabs, pushes, strict=True):
+                for t, table in enumerate(slab.tables):
+                    ids = push.wanted.ids[push.wanted.offsets[t] : push.wanted.offsets[t + 1]]
+                    histories.add(table.name, ids, slab.read(t, ids))
+        return number
 
-        def recorded(shard: Shard, pushes: Any, lr: float, push_number: Any = None) -> int:
-            with shard.lock:
-                number = apply(shard, pushes, lr, push_number)
-                for slab, push in zip(shard.slabs, pushes, strict=True):
-                    for t, table in enumerate(slab.tables):
-                        low, high = push.wanted.offsets[t], push.wanted.offsets[t + 1]
-                        self.add(table.name, push.wanted.ids[low:high], slab.read(
-                            t, push.wanted.ids[low:high]))  # fmt: skip
-            return number
-
-        monkeypatch.setattr(Shard, "apply", recorded)
-
-    def add(self, table: str, ids: Any, planes: Any) -> None:
-        for i, identity in enumerate(ids.tolist()):
-            row = b"".join(planes[name][i].tobytes() for name in sorted(planes))
-            self.values[table, identity].add(row)
-
-    def check(self, cluster: LocalCluster) -> None:
-        for table in cluster.tables:
-            ids, planes = cluster.read_all(table.name)
-            for i, identity in enumerate(ids.tolist()):
-                row = b"".join(planes[name][i].tobytes() for name in sorted(planes))
-                assert row in self.values[table.name, identity], "a row that never was"
+    monkeypatch.setattr(Shard, "apply", and_told)
+    return histories
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(3, 2, 1), (5, 3, 2)])
@@ -88,7 +74,7 @@ def test_in_the_background_no_push_is_lost_and_none_applied_twice(
 ) -> None:
     monkeypatch.setattr(protection, "Mail", SlowMail)
     SlowMail.random = random = Random(7)
-    histories = Histories(monkeypatch)
+    histories = recorded(monkeypatch)
     spec = Parity(k=k, r=r, background=True, chunk_rows=8)
     cluster = local(shards=shards, threads=1, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
     counts: Counter[tuple[str, int]] = Counter()
@@ -108,7 +94,7 @@ def test_in_the_background_no_push_is_lost_and_none_applied_twice(
 
 
 def test_many_workers_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    histories = Histories(monkeypatch)
+    histories = recorded(monkeypatch)
     spec = Parity(k=2, r=1, background=True, window_nbytes=4096)
     cluster = local(shards=4, threads=2, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
     totals = [Counter[tuple[str, int]]() for _ in range(3)]

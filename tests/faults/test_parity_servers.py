@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,15 +13,27 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.cli.cluster import _parity
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
-from emberkeep.erasure.codes import Parity
+from emberkeep.cluster.peers import Peer
+from emberkeep.cluster.security import Security
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.messages import Differences, Message
 from emberkeep.errors import ConfigError
+from emberkeep.serving.senders import Sender
 from emberkeep.serving.served import ServedShard
 from emberkeep.serving.server import ShardServer
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, state
-from tests.contracts.parity import PLAIN, SIZES, ParityContract, check_counts, ones
+from tests.contracts.parity import (
+    PLAIN,
+    SIZES,
+    Histories,
+    ParityContract,
+    check_counts,
+    ones,
+)
 from tests.servers import Farm
 from tests.unit.test_cluster_flight import Clusters
 
@@ -91,13 +104,16 @@ def kill_soon(cluster: Any, shards: Sequence[int], milliseconds: float) -> threa
 def trained_under_fire(
     clusters: Clusters, *, background: bool, size: tuple[int, int, int], steps: int, seed: int
 ) -> None:
-    """Servers are killed in the midst of pushes; afterwards rows are those of a run in process."""
+    """Servers are killed in the midst of pushes. Rows that come back have a value that they really
+    had, with the optimizer state of the same update; afterwards they are those of a run in process.
+    """
     shards, k, r = size
     spec = Parity(k=k, r=r, background=background, chunk_rows=8, window_nbytes=1 << 12)
     cluster = clusters.open(PLAIN, Adagrad(lr=0.1), shards=shards, seed=1)
     cluster.protect(spec)
     plain = local(threads=1).open(PLAIN, Adagrad(lr=0.1), seed=1)
     counts: Counter[tuple[str, int]] = Counter()
+    histories = Histories()
     random = Random(seed)
     for step in range(steps):
         killer = None
@@ -108,8 +124,10 @@ def trained_under_fire(
         drawn = random.getrandbits(32)
         ones(cluster, Random(drawn), counts)
         ones(plain, Random(drawn), Counter())
+        histories.add_all(plain)
         if killer is not None:
             killer.join()
+            histories.check(cluster)
     check_counts(cluster, counts)
     assert state(cluster) == state(plain)
     cluster.rebuild()
@@ -132,7 +150,7 @@ def test_no_push_is_lost_and_none_applied_twice(clusters: Clusters, background: 
 def test_no_push_is_lost_for_long(
     clusters: Clusters, background: bool, size: tuple[int, int, int]
 ) -> None:
-    for seed in range(10):
+    for seed in range(3):
         trained_under_fire(clusters, background=background, size=size, steps=60, seed=seed)
 
 
@@ -182,6 +200,27 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
         assert state(bags.cluster) == state(plain.cluster)
 
 
+def test_a_host_that_is_gone_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    enough = threading.Event()
+
+    def wait(sender: Sender, seconds: float, posted: int) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            sender.close()
+            enough.set()
+
+    monkeypatch.setattr(Sender, "_wait", wait)
+    sender = Sender(
+        Peer(1, "127.0.0.1:1", 1), Placement(3, 2, 1), security=Security(),
+        deadline=timedelta(seconds=5), acknowledged=lambda *_: None, stuck=lambda _: None,
+    )  # fmt: skip
+    sender.post(Message(0, 1, 1, 0, Differences((), None, ())))
+    assert enough.wait(60)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    assert sender.trouble
+
+
 def test_a_server_tells_of_its_parity() -> None:
     """In this process: what Prometheus and `emberkeep cluster status` see of a server."""
     served = [ServedShard(threads=1) for _ in range(3)]
@@ -192,7 +231,13 @@ def test_a_server_tells_of_its_parity() -> None:
     text = served[0].exposition()
     assert 'emberkeep_parity_messages_total{shard="0"} 2' in text
     assert 'emberkeep_parity_lag_messages{shard="0"} 0' in text
-    assert cluster.handles[0].told()["parity"]["unprotected_stripes"] == 0
+    told = cluster.handles[0].told()["parity"]
+    assert told["unprotected_stripes"] == 0
+    assert _parity(told) == "whole"
+    assert _parity({**told, "lag": 3}) == "lag 3"
+    assert _parity({**told, "lag": 3, "unprotected_stripes": 1200}) == "1,200 stripes open"
+    assert _parity({**told, "unprotected_stripes": 9, "missing_rows": 7}) == "7 rows missing"
+    assert _parity(None) == ""
     cluster.close()
     for server in started:
         server.shutdown()

@@ -38,6 +38,7 @@ from emberkeep.cluster.wire import (
     unpack_frame,
     unpack_request,
 )
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     EmberkeepError,
     GradientError,
@@ -530,6 +531,24 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     authority.cert_pem.write_to_path(files["authority"])
     stranger.cert_pem.write_to_path(files["other"])
     return files
+
+
+def test_servers_with_parity_trust_each_other_by_the_authority(pems: dict[str, Path]) -> None:
+    guarded = Threads(
+        3,
+        Security(
+            token=TOKEN, certificate=pems["certificate"], key=pems["key"],
+            authority=pems["authority"],
+        ),
+    )  # fmt: skip
+    trusted = Security(token=TOKEN, authority=pems["authority"])
+    cluster = guarded.cluster([Table("t", rows=30, dim=2)], SGD(lr=1.0), security=trusted)
+    cluster.protect(Parity(k=2, r=1))
+    ids = [RowIds(np.arange(30), np.array([0, 30]))]
+    cluster.push(ids, [np.ones((30, 2), np.float32)], lr=1.0)
+    assert cluster.parity.protected
+    assert cluster.parity.messages == 6
+    guarded.end()
 
 
 def test_rows_travel_over_tls_to_those_with_the_token(pems: dict[str, Path]) -> None:

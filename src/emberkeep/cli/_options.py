@@ -15,6 +15,9 @@ TlsCertificate = Annotated[
     Path | None, typer.Option(metavar="PEM", help="The servers' certificate.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")]
+Authority = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="Who signed it, if not one of the system's.")
+]
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Holds the token; EMBERKEEP_TOKEN by default.")
 ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from emberkeep.cli._options import TlsCertificate, TlsKey, TokenFile
+from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile
 from emberkeep.cli._repository import JsonOption, emit, print_json, print_table
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
@@ -21,7 +20,7 @@ _Address = Annotated[
     str | None, typer.Option(help="A Ray cluster that exists; the one of this machine by default.")
 ]
 _COLUMNS = ("shard", "state", "epoch", "address", "pulls", "pushes", "rows/s", "waiting", "dirty",
-            "version", "PLS")  # fmt: skip
+            "parity", "version", "PLS")  # fmt: skip
 
 
 @cluster.command()
@@ -34,9 +33,7 @@ def up(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each server.")] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
-    authority: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Who signed it, if not one of the system's.")
-    ] = None,
+    authority: Authority = None,
     token_file: TokenFile = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -166,11 +163,23 @@ def _rows(
                 f"{moved / elapsed:,.0f}",
                 metrics.get("waiting", ""),
                 f"{told.get('dirty_rows', 0):,}",
+                _parity(told.get("parity")),
                 f"{metrics['version']:.0f}" if "version" in metrics else "",
                 f"{metrics['pls']:.4g}" if "pls" in metrics else "",
             )
         )
     return rows
+
+
+def _parity(told: dict[str, Any] | None) -> str:
+    """What stands between a server and full redundancy; empty without parity."""
+    if told is None:
+        return ""
+    if told["missing_rows"]:
+        return f"{told['missing_rows']:,} rows missing"
+    if told["unprotected_stripes"]:
+        return f"{told['unprotected_stripes']:,} stripes open"
+    return f"lag {told['lag']:,}" if told["lag"] else "whole"
 
 
 def _table(rows: list[tuple[object, ...]]) -> Any:

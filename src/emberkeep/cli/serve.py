@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from emberkeep.cli._options import TlsCertificate, TlsKey, TokenFile
+from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile
 from emberkeep.cli._shell import command
 from emberkeep.errors import ConfigError
 
@@ -36,6 +36,7 @@ def serve(
     ] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    authority: Authority = None,
     token_file: TokenFile = None,
     metrics: Annotated[
         str | None,
@@ -57,7 +58,9 @@ def serve(
     from emberkeep.serving.server import ShardServer
     from emberkeep.serving.warm import warm_up
 
-    security = Security(token=read_token(token_file), certificate=tls_certificate, key=tls_key)
+    security = Security(
+        token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
+    )
     security.check_listening(host)
     metrics_at = _metrics_at(metrics)
     warm_up()

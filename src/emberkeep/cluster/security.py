@@ -26,7 +26,8 @@ class Security:
 
     - A server brings `certificate` and `key`, and the `token` that it demands.
     - A client brings the `token`, and `authority` (the certificates that it trusts) where the
-      server's certificate is not signed by one of the system's.
+      server's certificate is not signed by one of the system's. Servers that keep parity are
+      clients of each other, and bring it, too.
     """
 
     token: str | None = field(default=None, repr=False)

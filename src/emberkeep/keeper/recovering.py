@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.errors import NoVersionError, ShardLostError
+from emberkeep.errors import NoVersionError, RecoveryError, ShardLostError
 from emberkeep.recovery import (
     Home,
     Losses,
@@ -68,7 +69,8 @@ class Recoverer:
 
     `go_back` loads the newest whole version: rows, dense state, reader and step; None for one rank
     of several, which cannot go back alone: what only a full recovery helps is raised. `steps` tells
-    how many steps have ended.
+    how many steps have ended. Shards that are lost again while they are recovered are recovered
+    again, until `patience` is over: then it is `RecoveryError`.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Recoverer:
         steps: Callable[[], int],
         go_back: Callable[[], Manifest | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
+        patience: timedelta = timedelta(minutes=15),
     ) -> None:
+        self._patience = patience
         self._homes = homes
         self._checkpointer = checkpointer
         self._recovery = recovery
@@ -106,7 +110,7 @@ class Recoverer:
         """Whether the shards serve again. A full recovery is left to whoever can start over."""
         if self._busy:
             return False
-        if self._plan().scope == "partial":
+        if self._plan(time.perf_counter()).scope == "partial":
             self.recover()
             return not self._lost()
         return False
@@ -120,7 +124,7 @@ class Recoverer:
         lost: set[int] = set()
         try:
             while True:
-                decided = self._plan()
+                decided = self._plan(start)
                 self._failures += sum(
                     status.state == "lost"
                     for home in self._homes
@@ -131,7 +135,8 @@ class Recoverer:
                     raise ShardLostError(sorted(lost))
                 try:
                     made = self._carry_out(decided, tuple(sorted(lost)), start)
-                except ShardLostError:
+                except ShardLostError as error:
+                    self._must_go_on(start, error)
                     continue  # one more was lost: decide anew
                 break
         finally:
@@ -147,7 +152,7 @@ class Recoverer:
         # A version under way may still be committed, and less would be lost.
         self._checkpointer.join()
         if decided.scope == "partial":
-            decided = self._plan()
+            decided = self._plan(start)
             for home, shards in self._by_home(decided.shards):
                 manifest = recover_partially(self._checkpointer, home, shards)
             self.losses = decided.losses
@@ -176,12 +181,23 @@ class Recoverer:
             reason=decided.reason,
         )
 
-    def _plan(self) -> Plan:
+    def _plan(self, start: float) -> Plan:
         while True:
             try:
                 return self._plan_once()
-            except ShardLostError:
-                continue  # one that was asked is gone too, which is known from here on
+            except ShardLostError as error:
+                # One that was asked is gone too, which is known from here on.
+                self._must_go_on(start, error)
+
+    def _must_go_on(self, start: float, error: ShardLostError) -> None:
+        """Raises when a recovery that began at `start` has lost shards for too long."""
+        if time.perf_counter() - start > self._patience.total_seconds():
+            named = ", ".join(map(str, error.shards))
+            raise RecoveryError(
+                f"shards keep being lost while they are recovered, for {self._patience} by now, "
+                f"the last time {named}: see why they end, then start the run again to resume its "
+                "newest version"
+            ) from error
 
     def _plan_once(self) -> Plan:
         whole = self._checkpointer.whole

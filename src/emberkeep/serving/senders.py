@@ -18,15 +18,16 @@ from emberkeep.errors import EmberkeepError, StreamError
 
 # Messages that wait travel together, up to about so many bytes.
 _BATCH_NBYTES = 2**23
-_PAUSE_SECONDS = 0.02
+# How long a sender waits to try again: twice as long after each failure.
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 
 class Sender:
     """Sends messages in order, each until the host holds it; a thread of its own.
 
     `acknowledged(sender, number)` is told what the host holds, `stuck(sender)` that it cannot be
-    reached or refuses. A host that is gone is tried until the sender is closed: whoever replaces
-    it closes this one.
+    reached or refuses. A host that is gone is tried until the sender is closed, ever more rarely,
+    and whenever there is something new to send: whoever replaces it closes this one.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Sender:
 
     def _work(self) -> None:
         connection: Connection | None = None
+        pause = _PAUSE_SECONDS
         while batch := self._next():
+            posted = self.messages
             try:
                 if connection is None:
                     connection = Connection(self.peer.address, self._security)
@@ -88,16 +91,26 @@ class Sender:
                 connection = None
                 self.trouble = str(error) or "no answer"
                 self._stuck(self)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS)
+                self._wait(pause, posted)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
-            self.trouble = ""
+            self.trouble, pause = "", _PAUSE_SECONDS
             with self._changed:
                 while self._queue and self._queue[0].number <= held:
                     self.waiting_nbytes -= self._queue.popleft().body.nbytes
             self._acknowledged(self, held)
         if connection is not None:
             connection.close()
+
+    def _wait(self, seconds: float, posted: int) -> None:
+        """Until it is time to try again, or more was posted than `posted` messages; never less
+        than the shortest pause: who posts all the time must not keep a dead host under fire."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS):
+                return
+            self._changed.wait_for(
+                lambda: self._closed or self.messages > posted, seconds - _PAUSE_SECONDS
+            )
 
     def _next(self) -> list[Message]:
         """What is to be sent next; nothing when the sender is closed."""
