@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -179,3 +181,42 @@ def test_a_ray_that_is_not_there_is_told_at_once(
     with pytest.raises(ServerError, match="emberkeep cluster up"):
         raylocal.reachable("auto")
     assert not raylocal.stop_local()
+
+
+def test_a_ray_that_is_started_here_has_a_token_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    (tmp_path / "emberkeep").mkdir()
+    assert raylocal._new_token() == {}  # its user has decided
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
+    token = Path(raylocal._new_token()["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(raylocal, "local_address", lambda: "127.0.0.1:6379")
+    raylocal.bring_token("127.0.0.1:1")
+    assert "RAY_AUTH_MODE" not in os.environ
+    raylocal.bring_token("127.0.0.1:6379")
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token)
+
+
+@pytest.mark.soak
+def test_commands_share_a_ray_that_one_of_them_has_started(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    environment = {k: v for k, v in environment.items() if not k.startswith("RAY_")}
+
+    def emberkeep(*words: str) -> str:
+        made = subprocess.run(
+            [sys.executable, "-m", "emberkeep.cli", "cluster", *words],
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        return made.stdout
+
+    emberkeep("up", "--shards", "2")
+    try:
+        assert emberkeep("status").count("empty") == 2
+    finally:
+        emberkeep("down")
+    assert not list((tmp_path / "emberkeep").iterdir())  # neither address nor token is left

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberkeep import pool
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
@@ -49,6 +51,7 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.prometheus import MetricsServer
+from emberkeep.repository import Repository
 from emberkeep.serving.epoch import Session
 from emberkeep.serving.pushes import Ledger, join
 from emberkeep.serving.served import ServedShard
@@ -512,6 +515,51 @@ def test_asynchronous_workers_push_as_they_come(servers: Threads) -> None:
     np.testing.assert_allclose(before - first.read("t", np.arange(30))["weight"], 20, atol=1e-4)
     assert first.table_state()["t"]["steps"] == 20
     first.close()
+
+
+def test_a_version_beside_asynchronous_workers_holds_on_each_shard_what_was_answered_before(
+    servers: Threads, tmp_path: Path
+) -> None:
+    """Worker w moves column w of all rows by 1: what a version holds says which pushes are in it.
+    Each is in it on a shard whole or not at all; which is free only for those under way."""
+    given, count, ids = [Table("t", rows=30, dim=2)], 30, np.arange(30)
+    coordinator = servers.cluster(given, SGD(lr=1.0))
+    workers = [servers.cluster(given, SGD(lr=1.0), coordinate=False) for _ in range(2)]
+    initial = coordinator.read("t", ids)["weight"]
+    everything = [RowIds(ids, np.array([0, count]))]
+    begun, answered, ended = [0, 0], [0, 0], threading.Event()
+
+    def work(worker: int) -> None:
+        grads = np.zeros((count, 2), np.float32)
+        grads[:, worker] = 1
+        while not ended.is_set():
+            begun[worker] += 1
+            workers[worker].push(everything, [grads], lr=1.0)
+            answered[worker] += 1
+
+    repository = Repository.create(LocalStore(tmp_path), schema=coordinator.schema())
+    keeper = Checkpointer(repository, coordinator)
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    bounds = []
+    for step in range(1, 5):
+        least = list(answered)
+        keeper.save(step)
+        bounds.append((least, list(begun)))
+        keeper.wait()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    twin = local().open(given, SGD(lr=1.0), seed=0)
+    for number, (least, most) in enumerate(bounds, 1):
+        Checkpointer(repository, twin).restore(number)
+        moved_RD = np.rint(initial - twin.read("t", ids)["weight"])
+        for shard in range(3):
+            for worker in range(2):
+                (pushes,) = np.unique(moved_RD[ids % 3 == shard, worker])
+                assert least[worker] <= pushes <= most[worker]
+    assert bounds[-1][0] > bounds[0][0]
 
 
 # -- who may come in -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ its process dies, found by its name. Workers of a job find the servers the same 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 import uuid
@@ -19,7 +20,7 @@ from typing import Any
 
 from emberkeep import pool as pools
 from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.raylocal import local_address, reachable
+from emberkeep.cluster.raylocal import bring_token, local_address, reachable
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity
@@ -173,11 +174,12 @@ class _Host:
 def ensure_ray(address: str | None) -> None:
     """Connects to Ray: to the cluster at `address`, or to a local one that is started for this
     process; whoever is connected already stays so."""
-    ray = _ray()
-    if ray.is_initialized():
+    if "ray" in sys.modules and _ray().is_initialized():
         return
     if address is not None:
         address = reachable(address)
+        bring_token(address)
+    ray = _ray()
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -192,7 +194,10 @@ def ensure_ray(address: str | None) -> None:
     except Exception as error:  # Ray raises plain Exception where its own processes do not start
         ray.shutdown()
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ServerError(f"Ray at {address or 'this machine'} cannot be used: {reason}") from None
+        raise ServerError(
+            f"Ray at {address or 'this machine'} cannot be used: {reason} (if it demands a token, "
+            "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds it)"
+        ) from None
 
 
 def start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from emberkeep.errors import ServerError
 
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 3.0
+_AUTH_MODE = "RAY_AUTH_MODE"
 _NOTED_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 
 
@@ -31,16 +33,16 @@ def start_local() -> bool:
     command = [str(program) if program.exists() else (shutil.which("ray") or "ray")]
     command += ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
+    _note().parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **_new_token()},
     )
     address = f"127.0.0.1:{port}"
-    _note().parent.mkdir(parents=True, exist_ok=True)
     _note().write_text(json.dumps({"pid": process.pid, "address": address}))
     try:
         until = time.monotonic() + _START_SECONDS
@@ -59,6 +61,7 @@ def stop_local() -> bool:
     """Ends the Ray that `start_local` has started; whether there was one."""
     found = _running()
     _note().unlink(missing_ok=True)
+    _token().unlink(missing_ok=True)
     if found is None:
         return False
     pid, _ = found
@@ -77,19 +80,29 @@ def local_address() -> str | None:
     return None if found is None else found[1]
 
 
+def bring_token(address: str) -> None:
+    """Has this process bring the token of the Ray that `start_local` has started, if that is the
+    one at `address`. To be called before Ray is loaded, which looks once."""
+    if _AUTH_MODE not in os.environ and address == local_address() and _token().exists():
+        os.environ.update(_with_token())
+
+
 def reachable(address: str) -> str:
-    """The address of a Ray that answers; "auto" is the one of this machine. `ServerError` within
-    seconds if there is none."""
+    """The address of a Ray that answers; "auto" is the one of this machine, and stays "auto" where
+    Ray itself knows which: it then finds the token too. `ServerError` within seconds if there is
+    none."""
     if address != "auto":
         if not _answers(address):
             raise ServerError(f"no Ray answers at {address}: start one there with ray start --head")
         return address
-    candidates = [os.environ.get("RAY_ADDRESS"), local_address()]
-    with suppress(OSError):
-        candidates.append(_NOTED_BY_RAY.read_text().strip())
-    for found in candidates:
+    named = os.environ.get("RAY_ADDRESS")
+    for found in (named, local_address()):
         if found and _answers(found):
             return found
+    with suppress(OSError):
+        noted = _NOTED_BY_RAY.read_text().strip()
+        if noted and _answers(noted):
+            return noted if named else "auto"
     raise ServerError(
         "no Ray runs on this machine: start servers with emberkeep cluster up, or name "
         "the --address of a Ray"
@@ -122,6 +135,25 @@ def _alive(pid: int) -> bool:
         return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def _new_token() -> dict[str, str]:
+    """A token of its own for a Ray that is about to start, unless its user has decided already:
+    whoever may speak to it can run code here."""
+    if _AUTH_MODE in os.environ:
+        return {}
+    _token().unlink(missing_ok=True)
+    with os.fdopen(os.open(_token(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return _with_token()
+
+
+def _with_token() -> dict[str, str]:
+    return {_AUTH_MODE: "token", "RAY_AUTH_TOKEN_PATH": str(_token())}
+
+
+def _token() -> Path:
+    return _note().with_suffix(".token")
 
 
 def _note() -> Path:
