@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ LR = 0.01
 FEATURES = tuple(f"C{table + 1}" for table in range(TABLES))
 BATCHES = 16  # different ones in turn, so that no batch is found in the processor's caches
 MTBF_SECONDS = 28 * 3600.0
+# A rebuild is watched for so long at most; what is left of it then is brought back at once.
+WATCH_SECONDS, QUICK_WATCH_SECONDS = 60.0, 6.0
 Batch = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
@@ -144,9 +147,7 @@ def memory_overhead(k: int) -> float:
     bags = bags_with(None)
     train_all_rows(bags.cluster)
     rows = resident_nbytes() - start
-    bags.cluster.protect(ek.Parity(k=k, r=1))
-    bags.cluster.rebuild()
-    parity = resident_nbytes() - start - rows
+    _, parity = protected(bags, ek.Parity(k=k, r=1))
     bags.cluster.close()
     return parity / rows
 
@@ -182,14 +183,17 @@ def balance(bags: ek.EmbeddingBags, made: list[Batch]) -> Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuild:
-    """One loss under training."""
+    """One loss under training, watched until all is protected again or the time was over."""
 
     first_step_seconds: float
     seconds: float
-    """Until everything is protected again."""
     steps: int
     normal_step_seconds: float
+    """The median of steps before the loss and after the rebuild."""
     nbytes: int
+    """Rebuilt while it was watched: rows, and the parity that the shard held for others."""
+    part: float
+    """Of all that was lost, what was rebuilt while it was watched."""
     ends: list[float]
     """When each step ended, from the loss on."""
 
@@ -198,35 +202,69 @@ class Rebuild:
         return self.steps * self.normal_step_seconds / self.seconds
 
     @property
+    def mb_per_second(self) -> float:
+        return self.nbytes / 1e6 / self.seconds
+
+    @property
+    def whole_seconds(self) -> float:
+        """Until everything is protected again, at the pace that was seen."""
+        return self.seconds / self.part
+
+    @property
     def delay_seconds(self) -> float:
-        """By how much training is behind once all is rebuilt."""
-        least = max(1e-3, self.first_step_seconds - self.normal_step_seconds)
-        return max(least, self.seconds - self.steps * self.normal_step_seconds)
+        """By how much training is behind once all is rebuilt; never less than the first step is
+        late, however well the others went."""
+        late = self.first_step_seconds - self.normal_step_seconds
+        behind = (1 - self.throughput) * self.whole_seconds
+        return max(1e-3, late, behind)
 
 
-def lose_a_shard(step: Callable[[], None], cluster: Any, shard: int, settle: int) -> Rebuild:
+def timed(step: Callable[[], None], count: int) -> list[float]:
     times = []
-    for _ in range(settle):
+    for _ in range(count):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
+    return times
+
+
+def lose_a_shard(
+    step: Callable[[], None], cluster: Any, shard: int, *, watch_seconds: float, settle: int = 8
+) -> Rebuild:
+    times = timed(step, settle)
+    rows = sum(slab.rows * 4 * 2 * DIM for slab in cluster.shards[shard].slabs)
+    lost = rows + rows * cluster.parity.r // cluster.parity.k
     before = cluster.parity.rebuilt_nbytes
     start = time.perf_counter()
     cluster.kill(shard)
     ends: list[float] = []
-    while not ends or not cluster.parity.protected:
+    while not ends or not (cluster.parity.protected or ends[-1] > watch_seconds):
         step()
         ends.append(time.perf_counter() - start)
-    rows = cluster.parity.rebuilt_nbytes - before
-    return Rebuild(
+    rebuilt = cluster.parity.rebuilt_nbytes - before
+    if whole := cluster.parity.protected:
+        rebuilt += rebuilt * cluster.parity.r // cluster.parity.k
+    cluster.rebuild()
+    times += timed(step, settle)
+    found = Rebuild(
         first_step_seconds=ends[0],
         seconds=ends[-1],
         steps=len(ends),
         normal_step_seconds=float(np.median(times)),
-        # The parity that the shard held for others comes back, too.
-        nbytes=rows + rows * cluster.parity.r // cluster.parity.k,
+        nbytes=rebuilt,
+        part=1.0 if whole else rebuilt / lost,
         ends=ends,
     )
+    say(
+        f"a shard lost and rebuilt: {found.mb_per_second:.0f} MB/s at {found.throughput:.0%}, "
+        f"first step after {found.first_step_seconds:.2f} s"
+    )
+    return found
+
+
+def say(text: str) -> None:
+    """Progress, apart from the results."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def trained(made: list[Batch]) -> tuple[ek.EmbeddingBags, Callable[[], None]]:
@@ -236,11 +274,12 @@ def trained(made: list[Batch]) -> tuple[ek.EmbeddingBags, Callable[[], None]]:
     return bags, whole_step(bags, made)
 
 
-def protected(bags: ek.EmbeddingBags, parity: ek.Parity) -> Any:
-    """The cluster of a model, once all its parity is there."""
+def protected(bags: ek.EmbeddingBags, parity: ek.Parity) -> tuple[Any, int]:
+    """The cluster of a model, once all its parity is there, and what that takes of memory."""
+    before = resident_nbytes()
     bags.cluster.protect(parity)
     bags.cluster.rebuild()
-    return bags.cluster
+    return bags.cluster, resident_nbytes() - before
 
 
 def checkpoint_seconds(cluster: Any) -> tuple[float, float]:
@@ -261,6 +300,8 @@ def main() -> None:
     given = options(__file__, (__doc__ or "").splitlines()[0])
     torch.manual_seed(0)
     made = batches()
+    watch_seconds = QUICK_WATCH_SECONDS if given.quick else WATCH_SECONDS
+    say("steps of the embeddings alone")
     contenders = {
         "none": bags_with(None),
         "parity k=2": bags_with(ek.Parity(k=2, r=1)),
@@ -268,33 +309,34 @@ def main() -> None:
         "gradient propagation k=4": with_gradients(4),
         "replication": with_replication(),
     }
-    whole = interleaved_ms(
-        {name: whole_step(bags, made) for name, bags in contenders.items()},
-        repeats=8 if given.quick else 60,
-        warmup=3,
-    )
     embedding = interleaved_ms(
         {name: embedding_step(bags, made) for name, bags in contenders.items()},
-        repeats=25 if given.quick else 200,
-        warmup=5,
+        repeats=12 if given.quick else 200,
+        warmup=BATCHES,  # until the rows of all batches have got their memory
+    )
+    say("whole steps")
+    whole = interleaved_ms(
+        {name: whole_step(bags, made) for name, bags in contenders.items()},
+        repeats=6 if given.quick else 60,
+        warmup=1,
     )
     balanced = balance(contenders["parity k=4"], made)
     sent = contenders["parity k=4"].cluster.parity
     del contenders
     gc.collect()
-    memory = {2: math.nan, 4: memory_overhead(4)}
-    if not given.quick:
-        memory[2] = memory_overhead(2)
-
+    say("a checkpoint, saved and restored")
+    before = resident_nbytes()
     bags, step = trained(made)
+    rows_nbytes = resident_nbytes() - before
     saved, restored = checkpoint_seconds(bags.cluster)
-    cluster = protected(bags, ek.Parity(k=4, r=1))
+    cluster, parity_nbytes = protected(bags, ek.Parity(k=4, r=1))
+    memory = parity_nbytes / rows_nbytes
     rebuilds = [
-        lose_a_shard(step, cluster, shard, settle=8)
+        lose_a_shard(step, cluster, shard, watch_seconds=watch_seconds)
         for shard in ((1,) if given.quick else (1, 4, 2))
     ]
     cluster.close()
-    rebuild = sorted(rebuilds, key=lambda r: r.seconds)[len(rebuilds) // 2]
+    rebuild = sorted(rebuilds, key=lambda r: r.delay_seconds)[len(rebuilds) // 2]
     interval = math.sqrt(2 * saved * MTBF_SECONDS)
     curve = [(lost, (restored + lost) / rebuild.delay_seconds) for lost in (0, 60, interval / 2)]
 
@@ -316,17 +358,20 @@ def main() -> None:
         [f"a checkpoint every {interval / 60:.0f} min", "", f"{every:+.2f}%", "", f"{every:+.2f}%"]
     )
     notes = [
-        f"Resident memory of parity by that of the rows: {memory[4]:.3f} at k = 4"
-        + ("" if given.quick else f", {memory[2]:.3f} at k = 2")
-        + f". Busiest by idlest shard in a step: {balanced.alone:.3f} without parity, "
-        f"{balanced.both:.3f} with k = 4 (over all steps {balanced.total_alone:.3f} and "
-        f"{balanced.total_both:.3f}: rows are spread evenly as they are); "
-        f"{sent.messages} messages, {sent.sent_nbytes / 1e6:.0f} MB in all steps of k = 4.",
         (
-            f"A shard lost with every row trained ({rebuild.nbytes / 1e6:.0f} MB of rows and "
-            f"parity): first step after {rebuild.first_step_seconds:.2f} s, whole after "
-            f"{rebuild.seconds:.2f} s in {rebuild.steps} steps; a checkpoint of all rows takes "
-            f"{saved:.1f} s to save and {restored:.1f} s to restore."
+            f"Resident memory of parity by that of the rows: {memory:.3f} at k = 4. "
+            f"Busiest by idlest shard in a step: {balanced.alone:.3f} without parity, "
+            f"{balanced.both:.3f} with k = 4 (over all steps {balanced.total_alone:.3f} and "
+            f"{balanced.total_both:.3f}: rows are spread evenly as they are); "
+            f"{sent.messages} messages, {sent.sent_nbytes / 1e6:.0f} MB in all steps of k = 4."
+        ),
+        (
+            "A shard lost with every row trained "
+            f"({rebuild.nbytes / rebuild.part / 1e6:.0f} MB of rows and parity): first step after "
+            f"{rebuild.first_step_seconds:.2f} s, whole after {rebuild.whole_seconds:.1f} s"
+            + ("" if rebuild.part == 1 else f", having watched {rebuild.part:.0%} of it")
+            + f"; a checkpoint of all rows takes {saved:.1f} s to save and {restored:.1f} s to "
+            "restore."
         ),
         "Behind by "
         f"{rebuild.delay_seconds:.2f} s with parity; from a checkpoint "
@@ -336,6 +381,8 @@ def main() -> None:
     if not given.quick:
         del bags, cluster, step
         gc.collect()
+        say("memory at k = 2")
+        notes[0] = notes[0].replace(" at k = 4.", f" at k = 4, {memory_overhead(2):.3f} at k = 2.")
         notes += effects(made, rebuild, interval, restored)
     report(
         given,
@@ -350,10 +397,10 @@ def main() -> None:
             "overhead_pct_gradients": over(whole, "gradient propagation k=4"),
             "overhead_pct_replication": over(whole, "replication"),
             "embedding_overhead_pct_k4": over(embedding, "parity k=4"),
-            "memory_overhead_k4": memory[4],
+            "memory_overhead_k4": memory,
             "imbalance_vs_none": balanced.both / balanced.alone,
             "rebuild_throughput": rebuild.throughput,
-            "rebuild_mb_per_s": rebuild.nbytes / 1e6 / rebuild.seconds,
+            "rebuild_mb_per_s": rebuild.mb_per_second,
             "recovery_speedup_vs_checkpoint": curve[-1][1],
             "recovery_speedup_no_lost_work": curve[0][1],
             "seconds_to_first_step": rebuild.first_step_seconds,
@@ -365,19 +412,23 @@ def main() -> None:
 
 
 def effects(made: list[Batch], rebuild: Rebuild, interval: float, restored: float) -> list[str]:
-    """The effect of k and of the chunk size, and the plots."""
-    found = {"k = 4, chunks of 8192 rows": rebuild}
-    for k, chunk_rows in ((2, 8192), (4, 1024), (4, 65536)):
+    """The effect of k, of the chunk size and of how much a rebuild takes; the plots."""
+    found = {name_of(ek.Parity()): rebuild}
+    for spec in (
+        ek.Parity(k=2), ek.Parity(chunk_rows=1024), ek.Parity(chunk_rows=65536),
+        ek.Parity(rebuild_share=0.5), ek.Parity(rebuild_share=1),
+    ):  # fmt: skip
         bags, step = trained(made)
-        cluster = protected(bags, ek.Parity(k=k, r=1, chunk_rows=chunk_rows))
-        found[f"k = {k}, chunks of {chunk_rows} rows"] = lose_a_shard(step, cluster, 3, settle=8)
+        cluster, _ = protected(bags, spec)
+        say(name_of(spec))
+        found[name_of(spec)] = lose_a_shard(step, cluster, 3, watch_seconds=WATCH_SECONDS)
         cluster.close()
         del bags, cluster, step
         gc.collect()
     told = [
-        f"{name}: first step after {its.first_step_seconds:.2f} s, whole after {its.seconds:.2f} s "
-        f"at {its.throughput:.0%} of the normal throughput, {its.nbytes / 1e6 / its.seconds:.0f} "
-        "MB/s"
+        f"{name}: first step after {its.first_step_seconds:.2f} s, whole after "
+        f"{its.whole_seconds:.1f} s at {its.throughput:.0%} of the normal throughput, "
+        f"{its.mb_per_second:.0f} MB/s"
         for name, its in found.items()
     ]
     plot_loss(found, restored)
@@ -387,6 +438,10 @@ def effects(made: list[Batch], rebuild: Rebuild, interval: float, restored: floa
         "![throughput after a loss](parity-loss.png)",
         "![recovery over lost work](parity-recovery.png)",
     ]
+
+
+def name_of(spec: ek.Parity) -> str:
+    return f"k = {spec.k}, chunks of {spec.chunk_rows} rows, share {spec.rebuild_share:g}"
 
 
 def plot_loss(found: dict[str, Rebuild], restored: float) -> None:
