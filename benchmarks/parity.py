@@ -447,24 +447,27 @@ def name_of(spec: ek.Parity) -> str:
 def plot_loss(found: dict[str, Rebuild], restored: float) -> None:
     """Throughput from a loss on, and steps that have ended since."""
     plt = pyplot()
-    figure, (rate, progress) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
+    figure, (rate, progress) = plt.subplots(2, 1, figsize=(7, 7), sharex=True)
     for name, rebuild in found.items():
         ends = np.array([0.0, *rebuild.ends])
-        every = max(1, len(rebuild.ends) // 60)
-        at = ends[::every]
-        rate.plot(at[1:], rebuild.normal_step_seconds * every / np.diff(at) * 100, label=name)
-        progress.plot(ends, np.arange(ends.size), label=name)
-    until = max(rebuild.ends[-1] for rebuild in found.values()) + restored
+        # Over about a second each: single steps of a shared machine are all over the place.
+        at = ends[:: max(1, round(1 / rebuild.normal_step_seconds))]
+        steps = np.diff(np.searchsorted(ends, at))
+        rates = rebuild.normal_step_seconds * steps / np.diff(at) * 100
+        (line,) = progress.plot(ends, np.arange(ends.size))
+        rate.stairs(rates, at, baseline=None, color=line.get_color(), label=name)
+    until = max(rebuild.ends[-1] for rebuild in found.values())
     normal = next(iter(found.values())).normal_step_seconds
-    at = np.linspace(0, until, 50)
-    progress.plot(at, np.maximum(0, at - restored) / normal, "k--", label="checkpoint, none lost")
+    at = np.linspace(0, until, 200)
+    behind = np.maximum(0, at - restored) / normal
+    progress.plot(at, behind, "k--", label="a checkpoint of the last step, restored")
     rate.axhline(100, color="0.8", zorder=0)
     rate.set_ylim(0, 120)
     rate.set_ylabel("% of normal throughput")
     progress.set_ylabel("steps since the loss")
     progress.set_xlabel("seconds since the loss")
-    progress.legend()
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    figure.set_layout_engine("constrained")
     figure.savefig(RESULTS / "parity-loss.png", dpi=120)
     plt.close(figure)
 
