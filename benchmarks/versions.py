@@ -32,7 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from _common import RESULTS, Options, options, report
-from emberkeep.blobs import BlobStore, open_store
+from emberkeep.blobs import BlobStore, Buffer, open_store
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
@@ -101,10 +101,10 @@ class CountingStore(WrapperStore):
     def get(self, name: str) -> bytes:
         return self._count(name, super().get(name))
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         return self._count(name, super().get_range(name, start, length))
 
-    def _count(self, name: str, data: bytes) -> bytes:
+    def _count(self, name: str, data: Any) -> Any:
         self.nbytes += len(data)
         self.reads += 1
         self.files.add(name)

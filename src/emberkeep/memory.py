@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _HUGE_PAGE = 2 * 1024 * 1024
+_MOST_FREE = 8
 
 
 def _physical_bytes() -> int:
@@ -36,6 +39,38 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
     if _HUGE_PAGE <= nbytes <= _physical_bytes() // 16:
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, kind).reshape(shape)
+
+
+class _Recycler:
+    """Memory that nobody looks at for the moment. Only what was lent keeps it alive."""
+
+    def __init__(self) -> None:
+        self.free: list[npt.NDArray[np.uint8]] = []
+
+    def take_back(self, area: npt.NDArray[np.uint8]) -> None:
+        if len(self.free) < _MOST_FREE:
+            self.free.append(area)
+
+
+_recyclers: weakref.WeakSet[_Recycler] = weakref.WeakSet()
+_recycling = threading.Lock()
+
+
+def recycled(nbytes: int) -> memoryview:
+    """A buffer for bytes that pass through, with anything in it.
+
+    It may have been used before: to have fresh pages made takes longer than to fill them. It goes
+    back when the last view of it is gone, and when none is lent any more all are freed.
+    """
+    with _recycling:
+        owner = next(iter(_recyclers), None) or _Recycler()
+        _recyclers.add(owner)
+        fit = [at for at, area in enumerate(owner.free) if nbytes <= area.size <= 4 * nbytes]
+        area = owner.free.pop(fit[0]) if fit else lazy_zeros((nbytes,), np.uint8)
+    # Views of a memoryview keep the array that it was made of; those of an array do not.
+    lent = area[:nbytes]
+    weakref.finalize(lent, owner.take_back, area).atexit = False
+    return memoryview(lent)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.blobs import LocalStore, open_store
+from emberkeep.blobs import Buffer, LocalStore, open_store
 from emberkeep.checkpoint import Checkpointer, Strategy
 from emberkeep.cli import main
 from emberkeep.cli._repository import numbers_text, size_text
@@ -327,16 +327,16 @@ def test_an_interrupt_leaves_nothing_behind(
     """At every read of a data file in turn."""
     monkeypatch.chdir(root.parent)
     before = sorted(root.parent.rglob("*"))
-    read = ReadingStore._counted
+    count_read = ReadingStore._count
     for position in range(8):
         count = iter(range(1000))
 
-        def interrupted(store: ReadingStore, name: str, content: bytes) -> bytes:
+        def interrupted(store: ReadingStore, name: str, content: Buffer) -> None:
             if name.startswith("data/") and next(count) == position:  # noqa: B023
                 raise KeyboardInterrupt
-            return read(store, name, content)
+            count_read(store, name, content)
 
-        monkeypatch.setattr(ReadingStore, "_counted", interrupted)
+        monkeypatch.setattr(ReadingStore, "_count", interrupted)
         assert shell(*arguments) == 130
         assert (shell.out, shell.err) == ("", "emberkeep: interrupted\n")
         left = sorted(path for path in root.parent.rglob("*") if "out" not in path.parts)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import emberkeep as ek
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import Settings
 from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
 from emberkeep.repository import Repository
@@ -91,7 +91,7 @@ class HookedStore(MemoryStore):
         self.before("get", name)
         return super().get(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         self.before("get", name)
         return super().get_range(name, start, length)
 

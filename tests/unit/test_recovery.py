@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, StateError
@@ -100,7 +100,7 @@ class LoggedStore(MemoryStore):
         self.reads.append(name)
         return super().get(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         self.reads.append(name)
         return super().get_range(name, start, length)
 

@@ -71,8 +71,8 @@ class BlobStore(Protocol):
         """The whole object; `MissingObjectError` if there is none."""
         ...
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), cut off at the object's end."""
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
+        """Bytes [start, start + length), cut off at the object's end; nobody else has them."""
         ...
 
     def size(self, name: str) -> int:

@@ -30,6 +30,7 @@ if sys.platform == "darwin":
 _Result = TypeVar("_Result")
 
 _STAGING = ".incomplete"
+_LONG_NBYTES = 2**20
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _REMEDIES = {
@@ -161,9 +162,23 @@ class LocalStore:
     def get(self, name: str) -> bytes:
         return self._read(name, 0, -1)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         check_range(name, start, length)
-        return self._read(name, start, length)
+        if length < _LONG_NBYTES:
+            return self._read(name, start, length)
+        return self._call(name, lambda: self._read_long(name, start, length))
+
+    def _read_long(self, name: str, start: int, length: int) -> memoryview:
+        from emberkeep.memory import recycled  # needs numpy, which `emberkeep --help` does not
+
+        with open(self._path(name), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            into = recycled(max(0, min(length, size - start)))
+            file.seek(start)
+            done = 0
+            while done < len(into) and (count := file.readinto(into[done:])):
+                done += count
+            return into[:done]
 
     def size(self, name: str) -> int:
         return self._call(name, os.stat, self._path(name)).st_size

@@ -42,7 +42,7 @@ class MemoryStore:
         except KeyError:
             raise MissingObjectError(f"{self.url} holds no object {name}") from None
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         check_range(name, start, length)
         return self.get(name)[start : start + length]
 

@@ -134,7 +134,7 @@ class ObjectStore:
         check_name(name)
         return self._once(name, lambda: bytes(obstore.get(self._store, name).bytes()))
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         import obstore
         from obstore.exceptions import GenericError
 

@@ -30,7 +30,7 @@ class WrapperStore:
     def get(self, name: str) -> bytes:
         return self.inner.get(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         return self.inner.get_range(name, start, length)
 
     def size(self, name: str) -> int:
@@ -90,7 +90,7 @@ class OverlayStore(WrapperStore):
     def get(self, name: str) -> bytes:
         return self._holder(name).get(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         return self._holder(name).get_range(name, start, length)
 
     def size(self, name: str) -> int:

@@ -20,15 +20,18 @@ class ReadingStore(WrapperStore):
     advance: Callable[[int], None] | None = None
 
     def get(self, name: str) -> bytes:
-        return self._counted(name, super().get(name))
+        content = super().get(name)
+        self._count(name, content)
+        return content
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
-        return self._counted(name, super().get_range(name, start, length))
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
+        content = super().get_range(name, start, length)
+        self._count(name, content)
+        return content
 
-    def _counted(self, name: str, content: bytes) -> bytes:
+    def _count(self, name: str, content: Buffer) -> None:
         if self.advance is not None and name.startswith("data/"):
             self.advance(len(content))
-        return content
 
 
 class WritingStore(WrapperStore):

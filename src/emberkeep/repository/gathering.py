@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.blobs import Buffer
 from emberkeep.errors import ChangedError, DamageError, MissingObjectError
 from emberkeep.memory import Spread, Values
 from emberkeep.pool import Pool
@@ -86,7 +87,7 @@ def ranges(bundle: Bundle, *, heads: bool, most_nbytes: int = _READ_NBYTES) -> l
     return found
 
 
-def read_range(repository: Repository, wanted: Range) -> bytes:
+def read_range(repository: Repository, wanted: Range) -> Buffer:
     try:
         return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
     except MissingObjectError:

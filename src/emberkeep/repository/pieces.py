@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
 from emberkeep.errors import DamageError, FormatError
+from emberkeep.memory import recycled
 from emberkeep.pool import Pool
 from emberkeep.repository.documents import Json
 from emberkeep.snapshot import Chunk
@@ -123,7 +124,7 @@ def pieces(
         first = piece.next
 
 
-def read_chunks(name: str, blocks: Iterator[bytes], pool: Pool) -> Iterator[Chunk]:
+def read_chunks(name: str, blocks: Iterator[Buffer], pool: Pool) -> Iterator[Chunk]:
     """The chunks of one file, in the order in which they were written.
 
     The blocks have been checked against their digests; what still does not make sense is
@@ -156,9 +157,9 @@ def _records(stream: Any) -> Iterator[dict[str, Any]]:
     for batch in stream:
         fields = [field for field in batch.schema.names if field != "data"]
         columns = [batch.column(field).to_pylist() for field in fields]
-        data = batch.column("data")
-        for at, values in enumerate(zip(*columns, strict=True)):
-            yield {**dict(zip(fields, values, strict=True)), "data": _bytes_of(data, at)}
+        data = _buffers(batch.column("data"))
+        for values, buffer in zip(zip(*columns, strict=True), data, strict=True):
+            yield {**dict(zip(fields, values, strict=True)), "data": buffer}
 
 
 def _chunk(group: list[dict[str, Any]], codecs: Codecs, pool: Pool) -> Chunk:
@@ -198,9 +199,22 @@ def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
     return pa.RecordBatch.from_arrays([*arrays, data], schema=schema)
 
 
-def _bytes_of(data: Any, index: int) -> npt.NDArray[np.uint8]:
-    buffer = data[index].as_buffer()
-    return np.frombuffer(buffer, np.uint8) if buffer.size else np.empty(0, np.uint8)
+def _buffers(data: Any) -> list[npt.NDArray[np.uint8]]:
+    """The values of a binary column, where they stand: its scalars would be copies."""
+    data.validate(full=True)  # offsets lie within the data
+    _, offsets, content = data.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1]
+    flat = np.frombuffer(content, np.uint8) if content else np.empty(0, np.uint8)
+    return [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
+
+
+def _joined(parts: list[memoryview]) -> Buffer:
+    nbytes = sum(map(len, parts))
+    if nbytes < _SMALL_NBYTES:
+        return b"".join(parts)
+    joined = recycled(nbytes)
+    np.concatenate([np.frombuffer(part, np.uint8) for part in parts], out=np.asarray(joined))
+    return joined
 
 
 class _Sink(io.RawIOBase):
@@ -227,7 +241,7 @@ class _Sink(io.RawIOBase):
 class _Source(io.RawIOBase):
     """Blocks one after the other as a file that can only be read on."""
 
-    def __init__(self, blocks: Iterator[bytes]) -> None:
+    def __init__(self, blocks: Iterator[Buffer]) -> None:
         super().__init__()
         self._blocks = blocks
         self._rest = memoryview(b"")
@@ -235,7 +249,7 @@ class _Source(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size: int | None = -1) -> Any:
         parts = []
         wanted = size if size is not None and size >= 0 else 2**62
         while wanted:
@@ -248,4 +262,4 @@ class _Source(io.RawIOBase):
             self._rest = self._rest[len(part) :]
             wanted -= len(part)
             parts.append(part)
-        return parts[0].tobytes() if len(parts) == 1 else b"".join(parts)
+        return parts[0] if len(parts) == 1 else _joined(parts)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from emberkeep.blobs import BlobStore
+from emberkeep.blobs import BlobStore, Buffer
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.errors import (
     ConfigError,
@@ -267,7 +267,7 @@ class Repository:
         offset = start - first * file.block_nbytes
         return blocks[offset : offset + length]
 
-    def stream(self, file: FileRef) -> Iterator[bytes]:
+    def stream(self, file: FileRef) -> Iterator[Buffer]:
         """The file block by block, each checked before it is handed out."""
         if not file.blocks:
             yield self.read(file)
@@ -275,7 +275,7 @@ class Repository:
         for index in range(len(file.blocks)):
             yield self._block(file, index)
 
-    def _block(self, file: FileRef, index: int) -> bytes:
+    def _block(self, file: FileRef, index: int) -> Buffer:
         if not file.blocks:
             return self.read(file)
         start = index * file.block_nbytes
@@ -289,7 +289,7 @@ class Repository:
         self._check(file, content, length, file.blocks[index])
         return content
 
-    def _check(self, file: FileRef, content: bytes, size: int, expected: str) -> None:
+    def _check(self, file: FileRef, content: Buffer, size: int, expected: str) -> None:
         if len(content) != size or digest(content) != expected:
             raise DamageError(
                 f"{file.name} is damaged: its content does not match the digest in the manifest; "

@@ -53,7 +53,7 @@ class RecordingStore(WrapperStore):
         self.operations.append(("get", name))
         return super().get(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         self.operations.append(("get_range", name))
         return super().get_range(name, start, length)
 
@@ -116,7 +116,7 @@ class FaultStore(WrapperStore):
     def get(self, name: str) -> bytes:
         return self._operate("get", name, lambda: self.inner.get(name))
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
         return self._operate("get_range", name, lambda: self.inner.get_range(name, start, length))
 
     def size(self, name: str) -> int:
