@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -108,7 +109,7 @@ class Cycles:
     def __init__(self, contenders: Mapping[str, Turn], *, cycles: int, turns: int) -> None:
         self._taken: dict[str, list[float]] = {name: [] for name in contenders}
         order = list(contenders)
-        for _ in range(cycles):
+        for number in range(1, cycles + 1):
             cycle: dict[str, list[float]] = {name: [] for name in contenders}
             for _ in range(turns):
                 for name in order:
@@ -116,6 +117,8 @@ class Cycles:
                 order.reverse()
             for name, times in cycle.items():
                 self._taken[name].append(statistics.mean(times))
+            told = ", ".join(f"{name} {times[-1]:.1f}" for name, times in self._taken.items())
+            print(f"cycle {number} of {cycles}, ms a step: {told}", file=sys.stderr, flush=True)
 
     def ms(self, name: str) -> float:
         return statistics.median(self._taken[name])
