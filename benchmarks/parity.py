@@ -41,7 +41,7 @@ FEATURES = tuple(f"C{table + 1}" for table in range(TABLES))
 BATCHES = 16  # different ones in turn, so that no batch is found in the processor's caches
 MTBF_SECONDS = 28 * 3600.0
 # A rebuild is watched for so long at most; what is left of it then is brought back at once.
-WATCH_SECONDS, QUICK_WATCH_SECONDS = 60.0, 6.0
+WATCH_SECONDS, QUICK_WATCH_SECONDS = 60.0, 4.0
 Batch = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
@@ -229,7 +229,7 @@ def timed(step: Callable[[], None], count: int) -> list[float]:
 
 
 def lose_a_shard(
-    step: Callable[[], None], cluster: Any, shard: int, *, watch_seconds: float, settle: int = 8
+    step: Callable[[], None], cluster: Any, shard: int, *, watch_seconds: float, settle: int = 6
 ) -> Rebuild:
     times = timed(step, settle)
     rows = sum(slab.rows * 4 * 2 * DIM for slab in cluster.shards[shard].slabs)
