@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ TURN = 8  # calls of one contender before the next has its turn
 SIZES = {"1k": 1_000, "10k": 10_000, "50k": 50_000}
 TABLE = ek.Table("t", rows=ROWS, dim=DIM)
 OPTIMIZER = ek.RowWiseAdagrad(lr=0.01)
+STARTED = time.perf_counter()
 
 
 def medians_ms(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -48,6 +50,11 @@ def medians_ms(contenders: dict[str, Callable[[], object]], rounds: int) -> dict
                 if count >= 0:
                     taken[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def say(what: str) -> None:
+    """What is measured next, and when since the start."""
+    print(f"{time.perf_counter() - STARTED:4.0f} s  {what}", file=sys.stderr, flush=True)
 
 
 def wanted(rows_per_shard: int, seed: int = 0) -> list[RowIds]:
@@ -211,6 +218,7 @@ def main() -> None:
 
     given = options(__file__, __doc__ or "")
     rounds = 3 if given.quick else 12
+    say("Ray and servers start")
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
         logging_level="error",
@@ -222,6 +230,7 @@ def main() -> None:
     assert isinstance(in_process, LocalCluster)
     rows, figures = [], {}
     for name, size in SIZES.items():
+        say(f"pulls of {name} rows from each of {SHARDS} shards")
         request = wanted(size)
         contenders: dict[str, Callable[[], object]] = {
             "in process": lambda r=request: in_process.pull(r),
@@ -248,6 +257,7 @@ def main() -> None:
         ray.kill(actor)
     ray.shutdown()
 
+    say("training")
     more = ProcessHosts(SHARDS, spares=0, threads=1)
     opened: list[Any] = []
     steps = {
@@ -267,10 +277,13 @@ def main() -> None:
         cluster.close()
     more.close()
 
+    say("one server, 1-4 clients")
     for clients, per_second in scaling(hosts, 1.0 if given.quick else 4.0).items():
         rows.append([f"one server, {clients} clients", "flight", "", f"{per_second:,.0f}", ""])
+    say("killed servers")
     figures["seconds_to_serve_after_kill"] = seconds_to_serve(hosts, 1 if given.quick else 4)
     hosts.close()
+    say("done")
     report(
         given,
         config={
