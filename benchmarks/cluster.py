@@ -217,7 +217,7 @@ def main() -> None:
     import ray
 
     given = options(__file__, __doc__ or "")
-    rounds = 3 if given.quick else 12
+    rounds = 2 if given.quick else 12
     say("Ray and servers start")
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
@@ -278,7 +278,7 @@ def main() -> None:
     more.close()
 
     say("one server, 1-4 clients")
-    for clients, per_second in scaling(hosts, 1.0 if given.quick else 4.0).items():
+    for clients, per_second in scaling(hosts, 0.5 if given.quick else 4.0).items():
         rows.append([f"one server, {clients} clients", "flight", "", f"{per_second:,.0f}", ""])
     say("killed servers")
     figures["seconds_to_serve_after_kill"] = seconds_to_serve(hosts, 1 if given.quick else 4)
