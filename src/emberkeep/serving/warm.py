@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from emberkeep.cluster.local import local
+from emberkeep.erasure.codes import Parity
 from emberkeep.kernels import hashing
 from emberkeep.lookup import merge, unique_ids
 from emberkeep.pool import Pool
@@ -25,7 +27,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
 
 
 def warm_up(optimizers: Sequence[Optimizer] = OPTIMIZERS) -> None:
-    """Pulls, pushes, freezes and deletes a few rows with each optimizer."""
+    """Pulls, pushes, freezes, deletes and loses a few rows with each optimizer."""
     pool = Pool(1)
     ids = RowIds(np.arange(4), np.array([0, 2, 4]))
     unique_ids(ids.ids, ids.offsets, pool)
@@ -51,3 +53,19 @@ def warm_up(optimizers: Sequence[Optimizer] = OPTIMIZERS) -> None:
                 snapshot.close(())
         shard.install("fixed", *shard.read_all("fixed"))
         shard.delete("dynamic", np.array([3]))
+    for optimizer in optimizers:
+        _warm_parity(optimizer)
+
+
+def _warm_parity(optimizer: Optimizer) -> None:
+    """Pushes, loses a shard and brings it back, with fixed tables alone and with dynamic ones."""
+    for table in (Table("t", rows=16, dim=4), Table("t", capacity=16, dim=4)):
+        spec = local(shards=3, threads=1, parity=Parity(k=1, r=2))
+        cluster = spec.open([table], optimizer, seed=0)
+        ids = [RowIds(np.arange(8), np.array([0, 8]))]
+        for _ in range(2):
+            cluster.push(ids, [np.ones((8, 4), np.float32)], lr=0.1)
+        cluster.kill(1)
+        cluster.pull(ids)
+        cluster.rebuild()
+        cluster.close()
