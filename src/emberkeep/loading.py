@@ -98,7 +98,11 @@ class LoadsItself(Protocol):
 class InstallsApart(Protocol):
     """A target in this process, which takes rows from where they stand in what was read."""
 
-    def install_apart(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None: ...
+    def install_apart(
+        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+    ) -> None:
+        """Rows of several tables: those of `tables[i]` at offsets[i]:offsets[i + 1]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
             if isinstance(target, InstallsApart):
                 for rows in ahead_of(rows_apart(repository, planned, pool)):
                     assert rows.planes is not None
-                    target.install_apart(rows.table, rows.ids, rows.planes)
+                    target.install_apart(rows.tables, rows.offsets, rows.ids, rows.planes)
             else:
                 for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
                     if chunk.planes is not None:

@@ -15,7 +15,7 @@ from emberkeep.lookup import Lookup
 from emberkeep.memory import Values
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
-from emberkeep.slab import F32, I64, Planes, Push, RowIds
+from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
 from emberkeep.snapshot import FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiered.opening import open_slab
@@ -46,6 +46,11 @@ def plane_shapes(table: Table, optimizer: Optimizer) -> dict[str, list[Any]]:
     if table.on_full == "evict_oldest":
         planes["used"] = [1, "int64"]
     return planes
+
+
+def _follows(place: tuple[Slab, int], before: tuple[Slab, int]) -> bool:
+    """Whether a table stands in the same slab as another, further on."""
+    return place[0] is before[0] and place[1] > before[1]
 
 
 class Shard:
@@ -274,7 +279,35 @@ class Shard:
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            slab.install(t, ids, planes)
+            slab.install(slab.one_table(t, ids), planes)
+            self._record()
+
+    def install_apart(
+        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+    ) -> None:
+        """`install` of rows of several tables, those of `tables[i]` at offsets[i]:offsets[i + 1].
+
+        Tables of one slab that are given in its order are written at once.
+        """
+        ids = np.ascontiguousarray(ids, np.int64)
+        for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
+            self._need_ids(table, ids[start:stop])
+        with self._lock:
+            self._must_live()
+            places = [self._places[table] for table in tables]
+            first = 0
+            for last in range(1, len(places) + 1):
+                if last < len(places) and _follows(places[last], places[last - 1]):
+                    continue
+                slab, some = places[first][0], slice(offsets[first], offsets[last])
+                counts_T = np.zeros(len(slab.tables) + 1, np.int64)
+                for (_, t), count in zip(
+                    places[first:last], np.diff(offsets[first : last + 1]), strict=True
+                ):
+                    counts_T[t + 1] = count
+                wanted = RowIds(ids[some], np.cumsum(counts_T))
+                slab.install(wanted, {name: v[some] for name, v in planes.items()})
+                first = last
             self._record()
 
     def delete(self, table: str, ids: I64) -> int:

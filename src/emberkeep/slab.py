@@ -46,7 +46,9 @@ _ALIGNMENT = 64
 # Ranges of fewer rows than this are not worth a thread.
 _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
+# Rows that stand apart come many at once, and nothing was decoded for them.
 _LEAST_NBYTES = 4 * 2**20
+_LEAST_APART_NBYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class RowIds:
 
     def table_of(self, position: int) -> int:
         return int(np.searchsorted(self.offsets, position, side="right")) - 1
+
+    def part(self, start: int, stop: int) -> RowIds:
+        """Those at some positions."""
+        ids = self.ids[start:stop]
+        return RowIds(ids, np.clip(self.offsets - start, 0, ids.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,15 +407,16 @@ class Slab:
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
 
-    def install(self, table: int, ids: I64, planes: Mapping[str, Values]) -> None:
-        """Writes whole rows of one table, all planes together; they become touched and dirty.
+    def install(self, wanted: RowIds, planes: Mapping[str, Values]) -> None:
+        """Writes whole rows, all planes together; they become touched and dirty.
 
         No id may be given twice: rows are written by several threads.
         """
-        wanted, found, unknown = self._check_install(table, ids, planes)
+        found, unknown = self._check_install(wanted, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
-        least = _LEAST_NBYTES // (4 * self.dim)
+        apart = any(isinstance(values, Spread) for values in planes.values())
+        least = (_LEAST_APART_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
         for name, values in planes.items():
             into = self.planes[name]
             if name == "used":
@@ -423,35 +431,33 @@ class Slab:
             self._over(places.size, *job, places, into, least=least)
         marked = places, self._filled, self._changed
         self._over(places.size, scatter.write_mark, *marked, least=least)
-        if table in self.slots and "used" in planes:
-            self.slots[table].next_tick = max(
-                self.slots[table].next_tick, int(np.max(planes["used"], initial=0)) + 1
-            )
+        if "used" in planes:
+            for t, slots in self.slots.items():
+                used = planes["used"][wanted.offsets[t] : wanted.offsets[t + 1]]
+                slots.next_tick = max(slots.next_tick, int(np.max(used, initial=-1)) + 1)
         self._after_write(found, places)
 
-    def _check_install(
-        self, table: int, ids: I64, planes: Mapping[str, Values]
-    ) -> tuple[RowIds, I64, list[int]]:
+    def _check_install(self, wanted: RowIds, planes: Mapping[str, Values]) -> tuple[I64, list[int]]:
         """Everything that can refuse whole rows, before any changes; the rows of the ids, and how
         many are unknown, by table."""
-        wanted = self.one_table(table, ids)
-        expected = {name for name in self.planes if self.has_plane(table, name)}
-        if set(planes) != expected:
-            raise StateError(
-                f"table {self.tables[table].name!r} has planes {sorted(expected)}, the rows bring "
-                f"{sorted(planes)}; load rows that were saved with the same optimizer"
-            )
-        for name, values in planes.items():
-            shape = (ids.size, self.planes[name].shape[1])
-            if values.shape != shape or values.dtype != self.planes[name].dtype:
+        for t in np.flatnonzero(np.diff(wanted.offsets)).tolist():
+            expected = {name for name in self.planes if self.has_plane(t, name)}
+            if set(planes) != expected:
                 raise StateError(
-                    f"table {self.tables[table].name!r}, plane {name!r}: {values.dtype} "
-                    f"{values.shape} does not fit {self.planes[name].dtype} {shape}"
+                    f"table {self.tables[t].name!r} has planes {sorted(expected)}, the rows bring "
+                    f"{sorted(planes)}; load rows that were saved with the same optimizer"
                 )
+            for name, values in planes.items():
+                shape = (wanted.ids.size, self.planes[name].shape[1])
+                if values.shape != shape or values.dtype != self.planes[name].dtype:
+                    raise StateError(
+                        f"table {self.tables[t].name!r}, plane {name!r}: {values.dtype} "
+                        f"{values.shape} does not fit {self.planes[name].dtype} {shape}"
+                    )
         found, unknown = self.resolve(wanted)
         for t, slots in self.slots.items():
             self._check_room(t, slots, wanted, found, unknown[t])
-        return wanted, found, unknown
+        return found, unknown
 
     def clear(self) -> None:
         """Takes every row back to its initial state; nothing is left to be told of."""

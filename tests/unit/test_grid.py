@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -19,14 +20,14 @@ import emberkeep as ek
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
-from emberkeep.errors import ConfigError
-from emberkeep.kernels import gather
+from emberkeep.errors import ConfigError, DamageError
+from emberkeep.kernels import gather, ordering
 from emberkeep.kernels import grid as kernels
 from emberkeep.memory import Spread
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
 from emberkeep.repository import VersionId
-from emberkeep.repository.bundles import pack_head
+from emberkeep.repository.bundles import Piece, pack_head, unpack_heads
 from emberkeep.repository.extraction import Extracted
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.repository.rounds import Rounds
@@ -47,6 +48,35 @@ def test_heads_come_back(groups: list[list[int]]) -> None:
     assert kernels.unpack_ids(packed, counts, found) == packed.size
     assert (found == ids).all()
     assert kernels.unpack_ids(packed[:-1], counts, found) == -1
+
+
+def test_heads_are_unpacked_together_and_each_is_checked() -> None:
+    random = np.random.default_rng(0)
+    data, pieces, named = b"between", [], []
+    for rows in (0, 1, 40, 300):
+        tables = np.sort(random.integers(0, 5, rows)).astype(np.int32)
+        ids = random.integers(0, 1000, rows)
+        head = pack_head(tables, ids).tobytes()
+        piece = Piece(
+            birth=1, death=None, family=0, rows=rows, offset=0, nbytes=0, digest="",
+            head=len(data), head_nbytes=len(head),
+            head_digest=xxhash.xxh3_64_hexdigest(head), sum=0,
+        )  # fmt: skip
+        pieces.append((piece, len(data)))
+        named.append((tables, ids))
+        data += head + b"between"
+    found = unpack_heads("file", pieces[::-1], memoryview(data))
+    for rows, (tables, ids) in zip(found, named[::-1], strict=True):
+        assert (rows.tables() == tables).all()
+        assert (rows.ids == ids).all()
+    assert unpack_heads("file", [], memoryview(b"")) == ()
+    for number, (piece, at) in enumerate(pieces):
+        # What no digest can see: a head that is whole and names other rows than its piece has.
+        other = pieces[number - 1][0]
+        swapped = piece._replace(head_nbytes=other.head_nbytes, head_digest=other.head_digest)
+        for wrong, start in ((swapped, pieces[number - 1][1]), (piece, at + 1), (piece, len(data))):
+            with pytest.raises(DamageError, match="file is damaged"):
+                unpack_heads("file", [*pieces[:2], (wrong, start)], memoryview(data))
 
 
 @settings(deadline=None, max_examples=30)
@@ -92,27 +122,50 @@ def test_kept_rows_are_gathered_or_found_where_they_stand(counts: list[int], see
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_rows_apart_are_installed_as_rows_together(shards: int) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_apart_are_installed_as_rows_together(shards: int, in_order: bool) -> None:
     tables = [ek.Table("fixed", rows=5000, dim=8), ek.Table("any", rows=None, capacity=900, dim=8)]
     random = np.random.default_rng(0)
     one, other = (
         ek.local(shards=shards).open(tables, ek.Adam(lr=0.1, step="row"), seed=0) for _ in range(2)
     )
     words = random.standard_normal(30_000).astype(np.float32)
-    for table in ("fixed", "any"):
-        ids = np.sort(random.choice(5000, 700, replace=False))
-        planes: dict[str, Any] = {
-            name: Spread(words, random.integers(0, words.size - 8, 700), 8)
-            for name in ("weight", "first_moment", "second_moment")
-        }
-        planes["step"] = Spread(words.view(np.int32), random.integers(0, words.size, 700), 1)
-        one.install_apart(table, ids, planes)
-        other.install(table, ids, {name: np.asarray(value) for name, value in planes.items()})
+    offsets = [0, 700, 1400]
+    ids = np.concatenate([random.choice(5000, 700, replace=False) for _ in tables])
+    planes: dict[str, Any] = {
+        name: Spread(words, random.integers(0, words.size - 8, 1400), 8)
+        for name in ("weight", "first_moment", "second_moment")
+    }
+    planes["step"] = Spread(words.view(np.int32), random.integers(0, words.size, 1400), 1)
+    # Also in an order that no slab has.
+    names = ["fixed", "any"] if in_order else ["any", "fixed"]
+    one.install_apart(names, offsets, ids, planes)
+    for table, start, stop in zip(names, offsets, offsets[1:], strict=False):
+        own = {name: np.asarray(value[start:stop]) for name, value in planes.items()}
+        other.install(table, ids[start:stop], own)
         found, expected = one.read_all(table), other.read_all(table)
-        assert (found[0] == ids).all()
-        assert (expected[0] == ids).all()
+        assert (found[0] == np.sort(ids[start:stop])).all()
+        assert (expected[0] == found[0]).all()
         for name in planes:
             assert found[1][name].tobytes() == expected[1][name].tobytes(), name
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    most=st.sampled_from([2, 90, 5000, 2**40, 2**63 - 1]),
+    seed=st.integers(0, 2**16),
+)
+def test_ids_come_to_ascend_table_by_table(counts: list[int], most: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    parts = [np.unique(random.integers(-3, most, count)) for count in counts]
+    parts = [part if random.random() < 0.3 else random.permutation(part) for part in parts]
+    ids = np.concatenate(parts).astype(np.int64)
+    offsets = np.cumsum([0, *(part.size for part in parts)])
+    order = np.empty(ids.size, np.int64)
+    ordering.ascending(ids, offsets, order, np.empty(ids.size, np.int64))
+    assert (ids[order] == np.concatenate([np.sort(part) for part in parts])).all()
+    assert sorted(order.tolist()) == list(range(ids.size))
 
 
 def test_sums_do_not_depend_on_order_and_see_every_bit() -> None:

@@ -187,13 +187,16 @@ class LocalStore:
         top = self._path(prefix) if prefix else self._root
         for directory, below, files in os.walk(top):
             below[:] = [entry for entry in below if not entry.startswith(".")]
+            parts = [
+                part for part in os.path.relpath(directory, self._root).split(os.sep) if part != "."
+            ]
             for file in files:
                 path = os.path.join(directory, file)
                 try:
                     status = os.stat(path)
                 except FileNotFoundError:
                     continue  # deleted since the directory was read
-                name = os.path.relpath(path, self._root).replace(os.sep, "/")
+                name = "/".join([*parts, file])
                 yield BlobInfo(name=name, size=status.st_size, modified=_utc(status.st_mtime))
 
     def delete(self, names: Iterable[str]) -> None:

@@ -354,14 +354,20 @@ class LocalCluster(Cluster):
         super().install(table, ids, planes)
         self._settle()
 
-    def install_apart(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
-        """`install`, of rows that need not stand together."""
+    def install_apart(
+        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+    ) -> None:
+        """`install`, of rows of several tables that need not stand together."""
         self._present()
         if len(self.shards) == 1:
-            self.shards[0].install(table, ids, planes)
+            self.shards[0].install_apart(tables, offsets, ids, planes)
         else:
-            for order, shard in zip(self.positions(table, ids), self.shards, strict=True):
-                shard.install(table, ids[order], {name: v[order] for name, v in planes.items()})
+            for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
+                for order, shard in zip(
+                    self.positions(table, ids[start:stop]), self.shards, strict=True
+                ):
+                    mine = start + order
+                    shard.install(table, ids[mine], {name: v[mine] for name, v in planes.items()})
         self._settle()
 
     def delete(self, table: str, ids: I64) -> int:

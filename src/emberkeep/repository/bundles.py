@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,11 +81,11 @@ Family = tuple[Form, ...]
 """The forms of all planes of a row; that of a tombstone is empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Where rows of one birth, death and family stand in a file.
 
-    `sum` is the order-free hash sum of its rows: sums of disjoint sets of rows add up.
+    `sum` is the order-free hash sum of its rows: sums of disjoint sets of rows add up. A tuple,
+    because catalogs list thousands of pieces, and of one that is read each becomes one.
     """
 
     birth: int
@@ -105,21 +105,11 @@ class Piece:
         return self.birth <= version and (self.death is None or version < self.death)
 
     def to_json(self) -> list[Any]:
-        return [
-            self.birth, self.death, self.family, self.rows, self.offset, self.nbytes,
-            self.digest, self.head, self.head_nbytes, self.head_digest, f"{self.sum:016x}",
-        ]  # fmt: skip
+        return [*self[:-1], f"{self.sum:016x}"]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Piece:
-        birth, death, family, rows, offset, nbytes, digest, head, head_nbytes, of_head, total = (
-            value
-        )
-        return cls(
-            birth=birth, death=death, family=family, rows=rows, offset=offset, nbytes=nbytes,
-            digest=digest, head=head, head_nbytes=head_nbytes, head_digest=of_head,
-            sum=int(total, 16),
-        )  # fmt: skip
+        return cls._make((*value[:-1], int(value[-1], 16)))
 
 
 class Bundle:
@@ -298,7 +288,7 @@ class BundleStream:
                 for part in parts:
                     yield _view(part.columns[column])
         for piece, head in heads:
-            self.pieces.append(replace(piece, head=offset))
+            self.pieces.append(piece._replace(head=offset))
             offset += head.nbytes
             yield _view(head)
         self.metadata.update(
@@ -397,23 +387,39 @@ class Rows:
         return np.repeat(self.tables_G, self.counts_G)
 
 
-def unpack_head(name: str, piece: Piece, head: memoryview) -> Rows:
-    """The rows that a head names, checked against its digest and the piece."""
-    from emberkeep.kernels import grid
+def unpack_heads(
+    name: str, pieces: Sequence[tuple[Piece, int]], data: memoryview
+) -> tuple[Rows, ...]:
+    """The rows that heads name, each head checked against its digest and its piece.
 
-    data = np.frombuffer(head, np.uint8)
-    if xxhash.xxh3_64_hexdigest(head) != piece.head_digest or data.size < 4:
+    The heads stand at the given places of the data: one look at all of them takes little longer
+    than one at a single head.
+    """
+    from emberkeep.kernels import heads
+
+    if not pieces:
+        return ()
+    for piece, at in pieces:
+        if xxhash.xxh3_64_hexdigest(data[at : at + piece.head_nbytes]) != piece.head_digest:
+            raise _damaged(name)
+    flat = np.array(np.frombuffer(data, np.uint8))  # writable, as kernels were compiled for
+    starts = np.array([at for _, at in pieces], np.int64)
+    nbytes = np.array([piece.head_nbytes for piece, _ in pieces], np.int64)
+    rows = np.array([piece.rows for piece, _ in pieces], np.int64)
+    groups = np.empty(len(pieces), np.int64)
+    if heads.count_groups(flat, starts, nbytes, groups) >= 0:
         raise _damaged(name)
-    count = int(data[:4].view("<u4")[0])
-    groups = data[4 : 4 + 8 * count].view("<u4").reshape(-1, 2).astype(np.int64)
-    ids = np.empty(piece.rows, np.int64)
-    if groups.shape[0] != count or int(groups[:, 1].sum()) != piece.rows:
+    tables_G, counts_G = np.empty(groups.sum(), np.int32), np.empty(groups.sum(), np.int64)
+    ids = np.empty(rows.sum(), np.int64)
+    if heads.unpack_heads(flat, starts, nbytes, rows, groups, tables_G, counts_G, ids) >= 0:
         raise _damaged(name)
-    counts = np.ascontiguousarray(groups[:, 1])
-    packed = np.array(data[4 + 8 * count :])  # writable, as kernels were compiled for
-    if grid.unpack_ids(packed, counts, ids) != packed.size:
-        raise _damaged(name)
-    return Rows(groups[:, 0].astype(np.int32), counts, ids)
+    last_groups, last_rows = np.cumsum(groups).tolist(), np.cumsum(rows).tolist()
+    return tuple(
+        Rows(tables_G[g0:g1], counts_G[g0:g1], ids[r0:r1])
+        for g0, g1, r0, r1 in zip(
+            [0, *last_groups], last_groups, [0, *last_rows], last_rows, strict=False
+        )
+    )
 
 
 def columns_of(bundle: Bundle, piece: Piece, body: memoryview) -> tuple[U8, ...]:

@@ -8,7 +8,7 @@ which pieces are met, and no row is written twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,21 +32,21 @@ from emberkeep.repository.bundles import (
     check_body,
     columns_of,
     decoded,
-    unpack_head,
+    unpack_heads,
 )
+from emberkeep.repository.choosing import Chosen
 from emberkeep.repository.grid import GridPlan, newest_catalog
 from emberkeep.repository.repository import Repository
 from emberkeep.snapshot import Chunk
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 # What lies between two wanted ranges is read with them if it is shorter than this.
 _GAP_NBYTES = 128 * 1024
 _READ_NBYTES = 16 * 2**20
-# Ranges are looked at together up to this: each costs every table in it an installation.
-_BATCH_NBYTES = 32 * 2**20
+# Ranges are looked at together up to this: the more rows, the nearer stand those of one table.
+_BATCH_NBYTES = 16 * 2**20
 _READERS = 4
 _BODY_READERS = 2
 
@@ -104,19 +104,29 @@ def read_heads(
 ) -> list[tuple[Bundle, Piece, Rows]]:
     """The rows that the pieces of bundles hold, by name, in the order of the pieces."""
 
-    def heads_of(bundle: Bundle) -> list[tuple[Bundle, Piece, Rows]]:
-        found = {}
-        for wanted in ranges(bundle, heads=True):
-            data = memoryview(read_range(repository, wanted))
-            for piece, at in wanted.pieces:
-                rows = unpack_head(bundle.name, piece, data[at : at + piece.head_nbytes])
-                found[piece.head] = rows
-        return [(bundle, piece, found[piece.head]) for piece in bundle.pieces]
+    def read(bundle: Bundle) -> list[tuple[Range, bytes]]:
+        return [(wanted, read_range(repository, wanted)) for wanted in ranges(bundle, heads=True)]
+
+    def heads_of(bundle: Bundle, data: list[tuple[Range, bytes]]) -> Iterator[Rows]:
+        found: dict[int, Rows] = {}
+        for wanted, content in data:
+            rows = unpack_heads(bundle.name, wanted.pieces, memoryview(content))
+            found.update(
+                (piece.head, each) for (piece, _), each in zip(wanted.pieces, rows, strict=True)
+            )
+        return (found[piece.head] for piece in bundle.pieces)
+
+    def heads(every: Iterable[list[tuple[Range, bytes]]]) -> list[tuple[Bundle, Piece, Rows]]:
+        return [
+            (bundle, piece, rows)
+            for bundle, data in zip(bundles, every, strict=True)
+            for piece, rows in zip(bundle.pieces, heads_of(bundle, data), strict=True)
+        ]
 
     if len(bundles) <= _READERS:
-        return [found for bundle in bundles for found in heads_of(bundle)]
+        return heads(map(read, bundles))
     with ThreadPoolExecutor(_READERS) as readers:
-        return [found for heads in readers.map(heads_of, bundles) for found in heads]
+        return heads(readers.map(read, bundles))
 
 
 def rows_of_plan(
@@ -135,7 +145,11 @@ def rows_of_plan(
     bundles = planned.bundles if after is None else planned.since(after)
     try:
         for rows in _rows(repository, bundles, pool, tables, apart=False):
-            yield Chunk(rows.table, rows.ids, cast("dict[str, npt.NDArray[Any]]", rows.planes))
+            for table, start, stop in rows.by_table():
+                planes = rows.planes and {name: v[start:stop] for name, v in rows.planes.items()}
+                yield Chunk(
+                    table, rows.ids[start:stop], cast("dict[str, npt.NDArray[Any]]", planes)
+                )
     except DamageError as error:
         check_unchanged(repository, planned, error)
         raise
@@ -164,149 +178,39 @@ def check_unchanged(repository: Repository, planned: GridPlan, error: DamageErro
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Rows of one table, ids unique; without planes they are tombstones."""
+    """Rows of some tables: those of `tables[i]` at offsets[i]:offsets[i + 1], ids unique.
 
-    table: str
+    Without planes they are tombstones.
+    """
+
+    tables: Sequence[str]
+    offsets: Sequence[int]
     ids: I64
     planes: Mapping[str, Values] | None
+
+    def by_table(self) -> Iterator[tuple[str, int, int]]:
+        return zip(self.tables, self.offsets, self.offsets[1:], strict=False)
 
 
 def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
     tables: Collection[str] | None, *, apart: bool,
 ) -> Iterator[Apart]:  # fmt: skip
-    names = list(repository.schema["tables"])
+    schema = repository.schema["tables"]
+    names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
     every = [each for bundle in bundles for each in ranges(bundle, heads=False)]
     batches = _batches([each for each in every if any(p.nbytes for p, _ in each.pieces)])
     # The first bodies are on their way while heads are looked at.
     with Ahead(_read_ahead(repository, batches), depth=1) as reads:
-        chosen = _Chosen(repository, read_heads(repository, bundles), wanted, pool)
+        chosen = Chosen(read_heads(repository, bundles), limits, wanted, pool)
         for table, ids in chosen.tombstones():
-            yield Apart(names[table], ids, None)
+            yield Apart([names[table]], [0, ids.size], ids, None)
         for batch in reads:
             for taken in _taken(batch, chosen):
-                for table, ids, planes in taken.by_table(pool, apart=apart):
-                    yield Apart(names[table], ids, planes)
-
-
-class _Chosen:
-    """Which rows of each piece are the newest of their id."""
-
-    def __init__(
-        self, repository: Repository, heads: Sequence[tuple[Bundle, Piece, Rows]],
-        wanted: Collection[int] | None, pool: Pool,
-    ) -> None:  # fmt: skip
-        # Newest first; of one birth rows before tombstones: an id that left and came back is both.
-        order = sorted(
-            range(len(heads)),
-            key=lambda i: (-heads[i][1].birth, not heads[i][0].families[heads[i][1].family]),
-        )
-        sizes = [heads[i][2].ids.size for i in order]
-        self.firsts = dict(
-            zip(
-                ((heads[i][0].name, heads[i][1].head) for i in order),
-                np.cumsum([0, *sizes[:-1]]).tolist() if sizes else [],
-                strict=True,
-            )
-        )
-        empty = np.empty(0, np.int64)
-        self.ids: I64 = np.concatenate([empty, *(heads[i][2].ids for i in order)])
-        self.tables_G: I32 = np.concatenate(
-            [empty.astype(np.int32), *(heads[i][2].tables_G for i in order)]
-        )
-        self.counts_G: I64 = np.concatenate([empty, *(heads[i][2].counts_G for i in order)])
-        self.starts_G: I64 = np.cumsum(self.counts_G) - self.counts_G
-        self.groups = {
-            (heads[i][0].name, heads[i][1].head): heads[i][2].counts_G.size for i in order
-        }
-        ends = np.cumsum([0, *self.groups.values()]).tolist()
-        self.first_group = dict(zip(self.groups, ends, strict=False))
-        self.kept: Bools = np.zeros(self.ids.size, np.bool_)
-        self._no_planes = [
-            (heads[i][0].name, heads[i][1])
-            for i in order
-            if not heads[i][0].families[heads[i][1].family]
-        ]
-        self._choose(repository, wanted, pool)
-        self.kept_before: I64 = np.zeros(self.ids.size + 1, np.int64)
-        np.cumsum(self.kept, out=self.kept_before[1:])
-
-    def _choose(self, repository: Repository, wanted: Collection[int] | None, pool: Pool) -> None:
-        from emberkeep.kernels import grid
-
-        if not self.tables_G.size:
-            return
-        by_table = np.argsort(self.tables_G, kind="stable")
-        present, firsts = np.unique(self.tables_G[by_table], return_index=True)
-        specs = list(repository.schema["tables"].values())
-
-        def choose(table: int, groups: I64) -> None:
-            starts, counts = self.starts_G[groups], self.counts_G[groups]
-            limit = specs[table].get("rows")
-            if limit is not None:
-                self._check_limit(table, starts, counts, limit)
-                bits = np.zeros((limit + 63) // 64, np.uint64)
-                grid.claim_bits(starts, counts, self.ids, bits, self.kept)
-            else:
-                size = 1 << int(2 * counts.sum()).bit_length()
-                grid.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
-
-        tasks = []
-        for table, groups in zip(present, np.split(by_table, firsts[1:]), strict=True):
-            if table >= len(specs) or table < 0:
-                raise DamageError(f"rows of table {table}, which the schema lacks", name="grid")
-            if wanted is None or int(table) in wanted:
-                tasks.append(partial(choose, int(table), groups))
-        pool.run(tasks)
-
-    def _check_limit(self, table: int, starts: I64, counts: I64, limit: int) -> None:
-        # Ids ascend within a group: its ends bound it. Kernels do not look.
-        held = counts > 0
-        low, high = self.ids[starts[held]], self.ids[starts[held] + counts[held] - 1]
-        if low.size and (low.min() < 0 or high.max() >= limit):
-            raise DamageError(f"ids of table {table} lie outside its {limit} rows", name="grid")
-
-    def of(self, name: str, piece: Piece) -> tuple[int, I32, I64]:
-        """Where the rows of a piece begin here, and its groups."""
-        group = self.first_group[name, piece.head]
-        some = slice(group, group + self.groups[name, piece.head])
-        return self.firsts[name, piece.head], self.tables_G[some], self.counts_G[some]
-
-    def segments(self, pieces: Sequence[tuple[str, Piece, int]]) -> tuple[I32, I64]:
-        """The groups of pieces that have kept rows, table by table, as `kernels.gather` takes
-        them: the table of each, and where its rows stand and go."""
-        tables, found = [np.empty(0, np.int32)], [np.empty((0, 6), np.int64)]
-        for name, piece, body in pieces:
-            first, tables_G, counts_G = self.of(name, piece)
-            local = np.cumsum(counts_G) - counts_G
-            rows = first + local
-            kept = self.kept_before[rows + counts_G] - self.kept_before[rows]
-            same = np.ones_like(rows)
-            found.append(
-                np.stack([rows, counts_G, body * same, piece.rows * same, local, kept], axis=1)
-            )
-            tables.append(tables_G)
-        table, segments = np.concatenate(tables), np.concatenate(found)
-        order = np.argsort(table, kind="stable")
-        order = order[segments[order, 5] > 0]
-        table, segments = table[order], segments[order]
-        segments[:, 5] = np.cumsum(segments[:, 5]) - segments[:, 5]
-        return table, segments
-
-    def tombstones(self) -> Iterator[tuple[int, I64]]:
-        found: dict[int, list[I64]] = {}
-        for name, piece in self._no_planes:
-            first, tables, counts = self.of(name, piece)
-            for table, start, count in zip(
-                tables.tolist(), (np.cumsum(counts) - counts).tolist(), counts.tolist(), strict=True
-            ):
-                some = slice(first + start, first + start + count)
-                found.setdefault(table, []).append(self.ids[some][self.kept[some]])
-        for table, parts in found.items():
-            ids = np.unique(np.concatenate(parts))
-            if ids.size:
-                yield table, ids
+                tables_K, offsets = taken.tables()
+                ids, planes = taken.rows_of(offsets, pool, apart=apart)
+                yield Apart([names[table] for table in tables_K], offsets, ids, planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +222,8 @@ class _Batch:
 
 
 def _batches(every: Sequence[Range]) -> list[list[Range]]:
-    """Ranges that are looked at together, in their order."""
+    """Ranges that are looked at together, in their order; the shortest batch comes first, because
+    nothing can be written until one is there."""
     found: list[list[Range]] = []
     nbytes = 0
     for each in every:
@@ -327,6 +232,10 @@ def _batches(every: Sequence[Range]) -> list[list[Range]]:
             nbytes = 0
         found[-1].append(each)
         nbytes += each.length
+    if found:
+        shortest = min(found, key=lambda batch: sum(each.length for each in batch))
+        found.remove(shortest)
+        found.insert(0, shortest)
     return found
 
 
@@ -363,7 +272,7 @@ def _checked(repository: Repository, batch: Sequence[Range]) -> _Batch:
     return _Batch(list(zip(batch, starts, strict=True)), flat)
 
 
-def _taken(batch: _Batch, chosen: _Chosen) -> Iterator[_Taken]:
+def _taken(batch: _Batch, chosen: Chosen) -> Iterator[_Taken]:
     """The chosen rows of the pieces in a batch, family by family."""
     by_family: dict[Family, list[tuple[str, Piece, int]]] = {}
     for each, start in batch.ranges:
@@ -372,9 +281,9 @@ def _taken(batch: _Batch, chosen: _Chosen) -> Iterator[_Taken]:
             if family:  # tombstones were told before
                 by_family.setdefault(family, []).append((each.bundle.name, piece, start + at))
     for family, pieces in by_family.items():
-        table_S, segments = chosen.segments(pieces)
-        if table_S.size:
-            yield _Taken(family, batch.flat, chosen, table_S, segments)
+        table_S, segments, rows = chosen.segments(pieces)
+        if rows:
+            yield _Taken(family, batch.flat, chosen, table_S, segments, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,46 +292,45 @@ class _Taken:
 
     family: Family
     flat: npt.NDArray[np.uint8]
-    chosen: _Chosen
+    chosen: Chosen
     table_S: I32
     segments_S6: I64
+    rows: int
 
-    def by_table(
-        self, pool: Pool, *, apart: bool
-    ) -> Iterator[tuple[int, I64, Mapping[str, Values]]]:
-        """Tables with their rows; those `apart` with ids ascending, so that memory is written in
-        its order."""
-        from emberkeep.kernels import gather
+    def tables(self) -> tuple[list[int], list[int]]:
+        """The tables, and where the rows of each begin; at last how many there are."""
+        firsts = [0, *(np.flatnonzero(np.diff(self.table_S)) + 1).tolist()]
+        return self.table_S[firsts].tolist(), [*self.segments_S6[firsts, 5].tolist(), self.rows]
 
-        firsts = self.segments_S6[:, 5]
-        last, before = self.segments_S6[-1], self.chosen.kept_before
-        rows = int(last[5] + before[last[0] + last[1]] - before[last[0]])
-        ids = np.empty(rows, np.int64)
+    def rows_of(
+        self, offsets: Sequence[int], pool: Pool, *, apart: bool
+    ) -> tuple[I64, dict[str, Values]]:
+        """The ids and planes of all rows.
+
+        Where no row has to be moved for it, ids of a table ascend, so that memory is written in
+        its order.
+        """
+        from emberkeep.kernels import gather, ordering
+
+        ids = np.empty(self.rows, np.int64)
         gather.gather_ids(self.segments_S6, self.chosen.kept, self.chosen.ids, ids)
-        found = self._columns(rows, pool, apart)
-        cuts = [0, *(np.flatnonzero(np.diff(self.table_S)) + 1).tolist()]
-        starts = firsts[cuts].tolist()
-        for cut, start, stop in zip(cuts, starts, [*starts[1:], rows], strict=True):
-            some: slice | I64 = slice(start, stop)
-            if apart and (np.diff(ids[start:stop]) < 0).any():
-                some = start + np.argsort(ids[start:stop], kind="stable")
-            planes: dict[str, Values] = {}
-            for form, values in found:
-                planes[form.plane] = (
-                    values[some]
-                    if isinstance(values, Spread)
-                    else form.decode([column[some] for column in values], pool)
-                )
-            yield int(self.table_S[cut]), ids[some], planes
+        planes: dict[str, Values] = {}
+        for form, values in self._columns(pool, apart):
+            planes[form.plane] = values if isinstance(values, Spread) else form.decode(values, pool)
+        if all(isinstance(values, Spread) for values in planes.values()):
+            order = np.empty(self.rows, np.int64)
+            ordering.ascending(ids, np.array(offsets), order, np.empty(self.rows, np.int64))
+            ids, planes = ids[order], {name: v[order] for name, v in planes.items()}
+        return ids, planes
 
     def _columns(
-        self, rows: int, pool: Pool, apart: bool
+        self, pool: Pool, apart: bool
     ) -> list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]]:
         """Each plane: where its rows begin, or its columns, copied together."""
         from emberkeep.kernels import gather
 
         segments, kept = self.segments_S6, self.chosen.kept
-        parts = _parts(segments[:, 5], rows, pool.threads)
+        parts = _parts(segments[:, 5], self.rows, pool.threads)
         found: list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]] = []
         tasks: list[Callable[[], None]] = []
         before = 0
@@ -433,11 +341,11 @@ class _Taken:
                 unit = 4 if aligned else 1
                 units = self.flat[: self.flat.size // unit * unit].view(f"u{unit}")
                 if apart and aligned and not form.coded and np.dtype(form.dtype).itemsize == 4:
-                    starts = np.empty(rows, np.int64)
+                    starts = np.empty(self.rows, np.int64)
                     gather.starts(segments, kept, before, width // 4, starts)
                     found.append((form, Spread(units.view(form.dtype), starts, form.width)))
                 else:
-                    out = np.empty((rows, width), np.uint8)
+                    out = np.empty((self.rows, width), np.uint8)
                     into = out.reshape(-1).view(units.dtype)
                     tasks += [
                         partial(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -334,7 +334,7 @@ def without_deaths(bundles: Sequence[Bundle], top: int) -> tuple[Bundle, ...]:
     """Pieces as they are in a history that ends with version `top`: later deaths have not been."""
     return tuple(
         bundle.with_pieces(
-            replace(piece, death=None) if piece.death is not None and piece.death > top else piece
+            piece._replace(death=None) if piece.death is not None and piece.death > top else piece
             for piece in bundle.pieces
         )
         for bundle in bundles

@@ -374,14 +374,15 @@ class TieredSlab(Slab):
         self._bury()
         return count
 
-    def install(self, table: int, ids: I64, planes: Mapping[str, Values]) -> None:
-        self._check_install(table, ids, planes)
+    def install(self, wanted: RowIds, planes: Mapping[str, Values]) -> None:
+        self._check_install(wanted, planes)
         most = max(1, min(_SLICE, self.frames.count))
-        for start in range(0, ids.size, most):
-            part = slice(start, start + most)
-            found, unknown = self.resolve(self.one_table(table, ids[part]))
+        for start in range(0, wanted.ids.size, most):
+            part = wanted.part(start, start + most)
+            found, unknown = self.resolve(part)
             self._hold(found[found >= 0], sum(unknown), whole=True)
-            super().install(table, ids[part], {name: v[part] for name, v in planes.items()})
+            some = slice(start, start + most)
+            super().install(part, {name: v[some] for name, v in planes.items()})
 
     def clear(self) -> None:
         self.loads.wait(np.arange(self.frames.count))
