@@ -210,30 +210,45 @@ def save_full(run: Run, path: Path) -> None:
     keeper.wait()
 
 
+def every_second(numbers: list[int]) -> list[int]:
+    """Of versions every second one, with the last."""
+    return numbers[::-2][::-1]
+
+
 def measure(
     run: Run, paths: dict[str, Path], numbers: list[int], repeats: int
 ) -> dict[str, dict[int, dict[str, float]]]:
     """Restores versions from every layout, in turns; and the same version saved whole.
 
-    The layouts that are compared closely, grid and full, take `repeats` turns, the others one.
+    The layouts that are compared closely, grid and full, take `repeats` turns, of which the median
+    counts. The others, of which a restore reads up to the whole history, take one turn at every
+    second version.
     """
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in [*paths, "full"]}
     for number in numbers:
+        # To touch memory for the first time takes long, and whoever came first would pay for it.
         restore(run, paths["grid"], number, cold=False)
         with directory() as whole:
             save_full(run, whole)
-            times: dict[str, list[float]] = {}
+            where: dict[str, tuple[Path, int | None]] = {"grid": (paths["grid"], number)}
+            where["full"] = whole, None
+            times: dict[str, list[float]] = {name: [] for name in where}
             for repeat in range(repeats):
-                layouts = [*paths, "full"] if repeat == 0 else ["grid", "full"]
-                for name in layouts if repeat % 2 else reversed(layouts):
-                    path, which = (whole, None) if name == "full" else (paths[name], number)
-                    seconds, store = restore(run, path, which, cold=True)
-                    times.setdefault(name, []).append(seconds)
+                for name in where if repeat % 2 else reversed(where):
+                    seconds, store = restore(run, *where[name], cold=True)
+                    times[name].append(seconds)
                     found[name][number] = {"nbytes": store.nbytes, "files": len(store.files)}
-            for name, taken in times.items():
-                found[name][number]["cold_s"] = statistics.median(taken)
-                path, which = (whole, None) if name == "full" else (paths[name], number)
-                found[name][number]["warm_s"] = restore(run, path, which, cold=False)[0]
+            for name in where:
+                found[name][number]["cold_s"] = statistics.median(times[name])
+                found[name][number]["warm_s"] = restore(run, *where[name], cold=False)[0]
+        if number in every_second(numbers):
+            for name in set(paths) - {"grid"}:
+                cold, store = restore(run, paths[name], number, cold=True)
+                warm, _ = restore(run, paths[name], number, cold=False)
+                found[name][number] = {
+                    "cold_s": cold, "warm_s": warm, "nbytes": store.nbytes,
+                    "files": len(store.files),
+                }  # fmt: skip
     return found
 
 
@@ -373,14 +388,15 @@ def main() -> None:
             print(f"{name}: {shown}", flush=True)
         step = versions // (3 if given.quick else 10)
         numbers = list(range(step, versions + 1, step))
-        found = measure(run, paths, numbers, 1 if given.quick else 3)
+        found = measure(run, paths, numbers, 3 if given.quick else 5)
         every = {} if given.quick else every_version(run, paths["grid"], versions)
         rows_mb = found["full"][versions]["nbytes"] / 1e6
     del run
     cases = {} if given.quick else ablation(ABLATION_VERSIONS, 24)
+    compared = every_second(numbers)
     means = {
         name: {
-            key: statistics.mean(version[key] for version in found[name].values())
+            key: statistics.mean(found[name][number][key] for number in compared)
             for key in ("cold_s", "warm_s", "nbytes", "files")
         }
         for name in found
@@ -391,7 +407,7 @@ def main() -> None:
             found["grid"][n]["cold_s"] / found["full"][n]["cold_s"] for n in numbers
         ),
         "restore_speedup_vs_naive": statistics.mean(
-            found["naive"][n]["cold_s"] / found["grid"][n]["cold_s"] for n in numbers
+            found["naive"][n]["cold_s"] / found["grid"][n]["cold_s"] for n in compared
         ),
         "bytes_read_vs_differential": means["grid"]["nbytes"] / means["differential"]["nbytes"],
         "storage_vs_differential": grid["storage"] / differential["storage"],
@@ -420,8 +436,9 @@ def main() -> None:
             for name in found
         ],
         notes=[
-            (f"Restores are means over versions {numbers}; restore_vs_full_file is the worst of "
-            "them. CPU is that of all threads but the one that trains."),
+            (f"Restores are means over versions {compared}; restore_vs_full_file is the worst of "
+            f"versions {numbers}, each the median of its repeats. CPU is that of all threads but "
+            "the one that trains."),
             *(
                 [
                     (f"Over all {versions} versions of the grid: cold "

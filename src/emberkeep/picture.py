@@ -14,7 +14,8 @@ from emberkeep.repository.documents import Json
 from emberkeep.repository.grid import GridPlan, bundles_of, plan, uncovered
 
 _SHADES = " .:-=+*#%@"
-_CELL = 14
+# Pixels: of a place at least and at most, of all places where there are few, of a label.
+_SMALLEST, _LARGEST, _WIDTH, _LABEL = 14, 40, 900, 26
 _LEFT, _TOP = 64, 30
 _MOST_LABELS = 16
 
@@ -169,44 +170,50 @@ def _bins(numbers: list[int], most: int) -> dict[int, int]:
 def as_html(drawn: Picture, title: str) -> str:
     """One page: a square for each piece, as large as its bytes; hover for the numbers.
 
-    Lines bound what the version reads: born no later than it, dead only after it.
+    Lines and the ground bound what the version reads: born no later than it, dead only after it.
     """
     births = _bins([cell.birth for cell in drawn.cells], 10**9)
     deaths = _bins([cell.death for cell in drawn.cells if cell.death], 10**9)
     most = max((cell.nbytes for cell in drawn.cells), default=1) or 1
-    wide = _LEFT + len(births) * _CELL + 20
-    high = _TOP + (2 + len(deaths)) * _CELL + 10
+    # A small grid is drawn larger: there is room for it.
+    side = min(_LARGEST, max(_SMALLEST, _WIDTH // max(1, len(births), len(deaths))))
+    wide = _LEFT + len(births) * side + 20
+    high = round(_TOP + (1.5 + len(deaths)) * side) + 10
 
     def down(death: int) -> float:
         """Where a row begins; what lives on stands apart from the dead."""
-        return _TOP + (deaths[death] + 1.5) * _CELL if death else _TOP
+        return _TOP + (deaths[death] + 1.5) * side if death else _TOP
 
     shapes = [
         *(
-            f'<text x="{_LEFT + (at + 0.5) * _CELL}" y="{_TOP - 8}" text-anchor="middle">{birth}'
+            f'<text x="{_LEFT + (at + 0.5) * side}" y="{_TOP - 8}" text-anchor="middle">{birth}'
             "</text>"
-            for birth, at in _labelled(births)
+            for birth, at in _labelled(births, side)
         ),
         *(
-            f'<text x="{_LEFT - 8}" y="{down(death) + _CELL - 3}" text-anchor="end">† {death}'
+            f'<text x="{_LEFT - 8}" y="{down(death) + side / 2 + 4}" text-anchor="end">† {death}'
             "</text>"
-            for death, _ in _labelled(deaths)
+            for death, _ in _labelled(deaths, side)
         ),
     ]
-    right = _LEFT + sum(birth <= drawn.version for birth in births) * _CELL
+    right = _LEFT + sum(birth <= drawn.version for birth in births) * side
     later = [death for death in deaths if death > drawn.version]
-    top = down(min(later)) if later else down(max(deaths)) + _CELL if deaths else _TOP + _CELL
+    top = down(min(later)) if later else down(max(deaths)) + side if deaths else _TOP + side
+    shapes += [
+        f'<rect x="{_LEFT}" y="{y}" width="{right - _LEFT}" height="{height}" class="part"/>'
+        for y, height in ((_TOP, side), (top, high - 10 - top))
+    ]
     shapes += [
         f'<line x1="{right}" y1="{_TOP}" x2="{right}" y2="{high - 10}"/>',
         f'<line x1="{_LEFT}" y1="{top}" x2="{wide - 20}" y2="{top}"/>',
     ]
     for cell in drawn.cells:
-        side = max(1.5, _CELL * (cell.nbytes / most) ** 0.5)
-        x = _LEFT + births[cell.birth] * _CELL + (_CELL - side) / 2
-        y = down(cell.death) + (_CELL - side) / 2
+        edge = max(1.5, side * (cell.nbytes / most) ** 0.5)
+        x = _LEFT + births[cell.birth] * side + (side - edge) / 2
+        y = down(cell.death) + (side - edge) / 2
         life = f"{cell.birth} to {cell.death or 'now'}"
         shapes.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{edge:.1f}" height="{edge:.1f}" '
             f'class="{"read" if cell.read else "other"}"><title>lives {life}: {cell.rows:,} rows, '
             f"{cell.nbytes:,} bytes</title></rect>"
         )
@@ -221,7 +228,8 @@ def as_html(drawn: Picture, title: str) -> str:
 <style>
 body {{ font: 14px sans-serif; margin: 2em; color: #222; background: #fff; }}
 svg {{ max-width: 100%; height: auto; }} line {{ stroke: #ffa94d; stroke-dasharray: 3 3; }}
-.read {{ fill: #d9480f; }} .other {{ fill: #868e96; }} text {{ font-size: 11px; fill: #555; }}
+.part {{ fill: #fff4e6; }} .read {{ fill: #d9480f; }} .other {{ fill: #868e96; }}
+text {{ font-size: 11px; fill: #555; }}
 </style></head><body>
 <h1>{escape(title)}</h1>
 <p>{escape(facts)}.</p>
@@ -229,18 +237,22 @@ svg {{ max-width: 100%; height: auto; }} line {{ stroke: #ffa94d; stroke-dasharr
 restore of version {drawn.version} reads.</p>
 <svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" xmlns="http://www.w3.org/2000/svg">
 <text x="{_LEFT - 8}" y="{_TOP - 8}" text-anchor="end">born in</text>
-<text x="{_LEFT - 8}" y="{_TOP + _CELL - 3}" text-anchor="end">alive</text>
+<text x="{_LEFT - 8}" y="{_TOP + side / 2 + 4}" text-anchor="end">alive</text>
 {"".join(shapes)}
 </svg></body></html>
 """
 
 
-def _labelled(places: dict[int, int]) -> list[tuple[int, int]]:
-    """The first, the last, and some between: as many as can be read."""
-    step = -(-len(places) // _MOST_LABELS) or 1
+def _labelled(places: dict[int, int], side: int) -> list[tuple[int, int]]:
+    """The first, the last, and some between: as many as can be read at so many pixels a place."""
+    apart = -(-_LABEL // side)
+    step = max(apart, -(-len(places) // _MOST_LABELS))
     found = list(places.items())
     chosen = found[::step]
     if found and found[-1] not in chosen:
         # The last one takes the place of a neighbour that it would stand on.
-        chosen = [*(chosen[:-1] if found[-1][1] - chosen[-1][1] < 2 else chosen), found[-1]]
+        chosen = [
+            *(chosen[:-1] if found[-1][1] - chosen[-1][1] < max(2, apart) else chosen),
+            found[-1],
+        ]
     return chosen

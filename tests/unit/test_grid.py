@@ -250,7 +250,7 @@ def test_the_grid_is_drawn(tmp_path: Path) -> None:
     assert drawn.covered == drawn.newest == 8
     assert all(cell.read == (cell.birth <= 4 and not 0 < cell.death <= 4) for cell in drawn.cells)
     assert "alive" in as_text(drawn, 80)
-    assert as_html(drawn, "<run>").count("<rect") == len(drawn.cells)
+    assert as_html(drawn, "<run>").count("<title>lives") == len(drawn.cells)
     shell = CliRunner()
     page = tmp_path / "grid.html"
     told = shell.invoke(
