@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from emberkeep.blobs import Buffer
 from emberkeep.errors import ChangedError, DamageError, MissingObjectError
-from emberkeep.memory import Spread, Values
+from emberkeep.memory import Spread, Values, recycled
 from emberkeep.pool import Pool
 from emberkeep.repository.ahead import Ahead
 from emberkeep.repository.bundles import (
@@ -104,10 +104,10 @@ def read_heads(
 ) -> list[tuple[Bundle, Piece, Rows]]:
     """The rows that the pieces of bundles hold, by name, in the order of the pieces."""
 
-    def read(bundle: Bundle) -> list[tuple[Range, bytes]]:
+    def read(bundle: Bundle) -> list[tuple[Range, Buffer]]:
         return [(wanted, read_range(repository, wanted)) for wanted in ranges(bundle, heads=True)]
 
-    def heads_of(bundle: Bundle, data: list[tuple[Range, bytes]]) -> Iterator[Rows]:
+    def heads_of(bundle: Bundle, data: list[tuple[Range, Buffer]]) -> Iterator[Rows]:
         found: dict[int, Rows] = {}
         for wanted, content in data:
             rows = unpack_heads(bundle.name, wanted.pieces, memoryview(content))
@@ -116,7 +116,7 @@ def read_heads(
             )
         return (found[piece.head] for piece in bundle.pieces)
 
-    def heads(every: Iterable[list[tuple[Range, bytes]]]) -> list[tuple[Bundle, Piece, Rows]]:
+    def heads(every: Iterable[list[tuple[Range, Buffer]]]) -> list[tuple[Bundle, Piece, Rows]]:
         return [
             (bundle, piece, rows)
             for bundle, data in zip(bundles, every, strict=True)
@@ -268,7 +268,9 @@ def _checked(repository: Repository, batch: Sequence[Range]) -> _Batch:
         padding = -len(data) % 4
         found += [np.frombuffer(data, np.uint8), np.zeros(padding, np.uint8)]
         end += len(data) + padding
-    flat = found[0] if len(batch) == 1 else np.concatenate(found)
+    flat = found[0]
+    if len(batch) > 1:
+        flat = np.concatenate(found, out=np.asarray(recycled(end)))
     return _Batch(list(zip(batch, starts, strict=True)), flat)
 
 
