@@ -101,6 +101,7 @@ def test_workers_train_together_and_resume_with_the_same_bits(farm: Farm, tmp_pa
     hosts.end()
 
 
+@pytest.mark.soak
 def test_workers_go_on_when_a_server_is_killed_and_partially_recovered(
     farm: Farm, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def frozen(cluster: LocalCluster, since: str | None) -> Snapshot:
 
 
 @settings(
-    max_examples=80,
+    max_examples=30,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
