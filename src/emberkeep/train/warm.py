@@ -10,21 +10,18 @@ from emberkeep.cluster.local import local
 from emberkeep.data import Synthetic
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.priority import Kind, Priority
-from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Normal, Optimizer, RowWiseAdagrad, Table
+from emberkeep.serving.warm import OPTIMIZERS
+from emberkeep.serving.warm import warm_up as serve_once
+from emberkeep.tables import SGD, Adam, Normal, Optimizer, Table
 from emberkeep.tracking import PRIORITISED
 
-_OPTIMIZERS: tuple[Optimizer, ...] = (
-    SGD(lr=0.1),
-    Momentum(lr=0.1),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    Adam(lr=0.1, step="row"),
-)
+_OPTIMIZERS: tuple[Optimizer, ...] = (*OPTIMIZERS, Adam(lr=0.1, step="row"))
 
 
 def warm_up() -> None:
-    """Trains a few rows with every optimizer, on fixed and dynamic tables, pooled and not."""
+    """Trains a few rows with every optimizer, on fixed and dynamic tables, pooled and not; serves
+    some, and brings them back from parity."""
+    serve_once(_OPTIMIZERS)
     Synthetic(samples=16, rows_total=200).batch(0, 16)
     ids = torch.arange(4)
     for optimizer in _OPTIMIZERS:
