@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,12 @@ def forget(path: Path) -> None:
 
 
 def row_nbytes(path: Path) -> int:
-    files = (f for f in path.rglob("*") if f.suffix in (".arrow", ".grid"))
-    return sum(file.stat().st_size for file in files)
+    found = 0
+    for file in path.rglob("*"):
+        if file.suffix in (".arrow", ".grid"):
+            with suppress(FileNotFoundError):  # taken apart since, beside training
+                found += file.stat().st_size
+    return found
 
 
 def history(
