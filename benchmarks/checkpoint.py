@@ -407,7 +407,7 @@ def measure(given: Options, torch_path: Path) -> None:
     writer.start()
     measure_sizes(run, given.quick, figures, rows)
     writer.join()
-    saves = 16 if given.quick else 100
+    saves = 10 if given.quick else 100
     # After two increments the next version is a baseline: what is restored is the longest there is.
     beside = 1 if given.quick else 2
     with baseline(run) as keeper:
@@ -422,7 +422,7 @@ def measure(given: Options, torch_path: Path) -> None:
     figures["restore_speed_vs_torch_load"] = theirs / ours
     figures["restore_seconds"] = ours
     figures["restore_peak_extra_mb"] = peak
-    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 2 if given.quick else 12)
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 4 if given.quick else 12)
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
