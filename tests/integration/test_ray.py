@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -163,24 +162,6 @@ def test_several_nodes_demand_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
     with pytest.raises(SecurityError, match="2 nodes"):
         ray_cluster(shards=1).open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
-
-
-def test_a_ray_that_is_not_there_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        port = there.getsockname()[1]
-        assert raylocal.reachable(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
-    with pytest.raises(ServerError, match="no Ray answers"):
-        raylocal.reachable(f"127.0.0.1:{port}")
-    with pytest.raises(ServerError, match="host:port"):
-        raylocal.reachable("nonsense")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(raylocal, "_NOTED_BY_RAY", tmp_path / "nothing")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ServerError, match="emberkeep cluster up"):
-        raylocal.reachable("auto")
-    assert not raylocal.stop_local()
 
 
 def test_a_ray_that_is_started_here_has_a_token_of_its_own(
