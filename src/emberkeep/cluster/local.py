@@ -18,7 +18,7 @@ from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, ParityLossError
 from emberkeep.lookup import Lookup
 from emberkeep.memory import Values
 from emberkeep.priority import Priority
@@ -256,16 +256,11 @@ class LocalCluster(Cluster):
         for slab in self._tiers():
             slab.close()
 
-    def _bring_back(self, lost: ShardLostError) -> bool:
-        if self._protection is not None and self._from_parity():
-            return True
-        return super()._bring_back(lost)
-
     def _from_parity(self) -> bool:
-        """Brings lost shards back from the others; False if they were too many."""
+        protection = self._protection
+        if protection is None:
+            return False
         with self._push_lock:
-            protection = self._protection
-            assert protection is not None
             if all(shard.state != "lost" for shard in self.shards):
                 return not self.lost()  # somebody else has brought them back, or is about to
             try:

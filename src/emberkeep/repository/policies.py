@@ -23,8 +23,7 @@ def starts_anew(layout: Layout, sizes: Sequence[float]) -> bool:
     `sizes` are the increments since the baseline, oldest first, each as a fraction of the
     baseline. An intermittent layout starts anew when what a fresh start costs by the same point
     next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the last increment
-    for S. Increments grow, so the next is expected to be larger by as much as the last one was:
-    by the time that one as large was seen, it has been written, stored and read.
+    for S. Increments grow, so the next is expected to be larger by as much as the last one was.
     """
     if layout == "full":
         return True
