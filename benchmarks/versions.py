@@ -32,7 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from _common import RESULTS, Options, options, report
-from emberkeep.blobs import BlobStore, Buffer, open_store
+from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
@@ -103,6 +103,11 @@ class CountingStore(WrapperStore):
 
     def get_range(self, name: str, start: int, length: int) -> Buffer:
         return self._count(name, super().get_range(name, start, length))
+
+    def read_into(self, name: str, start: int, into: memoryview) -> int:
+        count = read_into(self.inner, name, start, into)
+        self._count(name, into[:count])
+        return count
 
     def _count(self, name: str, data: Any) -> Any:
         self.nbytes += len(data)

@@ -170,7 +170,7 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
         assert planned is not None
         try:
             if isinstance(target, InstallsApart):
-                for rows in ahead_of(rows_apart(repository, planned, pool)):
+                for rows in rows_apart(repository, planned, pool):
                     assert rows.planes is not None
                     target.install_apart(rows.tables, rows.offsets, rows.ids, rows.planes)
             else:

@@ -46,9 +46,10 @@ _ALIGNMENT = 64
 # Ranges of fewer rows than this are not worth a thread.
 _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
-# Rows that stand apart come many at once, and nothing was decoded for them.
+# Those that read rows apart check them and look where they stand, and so are busy all the time.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_APART_NBYTES = 2**20
+_BUSY_BESIDE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +418,9 @@ class Slab:
         places = self._places(found)
         apart = any(isinstance(values, Spread) for values in planes.values())
         least = (_LEAST_APART_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
+        if apart:
+            threads = max(1, self.pool.threads - _BUSY_BESIDE)
+            least = max(least, -(-places.size // threads))
         for name, values in planes.items():
             into = self.planes[name]
             if name == "used":

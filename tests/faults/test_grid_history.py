@@ -12,7 +12,7 @@ from emberkeep.errors import FencedError
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, Pin, fork, verify
 from emberkeep.repository.extraction import Extractor
 from emberkeep.repository.gathering import rows_of_plan
-from emberkeep.repository.grid import StaleError, grid_of, newest_catalog, plan
+from emberkeep.repository.grid import StaleError, grid_of, newest_catalog, plan, reading
 from emberkeep.repository.policies import Grid
 from tests.faults.grids import POOL, MemoryStore, World
 
@@ -84,7 +84,12 @@ def test_a_restore_reads_little_more_than_it_needs() -> None:
         world.extract()
     catalog = newest_catalog(world.repository, grid_of(world.newest))  # type: ignore[arg-type]
     newest = max(world.shadows)
-    read = sum(p.rows for b, p in catalog.pieces() if p.reads(newest) and b.families[p.family])
+    read = sum(
+        piece.rows
+        for bundle in reading(catalog.bundles, newest)
+        for piece in bundle.pieces
+        if bundle.families[piece.family]
+    )
     assert read <= len(world.shadows[newest]) / 0.8 + 1
 
 

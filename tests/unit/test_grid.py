@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -21,15 +20,16 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
-from emberkeep.kernels import gather, ordering
+from emberkeep.kernels import choosing, gather, ordering, scatter
 from emberkeep.kernels import grid as kernels
-from emberkeep.memory import Spread
+from emberkeep.memory import Spread, lazy_zeros
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
 from emberkeep.repository import VersionId
-from emberkeep.repository.bundles import Piece, pack_head, unpack_heads
+from emberkeep.repository.bundles import Unpacked, pack_head, unpack_heads
 from emberkeep.repository.extraction import Extracted
 from emberkeep.repository.policies import Grid, GridCosts, resets
+from emberkeep.repository.reading import runs
 from emberkeep.repository.rounds import Rounds
 from tests.unit.repositories import Run
 
@@ -52,31 +52,63 @@ def test_heads_come_back(groups: list[list[int]]) -> None:
 
 def test_heads_are_unpacked_together_and_each_is_checked() -> None:
     random = np.random.default_rng(0)
-    data, pieces, named = b"between", [], []
+    data, named, starts, sizes = b"between", [], [], []
     for rows in (0, 1, 40, 300):
         tables = np.sort(random.integers(0, 5, rows)).astype(np.int32)
         ids = random.integers(0, 1000, rows)
         head = pack_head(tables, ids).tobytes()
-        piece = Piece(
-            birth=1, death=None, family=0, rows=rows, offset=0, nbytes=0, digest="",
-            head=len(data), head_nbytes=len(head),
-            head_digest=xxhash.xxh3_64_hexdigest(head), sum=0,
-        )  # fmt: skip
-        pieces.append((piece, len(data)))
+        starts.append(len(data))
+        sizes.append(len(head))
         named.append((tables, ids))
         data += head + b"between"
-    found = unpack_heads("file", pieces[::-1], memoryview(data))
-    for rows, (tables, ids) in zip(found, named[::-1], strict=True):
-        assert (rows.tables() == tables).all()
-        assert (rows.ids == ids).all()
-    assert unpack_heads("file", [], memoryview(b"")) == ()
-    for number, (piece, at) in enumerate(pieces):
+
+    def unpack(starts: list[int], sizes: list[int], rows: list[int]) -> Unpacked:
+        flat = np.frombuffer(bytearray(data), np.uint8)
+        numbers = (np.array(each, np.int64) for each in (starts, sizes, rows))
+        return unpack_heads(flat, *numbers, "head {}".format)
+
+    rows = [ids.size for _, ids in named]
+    found = unpack(starts[::-1], sizes[::-1], rows[::-1])
+    assert (np.repeat(found.tables_G, found.counts_G)
+            == np.concatenate([tables for tables, _ in named[::-1]])).all()  # fmt: skip
+    assert (found.ids == np.concatenate([ids for _, ids in named[::-1]])).all()
+    assert found.groups_P.sum() == found.counts_G.size
+    assert unpack([], [], []).ids.size == 0
+    for number in range(4):
         # What no digest can see: a head that is whole and names other rows than its piece has.
-        other = pieces[number - 1][0]
-        swapped = piece._replace(head_nbytes=other.head_nbytes, head_digest=other.head_digest)
-        for wrong, start in ((swapped, pieces[number - 1][1]), (piece, at + 1), (piece, len(data))):
-            with pytest.raises(DamageError, match="file is damaged"):
-                unpack_heads("file", [*pieces[:2], (wrong, start)], memoryview(data))
+        wrong = list(rows)
+        wrong[number] += 1
+        with pytest.raises(DamageError, match=f"head {number} is damaged"):
+            unpack(starts, sizes, wrong)
+        wrong = list(sizes)
+        wrong[number] = 3
+        with pytest.raises(DamageError, match=f"head {number} is damaged"):
+            unpack(starts, wrong, rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 200_000), st.integers(0, 6_000_000)), min_size=1, max_size=40
+    )
+)
+def test_pieces_that_stand_near_each_other_are_read_together(pieces: list[tuple[int, int]]) -> None:
+    starts, sizes, end = [], [], 0
+    for gap, nbytes in pieces:
+        starts.append(end + gap)
+        sizes.append(nbytes)
+        end = starts[-1] + nbytes
+    found = list(runs(starts, sizes))
+    assert [at for first, last, _, _ in found for at in range(first, last)] == [*range(len(pieces))]
+    for first, last, start, length in found:
+        assert start == starts[first]
+        assert start + length == starts[last - 1] + sizes[last - 1]
+        assert length <= 16 * 2**20 or last == first + 1
+        assert all(gap <= 128 * 1024 for gap, _ in pieces[first + 1 : last])
+    for (_, end_of, start, _), (_, last, _, _) in pairwise(found):
+        far = pieces[end_of][0] > 128 * 1024
+        assert far or starts[end_of] + sizes[end_of] - start > 16 * 2**20, last
+    assert list(runs([], [])) == []
 
 
 @settings(deadline=None, max_examples=30)
@@ -93,32 +125,97 @@ def test_a_bloom_filter_misses_nothing(ids: list[int], others: list[int]) -> Non
     assert kernels.bloom_hits(words, hashes(others)) >= len({*ids} & {*others})
 
 
-@settings(deadline=None, max_examples=30)
-@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**16))
-def test_kept_rows_are_gathered_or_found_where_they_stand(counts: list[int], seed: int) -> None:
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**16), pieces=st.integers(1, 5), tables=st.integers(1, 4))
+def test_the_first_of_equal_ids_is_kept_and_found(seed: int, pieces: int, tables: int) -> None:
     random = np.random.default_rng(seed)
-    rows, width, before = sum(counts), 3, 8
-    kept = random.random(rows) < 0.6
-    data = random.integers(0, 256, rows * (before + 4 * width)).astype(np.uint8)
-    column = data[rows * before :].reshape(rows, 4 * width)
-    firsts = np.cumsum([0, *counts[:-1]])
-    goes = [int(kept[:first].sum()) for first in firsts]
-    where = zip(firsts.tolist(), counts, goes, strict=True)
-    segments = np.array([(first, count, 0, rows, first, to) for first, count, to in where])
-    total = int(kept.sum())
-    for unit in (1, 4):
-        out = np.empty(total * 4 * width, np.uint8).view(f"u{unit}")
-        args = segments, kept, data.view(f"u{unit}"), unit, before, 4 * width // unit, out
-        gather.gather(0, len(counts), *args)
-        assert out.tobytes() == column[kept].tobytes()
-    starts = np.empty(total, np.int64)
-    gather.starts(segments, kept, before, width, starts)
-    apart = Spread(data.view(np.float32), starts, width)
-    assert apart.shape == (total, width)
-    assert np.asarray(apart).tobytes() == column[kept].tobytes()
-    ids = np.empty(total, np.int64)
-    gather.gather_ids(segments, kept, np.arange(rows) * 7, ids)
-    assert (ids == np.flatnonzero(kept) * 7).all()
+    limits = random.integers(1, 150, tables)
+    groups_P = random.integers(0, 5, pieces)
+    tables_G = random.integers(0, tables, groups_P.sum()).astype(np.int32)
+    ids_G = [
+        np.unique(random.integers(0, limits[table], random.integers(0, 9))) for table in tables_G
+    ]
+    counts_G = np.array([ids.size for ids in ids_G], np.int64)
+    ids = np.concatenate([np.empty(0, np.int64), *ids_G])
+    firsts_P = np.cumsum(groups_P) - groups_P
+    rows_P = np.array(
+        [counts_G[f : f + n].sum() for f, n in zip(firsts_P, groups_P, strict=True)], np.int64
+    )
+    starts_P = np.cumsum(rows_P) - rows_P
+    sizes = (limits + 63) // 64 * 64
+    passed_over = random.integers(0, tables + 1)
+    bases = np.where(np.arange(tables) == passed_over, -1, np.cumsum(sizes) - sizes)
+    bits, kept = np.zeros(sizes.sum() // 64, np.uint64), np.zeros(ids.size, np.bool_)
+    kept_G = np.zeros(counts_G.size, np.int64)
+    args = tables_G, counts_G, ids, bases, limits
+    assert choosing.claim_fixed(*args, bits, kept, kept_G) == -1
+    expected, met = [], set()
+    for table, identity in zip(np.repeat(tables_G, counts_G).tolist(), ids.tolist(), strict=True):
+        expected.append(table != passed_over and (table, identity) not in met)
+        met.add((table, identity))
+    assert kept.tolist() == expected
+    starts_G = np.cumsum(counts_G) - counts_G
+    assert kept_G.tolist() == [
+        kept[start : start + count].sum() for start, count in zip(starts_G, counts_G, strict=True)
+    ]
+    if ids.size and tables_G[counts_G > 0][0] != passed_over:
+        low = np.array(limits)
+        low[tables_G[counts_G > 0][0]] = 0
+        group = int(np.flatnonzero(counts_G)[0])
+        assert (
+            choosing.claim_fixed(tables_G, counts_G, ids, bases, low, bits, kept, kept_G) == group
+        )
+
+    # Two columns of 3 and 8 bytes; bodies stand in another order, with something between them.
+    widths, before = np.array([3, 8]), np.array([0, 3])
+    wanted = random.permutation(pieces)[: random.integers(1, pieces + 1)]
+    bodies = np.cumsum(11 * rows_P[wanted] + 5) - 11 * rows_P[wanted]
+    data = random.integers(0, 256, int((11 * rows_P[wanted] + 5).sum()) + 16).astype(np.uint8)
+    counts_T = np.zeros(tables, np.int64)
+    gather.count_kept(wanted, groups_P, firsts_P, tables_G, kept_G, counts_T)
+    found, starts = np.empty(counts_T.sum(), np.int64), np.empty((2, counts_T.sum()), np.int64)
+    gather.locate(
+        wanted, bodies, rows_P, starts_P, groups_P, firsts_P, tables_G, counts_G, kept_G, ids,
+        kept, before, widths, np.cumsum(counts_T) - counts_T, found, starts,
+    )  # fmt: skip
+    rows: list[tuple[int, int, bytes, bytes]] = []
+    for piece, body in zip(wanted.tolist(), bodies.tolist(), strict=True):
+        some = slice(starts_P[piece], starts_P[piece] + rows_P[piece])
+        table_R = np.repeat(tables_G, counts_G)[some]
+        first = data[body : body + 3 * rows_P[piece]].reshape(-1, 3)
+        second = data[body + first.size : body + 11 * rows_P[piece]].reshape(-1, 8)
+        rows += [
+            (int(table_R[r]), int(ids[some][r]), first[r].tobytes(), second[r].tobytes())
+            for r in np.flatnonzero(kept[some])
+        ]
+    rows.sort(key=lambda row: row[0])
+    copies = [np.empty((found.size, width), np.uint8) for width in widths]
+    for starts_U, copy in zip(starts, copies, strict=True):
+        half = found.size // 2
+        gather.copy_rows(0, half, data, starts_U, copy)
+        gather.copy_rows(half, found.size, data, starts_U, copy)
+    assert found.tolist() == [row[1] for row in rows]
+    assert [each.tobytes() for each in copies[0]] == [row[2] for row in rows]
+    assert [each.tobytes() for each in copies[1]] == [row[3] for row in rows]
+
+
+@pytest.mark.parametrize("dim", [1, 8, 16, 24, 48, 128])
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_rows_are_scattered_whatever_their_width_and_place(dim: int, offset: int) -> None:
+    random = np.random.default_rng(dim)
+    memory = lazy_zeros((700 * dim + offset,), np.float32)
+    plane = memory[offset : offset + 700 * dim].reshape(700, dim)
+    expected = np.array(plane)
+    places, rows = random.permutation(700)[:500], random.integers(0, 900, 500)
+    values = random.standard_normal((900, dim)).astype(np.float32)
+    for start, stop in ((0, 3), (3, 190), (190, 500)):
+        scatter.scatter_apart(start, stop, values, rows, places, plane)
+    expected[places] = values[rows]
+    assert plane.tobytes() == expected.tobytes()
+    for start, stop in ((0, 65), (65, 65), (65, 500)):
+        scatter.scatter(start, stop, values, places, plane)
+    expected[places] = values[:500]
+    assert plane.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -163,7 +260,8 @@ def test_ids_come_to_ascend_table_by_table(counts: list[int], most: int, seed: i
     ids = np.concatenate(parts).astype(np.int64)
     offsets = np.cumsum([0, *(part.size for part in parts)])
     order = np.empty(ids.size, np.int64)
-    ordering.ascending(ids, offsets, order, np.empty(ids.size, np.int64))
+    moved = ordering.ascending(ids, offsets, order, np.empty(ids.size, np.int64))
+    assert moved == (order != np.arange(ids.size)).any()
     assert (ids[order] == np.concatenate([np.sort(part) for part in parts])).all()
     assert sorted(order.tolist()) == list(range(ids.size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from datetime import datetime, timedelta, timezone
 
@@ -90,6 +91,19 @@ def test_any_change_to_a_manifest_is_damage(manifest: Manifest, data: st.DataObj
     with pytest.raises(DamageError) as caught:
         Manifest.decode(manifest.version, "id", bytes(content))
     assert caught.value.name == manifest.name
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_long_document_leaves_the_collector_as_it_was(collecting: bool) -> None:
+    content = documents.encode("a.json", "pin", "id", {"x": [[n] for n in range(20_000)]})
+    assert gc.isenabled()
+    try:
+        if not collecting:
+            gc.disable()
+        assert documents.decode("a.json", content, "pin", "id")["x"][-1] == [19_999]
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
 
 
 def test_a_document_elsewhere_is_damage() -> None:

@@ -1,6 +1,6 @@
 """Blob stores: named immutable objects on a local disk, in memory, or in an object store."""
 
-from emberkeep.blobs.base import BlobInfo, BlobStore, Buffer, check_name
+from emberkeep.blobs.base import BlobInfo, BlobStore, Buffer, ReadsInto, check_name, read_into
 from emberkeep.blobs.local import Disk, LocalStore
 from emberkeep.blobs.memory import MemoryStore
 from emberkeep.blobs.remote import ObjectStore
@@ -14,6 +14,8 @@ __all__ = [
     "LocalStore",
     "MemoryStore",
     "ObjectStore",
+    "ReadsInto",
     "check_name",
     "open_store",
+    "read_into",
 ]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from emberkeep.errors import ConfigError
 
@@ -93,6 +93,24 @@ class BlobStore(Protocol):
         `older_than` protects the puts that are under way.
         """
         ...
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """A store that can read where its caller wants the bytes to be."""
+
+    def read_into(self, name: str, start: int, into: memoryview) -> int:
+        """Fills `into` with bytes from `start` on; how many there were before the object ended."""
+        ...
+
+
+def read_into(store: BlobStore, name: str, start: int, into: memoryview) -> int:
+    """`ReadsInto.read_into` of any store: others give bytes of their own, which are copied."""
+    if isinstance(store, ReadsInto):
+        return store.read_into(name, start, into)
+    data = memoryview(store.get_range(name, start, len(into)))
+    into[: len(data)] = data
+    return len(data)
 
 
 def check_name(name: str) -> str:

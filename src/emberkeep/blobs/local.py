@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -174,11 +175,17 @@ class LocalStore:
         with open(self._path(name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             into = recycled(max(0, min(length, size - start)))
-            file.seek(start)
-            done = 0
-            while done < len(into) and (count := file.readinto(into[done:])):
-                done += count
-            return into[:done]
+            return into[: _fill(file, start, into)]
+
+    def read_into(self, name: str, start: int, into: memoryview) -> int:
+        """Fills `into` with bytes from `start` on; how many there were before the file ended."""
+        check_range(name, start, len(into))
+
+        def read() -> int:
+            with open(self._path(name), "rb", buffering=0) as file:
+                return _fill(file, start, into)
+
+        return self._call(name, read)
 
     def size(self, name: str) -> int:
         return self._call(name, os.stat, self._path(name)).st_size
@@ -335,6 +342,14 @@ class LocalStore:
         reason = os.strerror(error.errno) if error.errno else str(error)
         remedy = _REMEDIES.get(error.errno or 0, "check the disk and the directory")
         return StorageError(f"{name} in {self._root}: {reason}; {remedy}")
+
+
+def _fill(file: FileIO, start: int, into: memoryview) -> int:
+    file.seek(start)
+    done = 0
+    while done < len(into) and (count := file.readinto(into[done:])):
+        done += count
+    return done
 
 
 def _utc(seconds: float) -> datetime:

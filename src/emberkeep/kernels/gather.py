@@ -1,8 +1,7 @@
-"""The wanted rows of pieces, out of the bytes of a file and side by side.
+"""Where the wanted rows of pieces stand in bytes that were read, and copies of them.
 
-A *segment* is a run of rows of one piece and one table: (its first row among all, how many rows it
-has, where the body of its piece begins, how many rows that has, the segment's first row in it, and
-where its first wanted row goes).
+Pieces hold groups of rows of one table, groups of all pieces stand one after the other, and so do
+rows.
 """
 
 from __future__ import annotations
@@ -12,56 +11,59 @@ import numpy.typing as npt
 
 from emberkeep.kernels._jit import kernel
 
+U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
-Units = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 @kernel
-def gather(
-    start: int, stop: int, segments_S6: I64, kept: Bools, data: Units, unit: int, before: int,
-    width: int, out: Units,
+def count_kept(
+    pieces_B: I64, groups_P: I64, firsts_P: I64, tables_G: I32, kept_G: I64, counts_T: I64
+) -> None:
+    """Adds up the kept rows of some pieces, by table."""
+    for b in range(pieces_B.size):
+        first = firsts_P[pieces_B[b]]
+        for g in range(first, first + groups_P[pieces_B[b]]):
+            counts_T[tables_G[g]] += kept_G[g]
+
+
+@kernel
+def locate(
+    pieces_B: I64, bodies_B: I64, rows_P: I64, starts_P: I64, groups_P: I64, firsts_P: I64,
+    tables_G: I32, counts_G: I64, kept_G: I64, ids: I64, kept: Bools, before_C: I64,
+    widths_C: I64, places_T: I64, ids_U: I64, starts_CU: I64,
 ) -> None:  # fmt: skip
-    """Copies one column of the kept rows of segments start..stop.
+    """The ids of the kept rows of some pieces, table by table, and where their columns begin.
 
-    The column has `width` units of `unit` bytes a row and stands behind `before` bytes a row of the
-    body; units that follow each other are copied as one.
+    The body of a piece begins at `bodies_B`; a column of it stands behind `before_C` bytes a row
+    and has `widths_C` of its own. Those of table t go to `places_T[t]`, which moves on.
     """
-    for s in range(start, stop):
-        row, count, body, rows, local, at = segments_S6[s]
-        column = (body + before * rows) // unit + local * width
-        i = 0
-        while i < count:
-            if not kept[row + i]:
-                i += 1
-                continue
-            first = i
-            while i < count and kept[row + i]:
-                i += 1
-            source, target = column + first * width, at * width
-            for u in range((i - first) * width):
-                out[target + u] = data[source + u]
-            at += i - first
+    for b in range(pieces_B.size):
+        p = pieces_B[b]
+        first_row = starts_P[p]
+        row = first_row
+        for g in range(firsts_P[p], firsts_P[p] + groups_P[p]):
+            if kept_G[g] > 0:
+                at = places_T[tables_G[g]]
+                for i in range(row, row + counts_G[g]):
+                    if kept[i]:
+                        ids_U[at] = ids[i]
+                        for c in range(before_C.size):
+                            starts_CU[c, at] = (
+                                bodies_B[b]
+                                + before_C[c] * rows_P[p]
+                                + widths_C[c] * (i - first_row)
+                            )
+                        at += 1
+                places_T[tables_G[g]] = at
+            row += counts_G[g]
 
 
 @kernel
-def gather_ids(segments_S6: I64, kept: Bools, ids: I64, out: I64) -> None:
-    """The ids of the kept rows of all segments."""
-    for s in range(segments_S6.shape[0]):
-        at = segments_S6[s, 5]
-        for i in range(segments_S6[s, 0], segments_S6[s, 0] + segments_S6[s, 1]):
-            if kept[i]:
-                out[at] = ids[i]
-                at += 1
-
-
-@kernel
-def starts(segments_S6: I64, kept: Bools, before: int, width: int, out: I64) -> None:
-    """Where the kept rows of all segments begin in one column, counted in words of four bytes."""
-    for s in range(segments_S6.shape[0]):
-        row, count, body, rows, local, at = segments_S6[s]
-        column = (body + before * rows) // 4 + local * width
-        for i in range(count):
-            if kept[row + i]:
-                out[at] = column + i * width
-                at += 1
+def copy_rows(start: int, stop: int, data: U8, starts_U: I64, out_UW: U8) -> None:
+    """Copies rows start..stop, each from where it begins."""
+    for i in range(start, stop):
+        at = starts_U[i]
+        for w in range(out_UW.shape[1]):
+            out_UW[i, w] = data[at + w]

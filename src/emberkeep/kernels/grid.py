@@ -189,20 +189,9 @@ def sum_of_rows(tables: I32, ids: I64, sums_R: U64) -> np.uint64:
 
 
 @kernel
-def claim_bits(starts_G: I64, counts_G: I64, ids: I64, bits: U64, kept: Bools) -> None:
-    """Keeps the first of equal ids, group after group; ids are below the number of bits."""
-    for g in range(starts_G.size):
-        for i in range(starts_G[g], starts_G[g] + counts_G[g]):
-            word = ids[i] >> 6
-            bit = _ONE << _u64(ids[i] & 63)
-            if bits[word] & bit == _ZERO:
-                bits[word] |= bit
-                kept[i] = True
-
-
-@kernel
 def claim_ids(starts_G: I64, counts_G: I64, ids: I64, rows_H: I64, kept: Bools) -> None:
-    """The same for any ids; `rows_H` is a power of two, all -1, larger than the ids are many."""
+    """Keeps the first of equal ids, group after group, whatever ids there are; `rows_H` is a power
+    of two, all -1, larger than the ids are many."""
     mask = _u64(rows_H.size - 1)
     for g in range(starts_G.size):
         for i in range(starts_G[g], starts_G[g] + counts_G[g]):

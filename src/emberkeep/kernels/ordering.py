@@ -22,11 +22,13 @@ def _digit(identity: np.int64, low: np.int64, shift: np.uint64) -> np.int64:
 
 
 @kernel
-def ascending(ids: I64, offsets_T: I64, order: I64, spare: I64) -> None:
+def ascending(ids: I64, offsets_T: I64, order: I64, spare: I64) -> bool:
     """The positions of ids from lowest to highest, those of each table among themselves.
 
-    Ids that ascend already cost one look; the others are sorted digit by digit.
+    Ids that ascend already cost one look; the others are sorted digit by digit. Returns whether
+    there were any.
     """
+    moved = False
     counts = np.empty(_DIGITS + 1, np.int64)
     for t in range(offsets_T.size - 1):
         first, last = offsets_T[t], offsets_T[t + 1]
@@ -38,6 +40,7 @@ def ascending(ids: I64, offsets_T: I64, order: I64, spare: I64) -> None:
             low, high = min(low, ids[i]), max(high, ids[i])
         if ascend:
             continue
+        moved = True
         shift = _ZERO
         while shift < _WIDTH and (_u64(high) - _u64(low)) >> shift > _ZERO:
             counts[:] = 0
@@ -52,3 +55,4 @@ def ascending(ids: I64, offsets_T: I64, order: I64, spare: I64) -> None:
                 counts[digit] += 1
             order[first:last] = spare[first:last]
             shift += _BITS
+    return moved

@@ -1,24 +1,47 @@
-"""Whole rows to places anywhere in a plane."""
+"""Whole rows to places anywhere in a plane.
+
+Places that follow each other lie on different pages, and to find a page takes longer than to write
+a row: a few dozen places are asked for at once, so that the processor looks for several.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from emberkeep.kernels._jit import kernel
+from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import copy_row
-from emberkeep.kernels._memory import prefetch_row, set_bit
+from emberkeep.kernels._memory import _prefetch, prefetch_row, set_bit
+from emberkeep.kernels._streaming import fence, fills_lines, stream_row
 from emberkeep.kernels.hashing import F32, I64, U64
 from emberkeep.kernels.initial import AHEAD
+
+_TOGETHER = 64
+_NEAR = 4
+
+
+@inline
+def _ask_for(start: int, stop: int, places_U: I64, plane_RD: F32) -> None:
+    for i in range(start, stop):
+        _prefetch(plane_RD, places_U[i], 0)
 
 
 @kernel
 def scatter(start: int, stop: int, values_UD: F32, places_U: I64, plane_RD: F32) -> None:
     """Writes rows start..stop of the values, each to its place."""
-    for i in range(start, stop):
-        if i + AHEAD < stop:
-            prefetch_row(plane_RD, places_U[i + AHEAD])
-        copy_row(plane_RD, places_U[i], values_UD, i)
+    streamed = fills_lines(plane_RD)
+    for first in range(start, stop, _TOGETHER):
+        last = min(first + _TOGETHER, stop)
+        _ask_for(first, last, places_U, plane_RD)
+        if streamed:
+            for i in range(first, last):
+                stream_row(plane_RD, places_U[i], values_UD, i)
+        else:
+            for i in range(first, last):
+                if i + _NEAR < last:
+                    prefetch_row(plane_RD, places_U[i + _NEAR])
+                copy_row(plane_RD, places_U[i], values_UD, i)
+    fence()
 
 
 @kernel
@@ -26,11 +49,20 @@ def scatter_apart(
     start: int, stop: int, values_VD: F32, rows_U: I64, places_U: I64, plane_RD: F32
 ) -> None:
     """Writes rows of the values, which stand anywhere, each to its place."""
-    for i in range(start, stop):
-        if i + AHEAD < stop:
-            prefetch_row(plane_RD, places_U[i + AHEAD])
-            prefetch_row(values_VD, rows_U[i + AHEAD])
-        copy_row(plane_RD, places_U[i], values_VD, rows_U[i])
+    streamed = fills_lines(plane_RD)
+    for first in range(start, stop, _TOGETHER):
+        last = min(first + _TOGETHER, stop)
+        _ask_for(first, last, places_U, plane_RD)
+        for i in range(first, last):
+            if i + AHEAD < stop:
+                prefetch_row(values_VD, rows_U[i + AHEAD])
+            if streamed:
+                stream_row(plane_RD, places_U[i], values_VD, rows_U[i])
+            else:
+                if i + _NEAR < last:
+                    prefetch_row(plane_RD, places_U[i + _NEAR])
+                copy_row(plane_RD, places_U[i], values_VD, rows_U[i])
+    fence()
 
 
 @kernel

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import xxhash
 
 from emberkeep.codecs import Codec, Raw, codec_from_dict
 from emberkeep.errors import DamageError
+from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Pool
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import FileRef
@@ -100,10 +101,6 @@ class Piece(NamedTuple):
     head_digest: str
     sum: int
 
-    def reads(self, version: int) -> bool:
-        """Whether a restore of the version reads the piece."""
-        return self.birth <= version and (self.death is None or version < self.death)
-
     def to_json(self) -> list[Any]:
         return [*self[:-1], f"{self.sum:016x}"]
 
@@ -115,10 +112,13 @@ class Piece(NamedTuple):
 class Bundle:
     """A file of pieces as a manifest or a catalog names it."""
 
-    def __init__(self, file: FileRef, families: Sequence[Family], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, file: FileRef, families: Sequence[Family], listed: Sequence[Sequence[Any]]
+    ) -> None:
         self.file = file
         self.families = tuple(families)
-        self.pieces = tuple(pieces)
+        # Pieces, or what JSON has for them: of thousands in a catalog few are looked at singly.
+        self.listed = listed
 
     @classmethod
     def of(cls, file: FileRef) -> Bundle | None:
@@ -131,11 +131,20 @@ class Bundle:
         """A file whose pieces are described apart from it."""
         try:
             families = [tuple(Form(*form) for form in family) for family in about["families"]]
-            return cls(file, families, [Piece.from_json(piece) for piece in about["pieces"]])
+            if not {len(each) for each in about["pieces"]} <= {len(Piece._fields)}:
+                raise ValueError("a piece has too many fields or too few")
+            return cls(file, families, about["pieces"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DamageError(
-                f"{file.name} is not described well: {error}", name=file.name
-            ) from error
+            raise _not_described(file, error) from error
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        try:
+            return tuple(
+                each if isinstance(each, Piece) else Piece.from_json(each) for each in self.listed
+            )
+        except (TypeError, ValueError) as error:
+            raise _not_described(self.file, error) from error
 
     @property
     def name(self) -> str:
@@ -148,6 +157,16 @@ class Bundle:
     def with_pieces(self, pieces: Iterable[Piece]) -> Bundle:
         """The same file with fewer pieces, or others' deaths; the file itself stays."""
         return Bundle(self.file, self.families, tuple(pieces))
+
+    def read_by(self, version: int, since: int = -1) -> Bundle | None:
+        """The same file with the pieces that a restore of a version reads, or those of them that
+        were born after another; None if there is none."""
+        listed = [
+            each
+            for each in self.listed
+            if since < each[0] <= version and (each[1] is None or version < each[1])
+        ]
+        return Bundle(self.file, self.families, listed) if listed else None
 
     @cached_property
     def about(self) -> Json:
@@ -163,6 +182,10 @@ class Bundle:
     def reference(self) -> FileRef:
         """The file with these pieces as its description."""
         return replace(self.file, metadata={**self.file.metadata, "grid": self.about})
+
+
+def _not_described(file: FileRef, error: Exception) -> DamageError:
+    return DamageError(f"{file.name} is not described well: {error}", name=file.name)
 
 
 def _families_json(families: Iterable[Family]) -> list[Any]:
@@ -387,44 +410,44 @@ class Rows:
         return np.repeat(self.tables_G, self.counts_G)
 
 
-def unpack_heads(
-    name: str, pieces: Sequence[tuple[Piece, int]], data: memoryview
-) -> tuple[Rows, ...]:
-    """The rows that heads name, each head checked against its digest and its piece.
+class Unpacked(NamedTuple):
+    """The rows that heads name, one head after the other: how many groups each has, the groups,
+    and the ids of all."""
 
-    The heads stand at the given places of the data: one look at all of them takes little longer
-    than one at a single head.
-    """
+    groups_P: I64
+    tables_G: I32
+    counts_G: I64
+    ids: I64
+
+
+def unpack_heads(
+    data: U8, starts_P: I64, nbytes_P: I64, rows_P: I64, name_of: Callable[[int], str]
+) -> Unpacked:
+    """The rows of heads that stand at given places of the data and match their digests: one look
+    at all of them takes little longer than one at a single head. `name_of` says which file a head
+    is from, should it not hold what it should."""
     from emberkeep.kernels import heads
 
-    if not pieces:
-        return ()
-    for piece, at in pieces:
-        if xxhash.xxh3_64_hexdigest(data[at : at + piece.head_nbytes]) != piece.head_digest:
-            raise _damaged(name)
-    flat = np.array(np.frombuffer(data, np.uint8))  # writable, as kernels were compiled for
-    starts = np.array([at for _, at in pieces], np.int64)
-    nbytes = np.array([piece.head_nbytes for piece, _ in pieces], np.int64)
-    rows = np.array([piece.rows for piece, _ in pieces], np.int64)
-    groups = np.empty(len(pieces), np.int64)
-    if heads.count_groups(flat, starts, nbytes, groups) >= 0:
-        raise _damaged(name)
-    tables_G, counts_G = np.empty(groups.sum(), np.int32), np.empty(groups.sum(), np.int64)
-    ids = np.empty(rows.sum(), np.int64)
-    if heads.unpack_heads(flat, starts, nbytes, rows, groups, tables_G, counts_G, ids) >= 0:
-        raise _damaged(name)
-    last_groups, last_rows = np.cumsum(groups).tolist(), np.cumsum(rows).tolist()
-    return tuple(
-        Rows(tables_G[g0:g1], counts_G[g0:g1], ids[r0:r1])
-        for g0, g1, r0, r1 in zip(
-            [0, *last_groups], last_groups, [0, *last_rows], last_rows, strict=False
-        )
-    )
+    groups_P = np.zeros(starts_P.size, np.int64)
+    wrong = heads.count_groups(data, starts_P, nbytes_P, groups_P)
+    if wrong >= 0:
+        raise damaged(name_of(wrong))
+    groups = int(groups_P.sum())
+    found = Unpacked(
+        groups_P, np.empty(groups, np.int32), np.empty(groups, np.int64),
+        lazy_zeros((int(rows_P.sum()),), np.int64),
+    )  # fmt: skip
+    wrong = heads.unpack_heads(data, starts_P, nbytes_P, rows_P, *found)
+    if wrong >= 0:
+        raise damaged(name_of(wrong))
+    return found
 
 
 def columns_of(bundle: Bundle, piece: Piece, body: memoryview) -> tuple[U8, ...]:
     """The columns of a piece from its bytes, checked."""
-    check_body(bundle.name, piece, body)
+    if len(body) != piece.nbytes:
+        raise damaged(bundle.name)
+    check(bundle.name, body, piece.digest)
     data = np.frombuffer(body, np.uint8)
     columns, at = [], 0
     for width in widths_of(bundle.families[piece.family]):
@@ -439,12 +462,13 @@ def widths_of(family: Family) -> tuple[int, ...]:
     return tuple(width for form in family for width in form.columns())
 
 
-def check_body(name: str, piece: Piece, body: memoryview) -> None:
-    if len(body) != piece.nbytes or xxhash.xxh3_64_hexdigest(body) != piece.digest:
-        raise _damaged(name)
+def check(name: str, data: memoryview, digest: str) -> None:
+    """Whether part of a file, a head or a body, is what was written."""
+    if xxhash.xxh3_64_hexdigest(data) != digest:
+        raise damaged(name)
 
 
-def _damaged(name: str) -> DamageError:
+def damaged(name: str) -> DamageError:
     return DamageError(
         f"{name} is damaged: its content does not match the digest of a piece; restore another "
         "version, or copy the file back from a backup",

@@ -1,129 +1,181 @@
-"""Which rows of the pieces of a version count: of each id the newest birth."""
+"""Which rows of the pieces of a version count: of each id the newest birth.
+
+A version may stand in thousands of pieces. To look at them one by one in Python takes longer than
+to read them, so here they are columns, with an entry for each piece.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import DamageError
-from emberkeep.pool import Pool
-from emberkeep.repository.bundles import Bundle, Piece, Rows
+from emberkeep.memory import lazy_zeros
+from emberkeep.repository.bundles import Bundle, Family, check, unpack_heads
+from emberkeep.repository.reading import read_heads
+from emberkeep.repository.repository import Repository
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The pieces of bundles, in the order in which their bodies stand in the files."""
+
+    bundles: Sequence[Bundle]
+    families: Sequence[Family]
+    bundle_P: I64
+    birth_P: I64
+    family_P: I64
+    rows_P: I64
+    offset_P: I64
+    nbytes_P: I64
+    head_P: I64
+    head_nbytes_P: I64
+    digests: Sequence[str]
+    head_digests: Sequence[str]
+
+    @classmethod
+    def of(cls, bundles: Sequence[Bundle]) -> Listed:
+        families: dict[Family, int] = {}
+        every = [each for bundle in bundles for each in bundle.listed]
+        columns = list(zip(*every, strict=True)) if every else [()] * 11
+        birth, _, family, rows, offset, nbytes, digests, head, head_nbytes, head_digests, _ = (
+            columns
+        )
+        numbers = np.array([birth, family, rows, offset, nbytes, head, head_nbytes], np.int64)
+        counts = np.array([len(bundle.listed) for bundle in bundles], np.int64)
+        bundle_P = np.repeat(np.arange(len(bundles)), counts)
+        # The families of all files under one number each.
+        of_files = [families.setdefault(f, len(families)) for b in bundles for f in b.families]
+        firsts = np.cumsum([0, *(len(bundle.families) for bundle in bundles)])
+        numbers[1] = np.array(of_files, np.int64)[firsts[bundle_P] + numbers[1]]
+        order = np.lexsort((numbers[3], bundle_P))
+        birth_P, family_P, rows_P, offset_P, nbytes_P, head_P, head_nbytes_P = np.take(
+            numbers, order, axis=1
+        )
+        listed = order.tolist()
+        return cls(
+            bundles, list(families), bundle_P, birth_P, family_P, rows_P, offset_P, nbytes_P,
+            head_P, head_nbytes_P, [digests[piece] for piece in listed],
+            [head_digests[piece] for piece in listed],
+        )  # fmt: skip
+
+    def name(self, piece: int) -> str:
+        """The file that a piece is in."""
+        return self.bundles[int(self.bundle_P[piece])].name
+
+    def of_bundles(self) -> Iterator[tuple[str, slice]]:
+        """The files, and which pieces are in each."""
+        ends = np.searchsorted(self.bundle_P, np.arange(len(self.bundles) + 1)).tolist()
+        for bundle, first, last in zip(self.bundles, ends, ends[1:], strict=False):
+            yield bundle.name, slice(first, last)
+
+
 class Chosen:
     """The rows of pieces, and of each whether it is the newest of its id.
 
-    Rows stand piece after piece, in groups of one table. `limits` are the sizes of the tables, None
-    for those that take any id; of tables that are not `wanted` no row is chosen.
+    Rows stand piece after piece, in groups of one table; the numbers of pieces are those that they
+    are listed under. `limits` are the sizes of the tables, None for those that take any id; of
+    tables that are not `wanted` no row is chosen.
     """
 
     def __init__(
-        self, heads: Sequence[tuple[Bundle, Piece, Rows]], limits: Sequence[int | None],
-        wanted: Collection[int] | None, pool: Pool,
+        self, repository: Repository, listed: Listed, limits: Sequence[int | None],
+        wanted: Collection[int] | None = None,
     ) -> None:  # fmt: skip
+        self.listed = listed
+        data, starts_P = self._heads(repository)
         # Newest first; of one birth rows before tombstones: an id that left and came back is both.
-        heads = sorted(
-            heads, key=lambda found: (-found[1].birth, not found[0].families[found[1].family])
+        deleted = np.array([not family for family in listed.families], np.bool_)
+        order = np.lexsort((deleted[listed.family_P], -listed.birth_P))
+        rows_P = listed.rows_P[order]
+        groups_P, self.tables_G, self.counts_G, self.ids = unpack_heads(
+            data, starts_P[order], listed.head_nbytes_P[order], rows_P,
+            lambda number: listed.name(int(order[number])),
+        )  # fmt: skip
+        self.kept: Bools = lazy_zeros((self.ids.size,), np.bool_)
+        self.kept_G: I64 = np.zeros(self.tables_G.size, np.int64)
+        # Of each piece, by its number: its first row, its first group, how many groups.
+        self.starts_P, self.firsts_P, self.groups_P = np.empty((3, order.size), np.int64)
+        self.starts_P[order] = np.cumsum(rows_P) - rows_P
+        self.firsts_P[order] = np.cumsum(groups_P) - groups_P
+        self.groups_P[order] = groups_P
+        self._deleted_P = np.flatnonzero(deleted[listed.family_P])
+        if self.tables_G.size:
+            self._choose(limits, wanted)
+
+    def _heads(self, repository: Repository) -> tuple[npt.NDArray[np.uint8], I64]:
+        """The bytes of all heads, checked, and where each begins."""
+        listed = self.listed
+        starts_P = np.empty(listed.head_P.size, np.int64)
+        files = list(listed.of_bundles())
+        every = read_heads(
+            repository,
+            [(n, listed.head_P[p].tolist(), listed.head_nbytes_P[p].tolist()) for n, p in files],
         )
-        rows = [found for _, _, found in heads]
-        self._numbers = {(b.name, p.head): number for number, (b, p, _) in enumerate(heads)}
-        self._no_planes = [n for n, (b, p, _) in enumerate(heads) if not b.families[p.family]]
-        ends = np.cumsum([0, *(each.counts_G.size for each in rows)])
-        self._firsts_P: I64 = ends[:-1]
-        self._groups_P: I64 = np.diff(ends)
-        none = np.empty(0, np.int64)
-        self.ids: I64 = np.concatenate([none, *(each.ids for each in rows)])
-        self.tables_G: I32 = np.concatenate(
-            [none.astype(np.int32), *(each.tables_G for each in rows)]
-        )
-        self._counts_G: I64 = np.concatenate([none, *(each.counts_G for each in rows)])
-        self._starts_G: I64 = np.cumsum(self._counts_G) - self._counts_G
-        pieces = np.cumsum([0, *(each.ids.size for each in rows)])[:-1]
-        self._local_G: I64 = self._starts_G - np.repeat(pieces, self._groups_P)
-        self.kept: Bools = np.zeros(self.ids.size, np.bool_)
-        self._choose(limits, wanted, pool)
-        before = np.zeros(self.ids.size + 1, np.int64)
-        np.cumsum(self.kept, out=before[1:])
-        self._kept_G: I64 = before[self._starts_G + self._counts_G] - before[self._starts_G]
+        begin = 0
+        for (name, pieces), heads in zip(files, every, strict=True):
+            view = memoryview(heads.data)
+            about = zip(
+                heads.starts, listed.head_nbytes_P[pieces].tolist(), listed.head_digests[pieces],
+                strict=True,
+            )  # fmt: skip
+            for at, nbytes, digest in about:
+                check(name, view[at : at + nbytes], digest)
+            starts_P[pieces] = heads.starts
+            starts_P[pieces] += begin
+            begin += len(view)
+        return np.frombuffer(bytearray().join(heads.data for heads in every), np.uint8), starts_P
 
-    def _choose(
-        self, limits: Sequence[int | None], wanted: Collection[int] | None, pool: Pool
-    ) -> None:
-        from emberkeep.kernels import grid
+    def _choose(self, limits: Sequence[int | None], wanted: Collection[int] | None) -> None:
+        from emberkeep.kernels import choosing, grid
 
-        if not self.tables_G.size:
-            return
-        by_table = np.argsort(self.tables_G, kind="stable")
-        present, firsts = np.unique(self.tables_G[by_table], return_index=True)
-
-        def choose(table: int, groups: I64) -> None:
-            starts, counts = self._starts_G[groups], self._counts_G[groups]
-            limit = limits[table]
-            if limit is not None:
-                self._check_limit(table, starts, counts, limit)
-                bits = np.zeros((limit + 63) // 64, np.uint64)
-                grid.claim_bits(starts, counts, self.ids, bits, self.kept)
-            else:
+        outside = self.tables_G[(self.tables_G < 0) | (self.tables_G >= len(limits))]
+        if outside.size:
+            raise DamageError(f"rows of table {outside[0]}, which the schema lacks", name="grid")
+        asked = range(len(limits)) if wanted is None else wanted
+        limits_T = np.array([limit or 0 for limit in limits], np.int64)
+        # No two tables share a word.
+        sizes_T = (limits_T + 63) // 64 * 64
+        fixed_T = np.array([t in asked and limit is not None for t, limit in enumerate(limits)])
+        bases_T = np.where(fixed_T, np.cumsum(sizes_T) - sizes_T, -1)
+        wrong = choosing.claim_fixed(
+            self.tables_G, self.counts_G, self.ids, bases_T, limits_T,
+            lazy_zeros((int(sizes_T.sum()) // 64,), np.uint64), self.kept, self.kept_G,
+        )  # fmt: skip
+        if wrong >= 0:
+            table = int(self.tables_G[wrong])
+            raise DamageError(
+                f"ids of table {table} lie outside its {limits[table]} rows", name="grid"
+            )
+        starts_G = np.cumsum(self.counts_G) - self.counts_G
+        for table in asked:
+            groups = np.flatnonzero(self.tables_G == table) if limits[table] is None else ()
+            if len(groups):
+                starts, counts = starts_G[groups], self.counts_G[groups]
                 size = 1 << int(2 * counts.sum()).bit_length()
                 grid.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
-
-        tasks = []
-        for table, groups in zip(present.tolist(), np.split(by_table, firsts[1:]), strict=True):
-            if not 0 <= table < len(limits):
-                raise DamageError(f"rows of table {table}, which the schema lacks", name="grid")
-            if wanted is None or table in wanted:
-                tasks.append(partial(choose, table, groups))
-        pool.run(tasks)
-
-    def _check_limit(self, table: int, starts: I64, counts: I64, limit: int) -> None:
-        # Ids ascend within a group: its ends bound it. Kernels do not look.
-        held = counts > 0
-        low, high = self.ids[starts[held]], self.ids[starts[held] + counts[held] - 1]
-        if low.size and (low.min() < 0 or high.max() >= limit):
-            raise DamageError(f"ids of table {table} lie outside its {limit} rows", name="grid")
-
-    def segments(self, pieces: Sequence[tuple[str, Piece, int]]) -> tuple[I32, I64, int]:
-        """The groups with chosen rows of pieces whose bodies begin at given places, table by
-        table, as `kernels.gather` takes them: the table of each, where its rows stand and go, and
-        how many rows these are."""
-        numbers = np.array([self._numbers[name, piece.head] for name, piece, _ in pieces])
-        counts = self._groups_P[numbers]
-        groups = np.arange(counts.sum()) + np.repeat(
-            self._firsts_P[numbers] - (np.cumsum(counts) - counts), counts
-        )
-        bodies = np.repeat(np.array([body for _, _, body in pieces]), counts)
-        rows = np.repeat(np.array([piece.rows for _, piece, _ in pieces]), counts)
-        order = np.argsort(self.tables_G[groups], kind="stable")
-        order = order[self._kept_G[groups[order]] > 0]
-        groups = groups[order]
-        kept = self._kept_G[groups]
-        goes = np.cumsum(kept) - kept
-        segments = np.stack(
-            [
-                self._starts_G[groups], self._counts_G[groups], bodies[order], rows[order],
-                self._local_G[groups], goes,
-            ],
-            axis=1,
-        )  # fmt: skip
-        return self.tables_G[groups], segments, int(kept.sum())
+                before = np.append(0, np.cumsum(self.kept))
+                self.kept_G[groups] = before[starts + counts] - before[starts]
 
     def tombstones(self) -> Iterator[tuple[int, I64]]:
         """Tables with the ids that were deleted and did not come back."""
         found: dict[int, list[I64]] = {}
-        for number in self._no_planes:
-            first = int(self._firsts_P[number])
-            for group in range(first, first + int(self._groups_P[number])):
-                start = self._starts_G[group]
-                some = slice(start, start + self._counts_G[group])
-                ids = self.ids[some][self.kept[some]]
-                found.setdefault(int(self.tables_G[group]), []).append(ids)
+        for piece in self._deleted_P.tolist():
+            row = int(self.starts_P[piece])
+            first = int(self.firsts_P[piece])
+            for group in range(first, first + int(self.groups_P[piece])):
+                some = slice(row, row + int(self.counts_G[group]))
+                found.setdefault(int(self.tables_G[group]), []).append(
+                    self.ids[some][self.kept[some]]
+                )
+                row = some.stop
         for table, parts in found.items():
             ids = np.unique(np.concatenate(parts))
             if ids.size:

@@ -7,7 +7,10 @@ is believed, in any format to come, and the file still is plain JSON for other t
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import xxhash
@@ -26,6 +29,7 @@ _HEX = 32
 IDENTIFYING = len(_HEAD) + _HEX
 """So many bytes of a document tell it from any other."""
 
+_LONG_NBYTES = 2**16
 _OVERHEAD = len(_HEAD) + _HEX + len(_MIDDLE) + len(_TAIL)
 
 
@@ -60,7 +64,8 @@ def decode(name: str, data: bytes, kind: str, repository: str | None = None) -> 
             "backup, or use another version",
             name=name,
         )
-    body: Json = json.loads(content)
+    with _uncollected(len(content)):
+        body: Json = json.loads(content)
     if body["format"] > FORMAT:
         raise FormatError(
             f"{name} has format {body['format']}, this release reads up to {FORMAT}: upgrade to "
@@ -75,6 +80,20 @@ def decode(name: str, data: bytes, kind: str, repository: str | None = None) -> 
                 name=name,
             )
     return body
+
+
+@contextmanager
+def _uncollected(nbytes: int) -> Iterator[None]:
+    """A long document becomes many objects, none of them garbage and none in a cycle: to look for
+    some meanwhile, among all that the process holds, takes several times as long as to read it."""
+    if nbytes < _LONG_NBYTES or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def plain(what: str, value: Json) -> Json:

@@ -28,7 +28,6 @@ from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import names
 from emberkeep.repository.bundles import Bundle, BundleStream, Part, Piece, Rows, columns_of
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
-from emberkeep.repository.gathering import Range, ranges, read_heads, read_range
 from emberkeep.repository.grid import (
     Catalog,
     Change,
@@ -43,6 +42,7 @@ from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
+from emberkeep.repository.reading import Range, ranges, read_range, rows_of_pieces
 from emberkeep.repository.writer import Writer
 
 I64 = npt.NDArray[np.int64]
@@ -206,7 +206,9 @@ class Extractor:
             for bundle in catalog.bundles
             if (pieces := [piece for piece in bundle.pieces if piece.death is None])
         ]
-        heads = sorted(read_heads(self.writer.repository, alive), key=lambda found: found[1].birth)
+        heads = sorted(
+            rows_of_pieces(self.writer.repository, alive), key=lambda found: found[1].birth
+        )
         for birth, found in groupby(heads, key=lambda found: found[1].birth):
             self._admit(birth, list(found))
         self.catalog = catalog
@@ -222,7 +224,7 @@ class Extractor:
         taken: list[Bundle] = []
         for manifest in waiting:
             bundles = bundles_of(manifest)
-            self._admit(manifest.version.number, read_heads(repository, bundles))
+            self._admit(manifest.version.number, rows_of_pieces(repository, bundles))
             taken.extend(bundles)
         covered = max([catalog.covered, *(m.version.number for m in waiting)])
         chosen = self._chosen(catalog, taken) if split else []
@@ -371,7 +373,7 @@ class Extractor:
         dead: list[Part] = []
         alive: list[Part] = []
         for bundle, pieces in by_file.values():
-            for wanted in ranges(bundle.with_pieces(pieces), heads=False):
+            for wanted in ranges(bundle.with_pieces(pieces)):
                 self._divide(wanted, dead, alive)
         nonce = secrets.token_hex(8)
         new: list[Bundle] = []
@@ -442,13 +444,13 @@ class Extractor:
             for bundle in new
             if (pieces := [piece for piece in bundle.pieces if piece.death is None])
         ]
-        for bundle, piece, rows in read_heads(self.writer.repository, alive):
+        for bundle, piece, rows in rows_of_pieces(self.writer.repository, alive):
             living = Living.of(bundle, piece, rows)
             self._living[living.key] = living
 
 
 def _rows_of(writer: Writer, bundle: Bundle, piece: Piece) -> Rows:
-    ((_, _, rows),) = read_heads(writer.repository, [bundle.with_pieces([piece])])
+    ((_, _, rows),) = rows_of_pieces(writer.repository, [bundle.with_pieces([piece])])
     return rows
 
 

@@ -8,125 +8,44 @@ which pieces are met, and no row is written twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.blobs import Buffer
-from emberkeep.errors import ChangedError, DamageError, MissingObjectError
+from emberkeep.errors import ChangedError, DamageError
 from emberkeep.memory import Spread, Values, recycled
-from emberkeep.pool import Pool
-from emberkeep.repository.ahead import Ahead
+from emberkeep.pool import Pool, spans
 from emberkeep.repository.bundles import (
+    PIECE_NBYTES,
     Bundle,
-    Family,
     Form,
-    Piece,
-    Rows,
-    check_body,
+    check,
     columns_of,
+    damaged,
     decoded,
-    unpack_heads,
+    widths_of,
 )
-from emberkeep.repository.choosing import Chosen
+from emberkeep.repository.choosing import Chosen, Listed
 from emberkeep.repository.grid import GridPlan, newest_catalog
+from emberkeep.repository.reading import ranges, read_part, read_range, rows_of_pieces, runs
 from emberkeep.repository.repository import Repository
 from emberkeep.snapshot import Chunk
 
+U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
 
-# What lies between two wanted ranges is read with them if it is shorter than this.
-_GAP_NBYTES = 128 * 1024
-_READ_NBYTES = 16 * 2**20
-# Ranges are looked at together up to this: the more rows, the nearer stand those of one table.
+# Bodies are looked at together up to this: the more rows, the nearer stand those of one table.
 _BATCH_NBYTES = 16 * 2**20
-_READERS = 4
-_BODY_READERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes of one file, and the pieces that lie there; each with its place in the range."""
-
-    bundle: Bundle
-    start: int
-    length: int
-    pieces: tuple[tuple[Piece, int], ...]
-
-
-def ranges(bundle: Bundle, *, heads: bool, most_nbytes: int = _READ_NBYTES) -> list[Range]:
-    """The wanted pieces of a file as few long reads."""
-    wanted = sorted(
-        ((p.head, p.head_nbytes, p) if heads else (p.offset, p.nbytes, p) for p in bundle.pieces),
-        key=lambda item: item[:2],
-    )
-    found: list[Range] = []
-    run: list[tuple[int, int, Piece]] = []
-
-    def close() -> None:
-        if run:
-            start, end = run[0][0], max(at + nbytes for at, nbytes, _ in run)
-            pieces = tuple((piece, at - start) for at, _, piece in run)
-            found.append(Range(bundle, start, end - start, pieces))
-            run.clear()
-
-    for at, nbytes, piece in wanted:
-        if run:
-            start, end = run[0][0], run[-1][0] + run[-1][1]
-            if at - end > _GAP_NBYTES or at + nbytes - start > most_nbytes:
-                close()
-        run.append((at, nbytes, piece))
-    close()
-    return found
-
-
-def read_range(repository: Repository, wanted: Range) -> Buffer:
-    try:
-        return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
-    except MissingObjectError:
-        name = wanted.bundle.name
-        raise DamageError(
-            f"{name} is missing: it was deleted, or removed by gc while its version was not "
-            "pinned; restore another version",
-            name=name,
-        ) from None
-
-
-def read_heads(
-    repository: Repository, bundles: Sequence[Bundle]
-) -> list[tuple[Bundle, Piece, Rows]]:
-    """The rows that the pieces of bundles hold, by name, in the order of the pieces."""
-
-    def read(bundle: Bundle) -> list[tuple[Range, Buffer]]:
-        return [(wanted, read_range(repository, wanted)) for wanted in ranges(bundle, heads=True)]
-
-    def heads_of(bundle: Bundle, data: list[tuple[Range, Buffer]]) -> Iterator[Rows]:
-        found: dict[int, Rows] = {}
-        for wanted, content in data:
-            rows = unpack_heads(bundle.name, wanted.pieces, memoryview(content))
-            found.update(
-                (piece.head, each) for (piece, _), each in zip(wanted.pieces, rows, strict=True)
-            )
-        return (found[piece.head] for piece in bundle.pieces)
-
-    def heads(every: Iterable[list[tuple[Range, Buffer]]]) -> list[tuple[Bundle, Piece, Rows]]:
-        return [
-            (bundle, piece, rows)
-            for bundle, data in zip(bundles, every, strict=True)
-            for piece, rows in zip(bundle.pieces, heads_of(bundle, data), strict=True)
-        ]
-
-    if len(bundles) <= _READERS:
-        return heads(map(read, bundles))
-    with ThreadPoolExecutor(_READERS) as readers:
-        return heads(readers.map(read, bundles))
+# Batches that are read at once, and that are under way or wait to be taken.
+_READERS = 2
+_AHEAD = 3
+_LEAST_ROWS = 1024
 
 
 def rows_of_plan(
@@ -192,6 +111,22 @@ class Apart:
         return zip(self.tables, self.offsets, self.offsets[1:], strict=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Pieces first..last of the listed ones, which are read together."""
+
+    name: str
+    first: int
+    last: int
+    start: int
+    length: int
+
+    @property
+    def room(self) -> int:
+        # Each begins at a multiple of four, so that rows in it can be read where they are.
+        return -(-self.length // 4) * 4
+
+
 def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
     tables: Collection[str] | None, *, apart: bool,
@@ -199,183 +134,155 @@ def _rows(
     schema = repository.schema["tables"]
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
-    every = [each for bundle in bundles for each in ranges(bundle, heads=False)]
-    batches = _batches([each for each in every if any(p.nbytes for p, _ in each.pieces)])
-    # The first bodies are on their way while heads are looked at.
-    with Ahead(_read_ahead(repository, batches), depth=1) as reads:
-        chosen = Chosen(read_heads(repository, bundles), limits, wanted, pool)
-        for table, ids in chosen.tombstones():
-            yield Apart([names[table]], [0, ids.size], ids, None)
-        for batch in reads:
-            for taken in _taken(batch, chosen):
-                tables_K, offsets = taken.tables()
-                ids, planes = taken.rows_of(offsets, pool, apart=apart)
-                yield Apart([names[table] for table in tables_K], offsets, ids, planes)
+    listed = Listed.of(bundles)
+    choice: Future[Chosen] = Future()
+
+    def take(batch: Sequence[_Run]) -> list[Apart]:
+        pieces, bodies, data = _read(repository, listed, batch)
+        chosen = choice.result()
+        return [
+            found
+            for family in np.unique(listed.family_P[pieces]).tolist()
+            if (found := _taken(chosen, names, pieces, bodies, data, family, pool, apart))
+        ]
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        reading: deque[Future[list[Apart]]] = deque()
+        try:
+            # The first bodies are on their way while heads are looked at.
+            batches = iter(_batches(listed))
+            for batch in islice(batches, _AHEAD):
+                reading.append(readers.submit(take, batch))
+            try:
+                choice.set_result(chosen := Chosen(repository, listed, limits, wanted))
+            except BaseException as error:
+                choice.set_exception(error)
+                raise
+            for table, ids in chosen.tombstones():
+                yield Apart([names[table]], [0, ids.size], ids, None)
+            while reading:
+                found = reading.popleft().result()
+                for batch in islice(batches, 1):
+                    reading.append(readers.submit(take, batch))
+                yield from found
+        finally:
+            for each in reading:
+                each.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Bytes of several ranges one after the other, each with the place where it begins."""
-
-    ranges: Sequence[tuple[Range, int]]
-    flat: npt.NDArray[np.uint8]
-
-
-def _batches(every: Sequence[Range]) -> list[list[Range]]:
-    """Ranges that are looked at together, in their order; the shortest batch comes first, because
+def _batches(listed: Listed) -> list[list[_Run]]:
+    """Bodies that are looked at together, in their order; the shortest batch comes first, because
     nothing can be written until one is there."""
-    found: list[list[Range]] = []
+    found: list[list[_Run]] = []
     nbytes = 0
-    for each in every:
-        if not found or nbytes + each.length > _BATCH_NBYTES:
-            found.append([])
-            nbytes = 0
-        found[-1].append(each)
-        nbytes += each.length
+    for name, some in listed.of_bundles():
+        for first, last, start, length in runs(
+            listed.offset_P[some].tolist(), listed.nbytes_P[some].tolist()
+        ):
+            if not length:  # tombstones have no bodies
+                continue
+            run = _Run(name, some.start + first, some.start + last, start, length)
+            if not found or nbytes + run.room > _BATCH_NBYTES:
+                found.append([])
+                nbytes = 0
+            found[-1].append(run)
+            nbytes += run.room
     if found:
-        shortest = min(found, key=lambda batch: sum(each.length for each in batch))
+        shortest = min(found, key=lambda batch: sum(run.length for run in batch))
         found.remove(shortest)
         found.insert(0, shortest)
     return found
 
 
-def _read_ahead(repository: Repository, batches: Sequence[Sequence[Range]]) -> Iterator[_Batch]:
-    """The batches in order, some of them read at once."""
-    with ThreadPoolExecutor(_BODY_READERS) as readers:
-        reading: deque[Future[_Batch]] = deque()
-        try:
-            for batch in batches:
-                reading.append(readers.submit(_checked, repository, batch))
-                if len(reading) > _BODY_READERS:
-                    yield reading.popleft().result()
-            while reading:
-                yield reading.popleft().result()
-        finally:
-            for data in reading:
-                data.cancel()
+def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tuple[I64, I64, U8]:
+    """The pieces of a batch, where the body of each begins, and the bytes: they match their
+    digests."""
+    nbytes = sum(run.room for run in batch)
+    # All of one size, so that they are used again: only what is written costs memory.
+    area = recycled(max(nbytes, PIECE_NBYTES))[:nbytes]
+    bodies, begin = [], 0
+    for run in batch:
+        read_part(repository, run.name, run.start, area[begin : begin + run.length])
+        some = slice(run.first, run.last)
+        bodies.append(listed.offset_P[some] + (begin - run.start))
+        about = zip(
+            bodies[-1].tolist(), listed.nbytes_P[some].tolist(), listed.digests[some], strict=True
+        )
+        for at, length, digest in about:
+            check(run.name, area[at : at + length], digest)
+        begin += run.room
+    pieces = np.concatenate([np.arange(run.first, run.last) for run in batch])
+    return pieces, np.concatenate(bodies), np.asarray(area)
 
 
-def _checked(repository: Repository, batch: Sequence[Range]) -> _Batch:
-    """The bytes of ranges; the pieces in them match their digests."""
-    found, starts, end = [], [], 0
-    for each in batch:
-        data = read_range(repository, each)
-        view = memoryview(data)
-        for piece, at in each.pieces:
-            check_body(each.bundle.name, piece, view[at : at + piece.nbytes])
-        starts.append(end)
-        # Ranges begin at multiples of four, so that rows in them can be read where they are.
-        padding = -len(data) % 4
-        found += [np.frombuffer(data, np.uint8), np.zeros(padding, np.uint8)]
-        end += len(data) + padding
-    flat = found[0]
-    if len(batch) > 1:
-        flat = np.concatenate(found, out=np.asarray(recycled(end)))
-    return _Batch(list(zip(batch, starts, strict=True)), flat)
+def _taken(
+    chosen: Chosen, names: Sequence[str], pieces: I64, bodies: I64, data: U8, family: int,
+    pool: Pool, apart: bool,
+) -> Apart | None:  # fmt: skip
+    """The chosen rows of the pieces of one family in a batch; None if there are none."""
+    from emberkeep.kernels import gather, ordering
+
+    listed = chosen.listed
+    forms = listed.families[family]
+    mine = listed.family_P[pieces] == family
+    pieces, bodies = pieces[mine], bodies[mine]
+    counts_T = np.zeros(len(names), np.int64)
+    gather.count_kept(
+        pieces, chosen.groups_P, chosen.firsts_P, chosen.tables_G, chosen.kept_G, counts_T
+    )
+    ends_T = np.cumsum(counts_T)
+    rows = int(ends_T[-1])
+    if not forms or not rows:  # tombstones were told before
+        return None
+    widths_C = np.array(widths_of(forms))
+    if (listed.nbytes_P[pieces] != listed.rows_P[pieces] * widths_C.sum()).any():
+        raise damaged(listed.name(int(pieces[0])))
+    ids_U, starts_CU = np.empty(rows, np.int64), np.empty((widths_C.size, rows), np.int64)
+    gather.locate(
+        pieces, bodies, listed.rows_P, chosen.starts_P, chosen.groups_P, chosen.firsts_P,
+        chosen.tables_G, chosen.counts_G, chosen.kept_G, chosen.ids, chosen.kept,
+        np.cumsum(widths_C) - widths_C, widths_C, ends_T - counts_T, ids_U, starts_CU,
+    )  # fmt: skip
+    # Ids of a table ascend, so that memory is written in its order.
+    order, spare = np.empty((2, rows), np.int64)
+    if ordering.ascending(ids_U, np.append(0, ends_T), order, spare):
+        ids_U, starts_CU = ids_U[order], np.take(starts_CU, order, axis=1)
+    planes: dict[str, Values] = {}
+    column = 0
+    for form in forms:
+        count = len(form.columns())
+        some = slice(column, column + count)
+        planes[form.plane] = _plane(form, data, starts_CU[some], widths_C[some], pool, apart)
+        column += count
+    present = np.flatnonzero(counts_T)
+    offsets = [*(ends_T - counts_T)[present].tolist(), rows]
+    return Apart([names[table] for table in present.tolist()], offsets, ids_U, planes)
 
 
-def _taken(batch: _Batch, chosen: Chosen) -> Iterator[_Taken]:
-    """The chosen rows of the pieces in a batch, family by family."""
-    by_family: dict[Family, list[tuple[str, Piece, int]]] = {}
-    for each, start in batch.ranges:
-        for piece, at in each.pieces:
-            family = each.bundle.families[piece.family]
-            if family:  # tombstones were told before
-                by_family.setdefault(family, []).append((each.bundle.name, piece, start + at))
-    for family, pieces in by_family.items():
-        table_S, segments, rows = chosen.segments(pieces)
-        if rows:
-            yield _Taken(family, batch.flat, chosen, table_S, segments, rows)
+def _plane(form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, apart: bool) -> Values:
+    """One plane of rows: where they begin, or its columns, copied together and decoded."""
+    from emberkeep.kernels import gather
 
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """The chosen rows of one family in a batch, as segments that stand table by table."""
-
-    family: Family
-    flat: npt.NDArray[np.uint8]
-    chosen: Chosen
-    table_S: I32
-    segments_S6: I64
-    rows: int
-
-    def tables(self) -> tuple[list[int], list[int]]:
-        """The tables, and where the rows of each begin; at last how many there are."""
-        firsts = [0, *(np.flatnonzero(np.diff(self.table_S)) + 1).tolist()]
-        return self.table_S[firsts].tolist(), [*self.segments_S6[firsts, 5].tolist(), self.rows]
-
-    def rows_of(
-        self, offsets: Sequence[int], pool: Pool, *, apart: bool
-    ) -> tuple[I64, dict[str, Values]]:
-        """The ids and planes of all rows.
-
-        Where no row has to be moved for it, ids of a table ascend, so that memory is written in
-        its order.
-        """
-        from emberkeep.kernels import gather, ordering
-
-        ids = np.empty(self.rows, np.int64)
-        gather.gather_ids(self.segments_S6, self.chosen.kept, self.chosen.ids, ids)
-        planes: dict[str, Values] = {}
-        for form, values in self._columns(pool, apart):
-            planes[form.plane] = values if isinstance(values, Spread) else form.decode(values, pool)
-        if all(isinstance(values, Spread) for values in planes.values()):
-            order = np.empty(self.rows, np.int64)
-            ordering.ascending(ids, np.array(offsets), order, np.empty(self.rows, np.int64))
-            ids, planes = ids[order], {name: v[order] for name, v in planes.items()}
-        return ids, planes
-
-    def _columns(
-        self, pool: Pool, apart: bool
-    ) -> list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]]:
-        """Each plane: where its rows begin, or its columns, copied together."""
-        from emberkeep.kernels import gather
-
-        segments, kept = self.segments_S6, self.chosen.kept
-        parts = _parts(segments[:, 5], self.rows, pool.threads)
-        found: list[tuple[Form, Spread | list[npt.NDArray[np.uint8]]]] = []
-        tasks: list[Callable[[], None]] = []
-        before = 0
-        for form in self.family:
-            columns = []
-            for width in form.columns():
-                aligned = not (((segments[:, 2] + before * segments[:, 3]) | width) & 3).any()
-                unit = 4 if aligned else 1
-                units = self.flat[: self.flat.size // unit * unit].view(f"u{unit}")
-                if apart and aligned and not form.coded and np.dtype(form.dtype).itemsize == 4:
-                    starts = np.empty(self.rows, np.int64)
-                    gather.starts(segments, kept, before, width // 4, starts)
-                    found.append((form, Spread(units.view(form.dtype), starts, form.width)))
-                else:
-                    out = np.empty((self.rows, width), np.uint8)
-                    into = out.reshape(-1).view(units.dtype)
-                    tasks += [
-                        partial(
-                            gather.gather, a, b, segments, kept, units, unit, before,
-                            width // unit, into,
-                        )
-                        for a, b in parts
-                    ]  # fmt: skip
-                    columns.append(out)
-                before += width
-            if columns:
-                found.append((form, columns))
-        pool.run(tasks)
-        return found
-
-
-def _parts(firsts_S: I64, rows: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges of segments with about as many rows each."""
-    wanted = [rows * i // parts for i in range(1, parts)]
-    bounds = [0, *np.searchsorted(firsts_S, wanted).tolist(), firsts_S.size]
-    return [(a, b) for a, b in pairwise(bounds) if b > a]
+    if apart and not form.coded and np.dtype(form.dtype).itemsize == 4:
+        (starts_U,) = starts_CU
+        if not np.bitwise_or.reduce(starts_U) & 3:
+            return Spread(data.view(form.dtype), starts_U >> 2, form.width)
+    columns = [np.empty((starts_CU.shape[1], width), np.uint8) for width in widths_C.tolist()]
+    pool.run(
+        [
+            partial(gather.copy_rows, start, stop, data, starts_U, out)
+            for starts_U, out in zip(starts_CU, columns, strict=True)
+            for start, stop in spans(starts_U.size, pool.threads, _LEAST_ROWS)
+        ]
+    )
+    return form.decode(columns, pool)
 
 
 def rows_of_bundle(repository: Repository, bundle: Bundle, pool: Pool) -> Iterator[Chunk]:
     """All rows of a file as they stand there, piece by piece, ids ascending."""
     names = list(repository.schema["tables"])
-    heads = {piece.head: rows for _, piece, rows in read_heads(repository, [bundle])}
-    for wanted in ranges(bundle, heads=False):
+    heads = {piece.head: rows for _, piece, rows in rows_of_pieces(repository, [bundle])}
+    for wanted in ranges(bundle):
         data = memoryview(read_range(repository, wanted))
         for piece, at in wanted.pieces:
             rows = heads[piece.head]

@@ -150,12 +150,8 @@ def bundles_of(manifest: Manifest) -> tuple[Bundle, ...]:
 
 def reading(bundles: Iterable[Bundle], version: int) -> tuple[Bundle, ...]:
     """The bundles that a restore of a version reads, each with the pieces that it reads there."""
-    found = []
-    for bundle in bundles:
-        pieces = [piece for piece in bundle.pieces if piece.reads(version)]
-        if pieces:
-            found.append(bundle.with_pieces(pieces))
-    return tuple(found)
+    found = (bundle.read_by(version) for bundle in bundles)
+    return tuple(bundle for bundle in found if bundle is not None)
 
 
 def unneeded(catalog: Catalog, kept: Collection[int]) -> frozenset[Key]:
@@ -194,12 +190,9 @@ class GridPlan:
 
     def since(self, version: int) -> tuple[Bundle, ...]:
         """The part that was written after an earlier version of the same grid."""
-        found = []
-        for bundle in self.bundles:
-            pieces = [piece for piece in bundle.pieces if piece.birth > version]
-            if pieces:
-                found.append(bundle.with_pieces(pieces))
-        return tuple(found)
+        top = self.manifest.version.number
+        found = (bundle.read_by(top, since=version) for bundle in self.bundles)
+        return tuple(bundle for bundle in found if bundle is not None)
 
 
 def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from functools import partial
 
-from emberkeep.blobs import BlobStore, Buffer, MemoryStore
+from emberkeep.blobs import BlobStore, Buffer, MemoryStore, read_into
 from emberkeep.errors import (
     ConfigError,
     DamageError,
@@ -110,10 +110,15 @@ class StoreContract:
             (2, 0, b""),
         ):
             assert store.get_range("a", start, length) == expected
+            into = bytearray(b"*" * length)
+            assert read_into(store, "a", start, memoryview(into)) == len(expected)
+            assert into == expected + b"*" * (length - len(expected))
         store.put("empty", b"")
         assert store.get_range("empty", 0, 5) == b""
         with _raises(ConfigError):
             store.get_range("a", -1, 2)
+        with _raises(ConfigError):
+            read_into(store, "a", -1, memoryview(bytearray(2)))
 
     def test_absent_objects_are_missing(self, store: BlobStore) -> None:
         store.put("here/a", b"x")
@@ -123,6 +128,7 @@ class StoreContract:
             lambda: store.size("nowhere/at/all"),
             lambda: store.get_range("nowhere", 0, 1),
             lambda: store.get_range("nowhere", 0, 0),
+            lambda: read_into(store, "nowhere", 0, memoryview(bytearray(1))),
         ):
             with _raises(MissingObjectError):
                 call()

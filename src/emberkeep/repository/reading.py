@@ -1,0 +1,152 @@
+"""Bytes of bundles: pieces that stand near each other are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from emberkeep.blobs import Buffer, read_into
+from emberkeep.errors import DamageError, MissingObjectError
+from emberkeep.repository.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
+from emberkeep.repository.repository import Repository
+
+# What lies between two wanted ranges is read with them if it is shorter than this.
+_GAP_NBYTES = 128 * 1024
+_READ_NBYTES = 16 * 2**20
+_READERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of one file, and the pieces that lie there; each with its place in the range."""
+
+    bundle: Bundle
+    start: int
+    length: int
+    pieces: tuple[tuple[Piece, int], ...]
+
+
+def runs(starts: Sequence[int], nbytes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """What stands in one file, ascending, as few long reads: the first and the end of what each
+    reads, where it begins and how long it is."""
+    if not starts:
+        return
+    first, begin, end = 0, starts[0], starts[0] + nbytes[0]
+    for at in range(1, len(starts)):
+        start, stop = starts[at], starts[at] + nbytes[at]
+        if start - end > _GAP_NBYTES or stop - begin > _READ_NBYTES:
+            yield first, at, begin, end - begin
+            first, begin = at, start
+        end = stop
+    yield first, len(starts), begin, end - begin
+
+
+def ranges(bundle: Bundle) -> list[Range]:
+    """The bodies of the pieces of a file."""
+    pieces = sorted(bundle.pieces, key=lambda piece: piece.offset)
+    return [
+        Range(bundle, start, length, tuple((p, p.offset - start) for p in pieces[first:last]))
+        for first, last, start, length in runs(
+            [piece.offset for piece in pieces], [piece.nbytes for piece in pieces]
+        )
+    ]
+
+
+def read_range(repository: Repository, wanted: Range) -> Buffer:
+    with missing_is_damage(wanted.bundle.name):
+        return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
+
+
+def read_part(repository: Repository, name: str, start: int, into: memoryview) -> None:
+    """Fills memory with part of a file."""
+    with missing_is_damage(name):
+        if read_into(repository.store, name, start, into) != len(into):
+            raise damaged(name)
+
+
+@contextmanager
+def missing_is_damage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MissingObjectError:
+        raise DamageError(
+            f"{name} is missing: it was deleted, or removed by gc while its version was not "
+            "pinned; restore another version",
+            name=name,
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The bytes of heads of one file, and where each of them begins, in the order asked for."""
+
+    data: bytes
+    starts: Sequence[int]
+
+
+def read_heads(
+    repository: Repository, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]
+) -> list[Heads]:
+    """The heads of files: of each its name, where heads begin, and how long they are."""
+
+    def read(asked: tuple[str, Sequence[int], Sequence[int]]) -> Heads:
+        name, starts, nbytes = asked
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        parts, found, done = [], [0] * len(starts), 0
+        sorted_runs = runs([starts[i] for i in order], [nbytes[i] for i in order])
+        for first, last, start, length in sorted_runs:
+            with missing_is_damage(name):
+                part = bytes(repository.store.get_range(name, start, length))
+            if len(part) != length:
+                raise damaged(name)
+            for i in order[first:last]:
+                found[i] = starts[i] - start + done
+            parts.append(part)
+            done += length
+        return Heads(parts[0] if len(parts) == 1 else b"".join(parts), found)
+
+    if len(wanted) <= _READERS:
+        return list(map(read, wanted))
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, wanted))
+
+
+def rows_of_pieces(
+    repository: Repository, bundles: Sequence[Bundle]
+) -> list[tuple[Bundle, Piece, Rows]]:
+    """The rows that the pieces of bundles hold, by name, in the order of the pieces."""
+    found = []
+    every = read_heads(
+        repository,
+        [
+            (b.name, [piece.head for piece in b.pieces], [piece.head_nbytes for piece in b.pieces])
+            for b in bundles
+        ],
+    )
+    for bundle, heads in zip(bundles, every, strict=True):
+        data = memoryview(heads.data)
+        for piece, at in zip(bundle.pieces, heads.starts, strict=True):
+            check(bundle.name, data[at : at + piece.head_nbytes], piece.head_digest)
+        found += [
+            (bundle, piece, rows)
+            for piece, rows in zip(bundle.pieces, _split(bundle, heads), strict=True)
+        ]
+    return found
+
+
+def _split(bundle: Bundle, heads: Heads) -> Iterator[Rows]:
+    # Writable, as kernels were compiled for.
+    data = np.array(np.frombuffer(heads.data, np.uint8))
+    nbytes = np.array([piece.head_nbytes for piece in bundle.pieces], np.int64)
+    rows_P = np.array([piece.rows for piece in bundle.pieces], np.int64)
+    starts = np.array(heads.starts, np.int64)
+    unpacked = unpack_heads(data, starts, nbytes, rows_P, lambda _: bundle.name)
+    group = row = 0
+    for groups, rows in zip(unpacked.groups_P.tolist(), rows_P.tolist(), strict=True):
+        some = slice(group, group + groups)
+        yield Rows(unpacked.tables_G[some], unpacked.counts_G[some], unpacked.ids[row : row + rows])
+        group, row = group + groups, row + rows
