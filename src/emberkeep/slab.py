@@ -482,7 +482,7 @@ class Slab:
         if self.snapshot is not None:
             self.snapshot.abandon(lost)
         self.lost = lost
-        self.snapshot = self.tracker = self.ranking = None
+        self.snapshot = self.tracker = self.ranking = self.recorder = None
         self.planes, self.slots = {}, {}
         self.touched = self.dirty = np.empty(0, np.uint64)
         self.ids = np.empty(0, np.int64)

@@ -293,7 +293,7 @@ def parity(
     k: int = 4,
     r: int = 1,
     background: bool = False,
-    chunk_rows: int = 8192,
+    chunk_rows: int = 16384,
     rebuild_share: float = 0.25,
     every: Interval = "6h",
     layout: Layout = "intermittent",

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.codes import Parity, products
+from emberkeep.erasure.coordinator import Coordinator
 from emberkeep.errors import ShardLostError
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, grads_of, state, tables, wanted_of
@@ -103,6 +104,26 @@ class Histories:
 def _rows(ids: Any, planes: Any) -> Iterator[tuple[int, bytes]]:
     for i, identity in enumerate(ids.tolist()):
         yield identity, b"".join(planes[name][i].tobytes() for name in sorted(planes))
+
+
+def check_parity(coordinator: Coordinator[Any]) -> None:
+    """Every parity row of every host is the code of the rows as they are."""
+    place = coordinator.placement
+    for guard in coordinator.guards:
+        host = guard.host
+        assert host.complete
+        assert host.unprotected_stripes == 0
+        for slab, stripes in enumerate(host.stripes):
+            for p in range(place.r):
+                group = place.group_on(host.index, p)
+                part = slice(p * stripes, (p + 1) * stripes)
+                for layer, parity in (("records", host._records), ("marks", host._marks)):
+                    total = np.zeros_like(parity[slab][part]).view(np.uint8)
+                    for slot, member in enumerate(place.members(group)):
+                        rows = np.arange(stripes) * place.k + slot
+                        values = coordinator.guards[member].rows.values(slab, layer, rows)
+                        total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
+                    assert np.array_equal(parity[slab][part].view(np.uint8), total)
 
 
 class ParityContract:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emberkeep.erasure.codes import Placement, products
+from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.coordinator import Coordinator, Decode
 from emberkeep.erasure.guard import Guard, begin
 from emberkeep.erasure.host import Host
@@ -41,6 +41,7 @@ from emberkeep.erasure.messages import (
 )
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ParityLossError, StreamError
+from tests.contracts.parity import check_parity
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))
 randoms = st.integers(0, 2**32).map(Random)
@@ -277,6 +278,9 @@ class ParityProtocol(RuleBasedStateMachine):
             for guard in self.coordinator.guards
             if guard.lost() or not guard.host.complete
         }
+        standings = self.coordinator._standings(self.dead | gone)
+        for shard in self.dead | gone:
+            hurt |= set(self.coordinator._late(shard, standings))
         try:
             self.coordinator.check(self.dead | gone)
         except ParityLossError:
@@ -422,26 +426,6 @@ class ParityProtocol(RuleBasedStateMachine):
         check_parity(self.coordinator)
 
 
-def check_parity(coordinator: Coordinator) -> None:
-    """Every parity row of every host is the code of the rows as they are."""
-    place = coordinator.placement
-    for guard in coordinator.guards:
-        host = guard.host
-        assert host.complete
-        assert host.unprotected_stripes == 0
-        for slab, stripes in enumerate(host.stripes):
-            for p in range(place.r):
-                group = place.group_on(host.index, p)
-                part = slice(p * stripes, (p + 1) * stripes)
-                for layer, parity in (("records", host._records), ("marks", host._marks)):
-                    total = np.zeros_like(parity[slab][part]).view(np.uint8)
-                    for slot, member in enumerate(place.members(group)):
-                        rows = np.arange(stripes) * place.k + slot
-                        values = coordinator.guards[member].rows.values(slab, layer, rows)
-                        total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
-                    assert np.array_equal(parity[slab][part].view(np.uint8), total)
-
-
 def _run(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         ParityProtocol,
@@ -486,6 +470,50 @@ def test_a_decode_that_began_before_a_loss_is_refused() -> None:
         with pytest.raises(StreamError, match="lost since it began"):
             machine.coordinator.finish(decode)
     assert machine.rows(0).missing[0][missing].all()
+    machine.teardown()
+
+
+def test_a_host_that_was_filled_ahead_of_others_is_filled_again() -> None:
+    """It has rows of a lost shard as they were after what the other hosts hold, and no message
+    that would undo it."""
+    machine = ParityProtocol()
+    machine.start((5, 3, 2))
+    new, behind, source = 0, 1, 2
+
+    def push(number: int) -> None:
+        push = Push("a", number, 0, list(range(9)), 3)
+        push.apply(machine.perfect[source])
+        machine.todo[source].append(push)
+        machine.work(source)
+
+    def deliver() -> None:
+        for (sender, host), queue in machine.queues.items():
+            while queue and (sender, host) != (source, behind):
+                machine.receive(queue.popleft(), queue)
+
+    def lose(shard: int) -> None:
+        machine.dead = {shard}
+        for key, queue in machine.queues.items():
+            if shard in key:
+                queue.clear()
+        machine.notice()
+
+    push(1)
+    machine.draining = True
+    machine.deliver_all()
+    machine.draining = False
+    push(2)
+    lose(new)
+    machine.ask_for_marks()
+    deliver()
+    machine.finish()
+    host = machine.coordinator.guards[new].host
+    while machine.coordinator.fill(3):
+        deliver()
+    assert host.complete
+    assert host.streams[source][0] > machine.coordinator.guards[behind].host.held(source)
+    lose(source)
+    assert not host.complete
     machine.teardown()
 
 

@@ -89,7 +89,10 @@ class PeerGuard:
 
     def standing(self) -> Standing:
         told, _ = self.ask("standing")
-        return Standing(tuple(map(bool, told["lost"])), bool(told["blind"]), bool(told["complete"]))
+        return Standing(
+            tuple(map(bool, told["lost"])), bool(told["blind"]), bool(told["complete"]),
+            {int(source): (int(base), int(last)) for source, base, last in told["streams"]},
+        )  # fmt: skip
 
     def attach(self, host: int) -> tuple[int, Point]:
         told, _ = self.ask("attach", {"host": self.hosts[host].to_json()})

@@ -10,10 +10,10 @@ from functools import partial
 
 from emberkeep.cluster.mail import Mail
 from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.coordinator import Coordinator
 from emberkeep.erasure.guard import Guard, begin
 from emberkeep.erasure.host import Host
 from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.near import NearCoordinator, rows_of
 from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
@@ -25,7 +25,7 @@ from emberkeep.slab import I64
 Renew = Callable[[int], Shard]
 
 # The thread that rebuilds gives way to training.
-_NICE = 10
+_NICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Protection:
             self._guard(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
             for shard in shards
         ]
-        self.coordinator = Coordinator(self.placement, guards, self._mail.deliver)
+        self.coordinator = NearCoordinator(self.placement, guards, self._mail.deliver)
         begin(guards)
         for shard, guard in zip(shards, guards, strict=True):
             shard.protect(guard)
@@ -169,7 +169,7 @@ class Protection:
             for shard, guard in zip(self._shards, self.coordinator.guards, strict=True):
                 guard.host.clear()
                 with guard.lock:
-                    _rows(guard).give_up()
+                    rows_of(guard).give_up()
                     guard.record((), None, state_of(shard.slabs))
                 shard.bring_back = None
             self._mail.deliver()
@@ -181,6 +181,10 @@ class Protection:
         with self.coordinator.lock:  # nobody reads rows of them meanwhile
             for shard in shards:
                 self._shards[shard].kill()
+                guard = self.coordinator.guards[shard]
+                with guard.lock:
+                    rows_of(guard).drop()
+                guard.host.let_go()
             self.lost |= set(shards)
             self._mail.drop(self.lost)
 
@@ -260,7 +264,7 @@ class Protection:
             for shard in self._shards:
                 guard = self.coordinator.guards[shard.index]
                 with guard.lock:
-                    chunk = _rows(guard).next_missing(self.spec.chunk_rows)
+                    chunk = rows_of(guard).next_missing(self.spec.chunk_rows)
                 if chunk is not None:
                     self.coordinator.recover_rows(shard.index, *chunk)
                     return True
@@ -304,7 +308,7 @@ class Protection:
 
     def status(self) -> ParityStatus:
         guards = self.coordinator.guards
-        rows = [_rows(guard) for guard in guards if guard.index not in self.lost]
+        rows = [rows_of(guard) for guard in guards if guard.index not in self.lost]
         return ParityStatus(
             k=self.spec.k,
             r=self.spec.r,
@@ -320,8 +324,3 @@ class Protection:
             updates=tuple(guard.host.updates for guard in guards),
             lost_shards=len(self.lost),
         )
-
-
-def _rows(guard: Guard) -> SlabRows:
-    assert isinstance(guard.rows, SlabRows)
-    return guard.rows

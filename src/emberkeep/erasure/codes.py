@@ -73,7 +73,7 @@ class Parity:
     r: int = 1
     background: bool = False
     window_nbytes: int = 64 * 2**20
-    chunk_rows: int = 8192
+    chunk_rows: int = 16384
     rebuild_share: float = 0.25
 
     def __post_init__(self) -> None:
@@ -170,6 +170,10 @@ class Placement:
     def group(self, shard: int, slot: int) -> int:
         """The group in which rows of that slot of a shard are."""
         return (shard - 1 - slot) % self.n
+
+    def slot(self, shard: int, group: int) -> int:
+        """The slot of a shard's rows in a group; k or more where it is no member."""
+        return (shard - 1 - group) % self.n
 
     def host(self, group: int, p: int) -> int:
         """The shard that holds parity p of a group."""

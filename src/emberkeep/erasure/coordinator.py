@@ -9,13 +9,13 @@ Training goes on beside all but the first two.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from emberkeep.erasure.codes import Code, Placement, products
 from emberkeep.erasure.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
 from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.kernels import galois
+from emberkeep.pool import ForkLock
 
 # Stripes whose marks are decoded at a time: a few bytes each.
 _MARK_STRIPES = 2**18
@@ -90,6 +91,8 @@ class GuardSide(Protocol):
 AnyGuard = TypeVar("AnyGuard", bound=GuardSide)
 Replace = Callable[[int, int, Point], AnyGuard]
 Calls = Sequence[Callable[[], Any]]
+Part: TypeAlias = tuple[int, int, Layer, I64]
+"""What is to be decoded: group, slab, layer and stripes, ascending."""
 
 
 def in_turn(calls: Calls) -> list[Any]:
@@ -126,7 +129,7 @@ class Coordinator(Generic[AnyGuard]):
         self.placement = placement
         self.code = Code(placement.k, placement.r)
         self.guards = list(guards)
-        self.lock = threading.RLock()
+        self.lock = ForkLock()
         self.decoded_rows = 0
         self.decoded_nbytes = 0
         self._deliver = deliver
@@ -138,6 +141,8 @@ class Coordinator(Generic[AnyGuard]):
     def check(self, lost: Collection[int]) -> None:
         """Refuses losses that parity cannot make good; nothing has been changed then."""
         standings = self._standings(lost)
+        for host in {host for shard in lost for host in self._late(shard, standings)}:
+            standings[host] = dataclasses.replace(standings[host], complete=False)
         for group in range(self.placement.n):
             unknown = [
                 member
@@ -162,6 +167,16 @@ class Coordinator(Generic[AnyGuard]):
         """The numbers of a group's parity rows that are whole."""
         hosts = [self.placement.host(group, p) for p in range(self.placement.r)]
         return [p for p, host in enumerate(hosts) if host in standings and standings[host].complete]
+
+    def _late(self, shard: int, standings: dict[int, Standing]) -> list[int]:
+        """The hosts whose stream of a lost shard began after what others hold of it: they were
+        filled with rows as nobody can have them any more."""
+        hosts = [host for host in self.placement.hosts(shard) if host in standings]
+        streams = {
+            host: standings[host].streams[shard] for host in hosts if standings[host].complete
+        }
+        number = min((last for _, last in streams.values()), default=0)
+        return [host for host, (base, _) in streams.items() if base > number]
 
     def recover(self, lost: Collection[int], replace: Replace[AnyGuard]) -> dict[int, Point]:
         """Puts replacements in the place of lost shards; where each of their streams goes on.
@@ -213,7 +228,7 @@ class Coordinator(Generic[AnyGuard]):
         whole = [host for host in hosts if self.guards[host].standing().complete]
         number = min(held[host] for host in whole)
         points = {host: self.guards[host].host.roll(shard, number) for host in hosts}
-        return number, points[whole[0]]
+        return number, next(points[host] for host in whole if held[host] == number)
 
     def _join(self, shard: int, lost: Collection[int]) -> None:
         """The streams from and to a replacement."""
@@ -232,7 +247,7 @@ class Coordinator(Generic[AnyGuard]):
         """Has every member of a group say what it has of some stripes, ascending."""
         return self.start_all([(group, slab, layer, stripes)])[0]
 
-    def start_all(self, parts: Sequence[tuple[int, int, Layer, I64]]) -> list[Decode]:
+    def start_all(self, parts: Sequence[Part]) -> list[Decode]:
         """`start` for several groups at once: each host and each member is asked once."""
         standings = self._standings()
         decodes = []
@@ -299,14 +314,9 @@ class Coordinator(Generic[AnyGuard]):
         ), "members told their hosts different things"
         parities = [(wanted.group - host) % self.placement.n for host in decode.hosts]
         members = self.placement.members(wanted.group)
-        slots = sorted(slot for slot in unknown if unknown[slot].any())
-        patterns = sum((unknown[slot].astype(np.int64) << i for i, slot in enumerate(slots)),
-                       np.zeros(wanted.stripes.size, np.int64))  # fmt: skip
-        for pattern in np.unique(patterns[patterns > 0]).tolist():
-            mine = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
+        for mine, at in _patterns(unknown):
             if len(mine) > len(parities):
                 raise StreamError("a shard was lost while rows of it were decoded: decode again")
-            at = np.flatnonzero(patterns == pattern)
             stripes, needed = wanted.stripes, [answer.total for answer in found[: len(mine)]]
             if at.size < stripes.size:
                 stripes, needed = stripes[at], [syndrome[at] for syndrome in needed]
@@ -354,14 +364,17 @@ class Coordinator(Generic[AnyGuard]):
             missing = rows[self.guards[shard].unknown(slab, "records", rows)]
             if (np.diff(missing) <= 0).any():
                 missing = np.unique(missing)
-            parts: list[tuple[int, int, Layer, I64]] = []
+            parts: list[Part] = []
             for group, slot in self.placement.groups(shard):
                 mine = missing[missing % self.placement.k == slot]
                 if mine.size:
                     parts.append((group, slab, "records", mine // self.placement.k))
             if parts:
-                self._complete(self.start_all(parts))
+                self._recover_parts(parts)
             return int(missing.size)
+
+    def _recover_parts(self, parts: Sequence[Part]) -> None:
+        self._complete(self.start_all(parts))
 
     def _complete(self, started: Sequence[Decode]) -> None:
         self._deliver()
@@ -384,6 +397,20 @@ class Coordinator(Generic[AnyGuard]):
             sent = self._each(calls)
             self._deliver()
             return sum(map(int, sent))
+
+
+def _patterns(unknown: Mapping[int, Bools]) -> Iterator[tuple[list[int], I64]]:
+    """Which slots are unknown together, ascending, and in which of the stripes just those."""
+    slots = sorted(slot for slot in unknown if unknown[slot].any())
+    if len(slots) == 1:
+        yield slots, np.flatnonzero(unknown[slots[0]])
+        return
+    patterns = np.zeros(next(iter(unknown.values())).size, np.int64)
+    for i, slot in enumerate(slots):
+        patterns += unknown[slot].astype(np.int64) << i
+    for pattern in np.unique(patterns[patterns > 0]).tolist():
+        mine = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
+        yield mine, np.flatnonzero(patterns == pattern)
 
 
 def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:

@@ -108,7 +108,7 @@ class Guard:
         with self.lock:
             slots = tuple(self.rows.lost(slot) for slot in range(self.placement.k))
             blind = bool(self.rows.unknown(0, "marks", np.zeros(1, np.int64))[0])
-        return Standing(slots, blind, self.host.complete)
+        return Standing(slots, blind, self.host.complete, self.host.streams)
 
     def send_values(self, wanted: Sequence[Wanted]) -> None:
         """Says what this shard has of the rows of decodes."""
@@ -116,7 +116,7 @@ class Guard:
             self._send_values(its)
 
     def _send_values(self, wanted: Wanted) -> None:
-        slot = (self.index - 1 - wanted.group) % self.placement.n
+        slot = self.placement.slot(self.index, wanted.group)
         rows = wanted.stripes * self.placement.k + slot
         with self.lock:
             unknown = self.rows.unknown(wanted.slab, wanted.layer, rows)
@@ -130,7 +130,7 @@ class Guard:
 
     def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:
         """Sends all rows of a range of stripes to a new host; False while some are not back."""
-        slot = (self.index - 1 - self.placement.group_on(host, p)) % self.placement.n
+        slot = self.placement.slot(self.index, self.placement.group_on(host, p))
         with self.lock:
             every = np.arange(start, stop) * self.placement.k + slot
             if any(self.rows.unknown(slab, layer, every).any() for layer in LAYERS):

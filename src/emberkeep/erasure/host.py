@@ -28,6 +28,7 @@ from emberkeep.erasure.messages import (
     Wanted,
     Words,
 )
+from emberkeep.erasure.slabs import SlabRows
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
 from emberkeep.memory import lazy_zeros
@@ -41,6 +42,7 @@ _LEAST_ROWS = 4096
 @dataclass(slots=True)
 class _Stream:
     epoch: int
+    base: int  # what came before is in no message here, and cannot be undone
     last: int
     ledger: dict[str, int]
     state: State
@@ -103,7 +105,7 @@ class Host:
     def follow(self, source: int, epoch: int, number: int, point: Point) -> None:
         """Begins to take the stream of a source's epoch, after its message `number`."""
         with self.lock:
-            self._streams[source] = _Stream(epoch, number, dict(point.ledger), point.state)
+            self._streams[source] = _Stream(epoch, number, number, dict(point.ledger), point.state)
 
     def receive(self, message: Message) -> int:
         """Takes the next message of a stream; returns the number that is now held.
@@ -148,7 +150,8 @@ class Host:
         """Undoes what a sealed stream brought after `number`. Doing it again changes nothing.
 
         A host that is being filled was not asked which number that is, so what it has of the
-        source's rows may end before it: parity that the source is a member of begins anew.
+        source's rows may end before it; one that was filled may have begun after it, while others
+        were behind. Parity that the source is a member of begins anew then.
         """
         with self.lock:
             stream = self._streams[source]
@@ -165,7 +168,7 @@ class Host:
                             stream.ledger[worker] = push
                     stream.state = state
             stream.last = min(stream.last, number)
-            if self._filled:
+            if self._filled or number < stream.base:
                 for p in range(self.placement.r):
                     if source in self.placement.members(self.placement.group_on(self.index, p)):
                         self._begin_filling(p, anew=True)
@@ -184,6 +187,11 @@ class Host:
             self._filled.clear()
             self._decodes.clear()
             self._make_arrays()
+
+    def let_go(self) -> None:
+        """Lets go of all memory: the shard is lost."""
+        with self.lock:
+            self._records, self._marks, self._streams, self._decodes = [], [], {}, {}
 
     def _apply(self, message: Message, stream: _Stream) -> None:
         body = message.body
@@ -251,9 +259,32 @@ class Host:
             return  # asked for before the parity that it fills began anew
         self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.records)
         self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.marks)
-        self._filled[key] = fill.stop
+        self._fill_until(key, fill.stop)
+
+    def fill_near(
+        self, p: int, slab: int, source: int, start: int, stop: int, rows: SlabRows
+    ) -> None:
+        """Adds all rows that a member has in stripes start..stop, straight from where they are.
+
+        Nobody changes them meanwhile, and every change of them before was received.
+        """
+        slot = self.placement.slot(source, self.placement.group_on(self.index, p))
+        with self.lock:
+            stripes = rows.trained(slab, slot, start, stop)
+            first, coefficient = p * self.stripes[slab], self.code.coefficients[p][slot]
+            rows.add_records(slab, slot, stripes, coefficient, self._records[slab], first)
+            marks = rows.values(slab, "marks", stripes * self.placement.k + slot)
+            self._add_all(p, slot, slab, stripes, marks)
+            self._fill_until((p, slab, source), stop)
+
+    def records_near(self, p: int, slab: int) -> tuple[U32, int]:
+        """The parity of a slab as it is, and the row at which that of number p begins."""
+        return self._records[slab], p * self.stripes[slab]
+
+    def _fill_until(self, key: tuple[int, int, int], stop: int) -> None:
+        self._filled[key] = stop
         # A unit is whole when all its members have filled all its slabs, and not before.
-        unit = [entry for entry in self._filled if entry[0] == fill.p]
+        unit = [entry for entry in self._filled if entry[0] == key[0]]
         if all(self._filled[entry] >= self.stripes[entry[1]] for entry in unit):
             for entry in unit:
                 del self._filled[entry]
@@ -281,6 +312,12 @@ class Host:
                 for (p, slab, source), filled in self._filled.items()
                 if filled < self.stripes[slab]
             )
+
+    @property
+    def streams(self) -> dict[int, tuple[int, int]]:
+        """By source: the number after which its stream began here, and the last one held."""
+        with self.lock:
+            return {source: (its.base, its.last) for source, its in self._streams.items()}
 
     def held(self, source: int) -> int:
         """The last number of a source's stream that is held here."""
@@ -335,14 +372,17 @@ class Host:
             return
         if body.values is not None:
             coefficient = self.code.coefficients[decode.p][body.slot]
-            _accumulate(decode.total, np.arange(len(body.values)), body.values, coefficient)
+            if coefficient == 1:
+                decode.total ^= body.values
+            else:
+                _accumulate(decode.total, np.arange(len(body.values)), body.values, coefficient)
         decode.unknown[body.slot] = body.unknown
 
     def _follow_changed(self, source: int, part: Changed) -> None:
         """Later changes of members that have spoken are in the parity: they go to both."""
         for decode in self._decodes.values():
             wanted = decode.wanted
-            slot = (source - 1 - wanted.group) % self.placement.n
+            slot = self.placement.slot(source, wanted.group)
             if wanted.slab != part.slab or slot not in decode.unknown:
                 continue
             bounds, stripes, values = part.of_layer(wanted.layer)

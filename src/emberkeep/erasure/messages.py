@@ -122,6 +122,8 @@ class Standing:
     """Whether it does not even know which rows it had."""
     complete: bool
     """Whether all parity that it holds is there."""
+    streams: Mapping[int, tuple[int, int]]
+    """By source: the number after which its stream began here, and the last one held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,8 +318,47 @@ class SlabRows:
         if not still.all():
             wanted, values = wanted[still], values[still]
         galois.put_records(self._planes[slab], wanted, 0, wanted.size, values)
+        self._are_back(slab, wanted)
+
+    def _are_back(self, slab: int, wanted: I64) -> None:
         rows.clear_bits(self._lost[slab], wanted)
         self._missing_GK[slab] -= np.bincount(wanted % self._k, minlength=self._k)
+
+    def solve(
+        self, slab: int, slot: int, stripes: I64, parity: U32, first: int,
+        others: Sequence[tuple[SlabRows, int]],
+    ) -> None:  # fmt: skip
+        """Brings rows of a slot back: the parity of their stripes plus all other rows of them.
+
+        The parity of stripe t, whose coefficients are all 1, is row `first + t`; `others` are the
+        other members with their slots, whose rows nobody changes meanwhile.
+        """
+        column = 0
+        for number, plane in enumerate(self._planes[slab]):
+            galois.take_columns(stripes, self._k, slot, plane, parity, first, column)
+            for member, its in others:
+                member._add(slab, number, its, stripes, 1, (plane, self._k, slot, 0))
+            column += plane.shape[1]
+        self._are_back(slab, stripes * self._k + slot)
+
+    def add_records(
+        self, slab: int, slot: int, stripes: I64, coefficient: int, target: U32, first: int
+    ) -> None:
+        """Adds coefficient * the records of the rows of a slot to row `first + stripe` of a
+        target."""
+        column = 0
+        for number, plane in enumerate(self._planes[slab]):
+            self._add(slab, number, slot, stripes, coefficient, (target, 1, first, column))
+            column += plane.shape[1]
+
+    def _add(
+        self, slab: int, plane: int, slot: int, stripes: I64, coefficient: int,
+        target: tuple[U32, int, int, int],
+    ) -> None:  # fmt: skip
+        galois.add_member(
+            stripes, self._k, *target, slot, self._planes[slab][plane],
+            self._slabs[slab].touched, np.uint32(coefficient),
+        )  # fmt: skip
 
     def reveal(self) -> None:
         """Marks rows as trained, and as changed for everybody who follows changes: what had been
@@ -360,6 +399,11 @@ class SlabRows:
         found = np.empty(rows.count_bits(self._lost[slab], first, last), np.int64)
         rows.list_bits(self._lost[slab], first, last, found)
         return found
+
+    def drop(self) -> None:
+        """Lets go of all memory: the shard is lost."""
+        self._slabs, self._planes, self._lost = [], [], []
+        self.give_up()
 
     def give_up(self) -> None:
         """Nothing is to come back any more: rows are brought from elsewhere, or begin anew."""

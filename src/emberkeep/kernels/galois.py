@@ -148,3 +148,40 @@ def put_records(planes: tuple[U32, ...], rows: I64, start: int, stop: int, recor
             for w in range(plane_RV.shape[1]):
                 plane_RV[row, w] = records_UW[i, column + w]
             column += plane_RV.shape[1]
+
+
+@kernel
+def take_columns(
+    stripes: I64, k: int, slot: int, plane_RV: U32, parity_TW: U32, first: int, column: int
+) -> None:
+    """Writes the parity of stripes, from `column` on, to a plane of their rows of one slot."""
+    for i in range(stripes.size):
+        row = stripes[i] * k + slot
+        parity = first + stripes[i]
+        if i + _AHEAD < stripes.size:
+            prefetch_row(plane_RV, stripes[i + _AHEAD] * k + slot)
+        for w in range(plane_RV.shape[1]):
+            plane_RV[row, w] = parity_TW[parity, column + w]
+
+
+@kernel
+def add_member(
+    stripes: I64, k: int, target_TW: U32, scale: int, first: int, column: int, slot: int,
+    plane_RV: U32, touched: U64, coefficient: np.uint32,
+) -> None:  # fmt: skip
+    """Adds coefficient * a plane of the rows of one slot to row `first + scale * stripe` of a
+    target, from `column` on.
+
+    Rows that are not trained, or beyond the end of the plane, are zeros.
+    """
+    for i in range(stripes.size):
+        row = stripes[i] * k + slot
+        if i + _AHEAD < stripes.size and stripes[i + _AHEAD] * k + slot < plane_RV.shape[0]:
+            prefetch_row(plane_RV, stripes[i + _AHEAD] * k + slot)
+        if row < plane_RV.shape[0] and test_bit(touched, row):
+            target = first + scale * stripes[i]
+            if coefficient == _ONE:
+                xor_words(target_TW, target, column, plane_RV, row)
+            else:
+                for w in range(plane_RV.shape[1]):
+                    target_TW[target, column + w] ^= _times(plane_RV[row, w], coefficient)

@@ -349,7 +349,12 @@ class Guarding:
 
     def _standing(self, header: Json, arrays: Arrays) -> Answer:
         its = self.guard.standing()
-        return {"lost": list(its.lost_K), "blind": its.blind, "complete": its.complete}, _NONE
+        streams = [[source, *numbers] for source, numbers in its.streams.items()]
+        told = {
+            "lost": list(its.lost_K), "blind": its.blind, "complete": its.complete,
+            "streams": streams,
+        }  # fmt: skip
+        return told, _NONE
 
     def _attach(self, header: Json, arrays: Arrays) -> Answer:
         peer = Peer.from_json(header["host"])

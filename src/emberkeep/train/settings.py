@@ -281,7 +281,7 @@ class ParitySettings:
     r: int = setting("parity rows for every k: shards that may be lost at once", default=1, least=1)
     background: bool = setting(
         "bring parity up to date beside training, instead of within each step", default=False)
-    chunk_rows: int = setting("rows that are rebuilt at a time", default=8192, least=1)
+    chunk_rows: int = setting("rows that are rebuilt at a time", default=16384, least=1)
     rebuild_share: float = setting(
         "about how much of the time is spent on a rebuild", default=0.25, above=0)
 

@@ -1,0 +1,96 @@
+"""Rows brought back straight from where the others are: the bits that the protocol would bring."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.coordinator import Coordinator
+from emberkeep.erasure.near import NearCoordinator, rows_of
+from emberkeep.tables import Adam
+from tests.contracts.engine import state, tables
+from tests.contracts.parity import check_parity, push, write
+
+SIZES = [(3, 2, 1), (2, 1, 1), (6, 4, 1), (6, 4, 2), (5, 3, 2)]
+
+
+def opened(size: tuple[int, int, int], seed: int, pushes: int) -> LocalCluster:
+    n, k, r = size
+    spec = Parity(k=k, r=r, chunk_rows=7)
+    cluster = local(shards=n, threads=1, parity=spec).open(tables(), Adam(lr=0.1), seed=1)
+    random = np.random.default_rng(seed)
+    for _ in range(pushes):
+        push(cluster, random)
+    if pushes:
+        write(cluster, random)
+    return cluster
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.sampled_from(SIZES), seed=st.integers(0, 99), pushes=st.integers(0, 3), data=st.data()
+)
+def test_rows_and_parity_come_back_as_they_were(
+    size: tuple[int, int, int], seed: int, pushes: int, data: st.DataObject
+) -> None:
+    cluster = opened(size, seed, pushes)
+    before = state(cluster)
+    for _ in range(2):
+        gone = data.draw(st.sets(st.integers(0, size[0] - 1), min_size=1, max_size=size[2]))
+        cluster.kill(*gone)
+        assert cluster._from_parity()
+        cluster.rebuild()
+        assert state(cluster) == before
+        assert cluster._protection is not None
+        check_parity(cluster._protection.coordinator)
+    cluster.close()
+
+
+def test_members_speak_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of a stripe lost: more than a sum of what is there."""
+    spoken = []
+    speak = Coordinator._recover_parts
+    monkeypatch.setattr(
+        Coordinator,
+        "_recover_parts",
+        lambda self, parts: (spoken.append(len(parts)), speak(self, parts)),
+    )
+    monkeypatch.setattr(NearCoordinator, "fill", lambda *_: 0)
+    cluster = opened((6, 4, 2), 3, 2)
+    cluster.kill(1)
+    assert cluster._from_parity()
+    cluster.rebuild()
+    assert not spoken
+    cluster.close()
+    cluster = opened((6, 4, 2), 3, 2)
+    cluster.kill(1, 2)
+    assert cluster._from_parity()
+    cluster.rebuild()
+    assert spoken
+    cluster.close()
+
+
+def test_a_lost_shard_lets_go_of_its_memory_at_once() -> None:
+    """Its replacement takes as much again: both at a time may be more than there is."""
+    cluster = opened((3, 2, 1), 5, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        guard = cluster._protection.coordinator.guards[1]  # type: ignore[union-attr]
+        planes = [
+            weakref.ref(plane) for slab in cluster.shards[1].slabs for plane in slab.planes.values()
+        ]
+        parity = [weakref.ref(records) for records in guard.host._records]
+        cluster.kill(1)
+        assert all(ref() is None for ref in planes + parity)
+        assert not rows_of(guard).lost()
+    finally:
+        gc.enable()
+    cluster.close()
