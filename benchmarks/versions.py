@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import resource
 import shutil
@@ -82,13 +83,27 @@ class Run:
         )
         self.grads = np.random.default_rng(0).standard_normal((100_000, dim), np.float32)
         self._matrix = np.random.default_rng(1).standard_normal((256, 256))
+        self._touched = False
+
+    def begin(self, versions: int) -> None:
+        """Tables before any training, in memory that was touched by it: to touch it for the first
+        time takes long, and whoever came first would pay for it."""
+        self.cluster.clear()
+        if not self._touched:
+            for number in range(versions):
+                self._push(number)
+            self.cluster.clear()
+            self._touched = True
 
     def interval(self, number: int) -> None:
-        wanted = changed(number)
-        self.cluster.push([wanted], [self.grads[: wanted.ids.size]], lr=LR)
+        self._push(number)
         end = time.thread_time() + ITERATIONS * self.dense_ms / 1e3
         while time.thread_time() < end:
             self._matrix @ self._matrix
+
+    def _push(self, number: int) -> None:
+        wanted = changed(number)
+        self.cluster.push([wanted], [self.grads[: wanted.ids.size]], lr=LR)
 
 
 class CountingStore(WrapperStore):
@@ -165,8 +180,7 @@ def history(
         settings=Settings(retention=KeepAll(), grace=timedelta(0)),
         on_event=lambda name, details: events.append((name, details)),
     )
-    for version in range(versions):
-        changed(version)  # drawn before anything is measured
+    run.begin(versions)
     blocked, stored = [], []
     began, cpu, own = time.perf_counter(), cpu_seconds(), time.thread_time()
     for version in range(versions):
@@ -225,13 +239,13 @@ def every_second(numbers: list[int]) -> list[int]:
 
 
 def measure(
-    run: Run, paths: dict[str, Path], numbers: list[int], repeats: int
+    run: Run, paths: dict[str, Path], numbers: list[int], *, repeats: int, warm_others: bool
 ) -> dict[str, dict[int, dict[str, float]]]:
     """Restores versions from every layout, in turns; and the same version saved whole.
 
-    The layouts that are compared closely, grid and full, take `repeats` turns, of which the median
-    counts. The others, of which a restore reads up to the whole history, take one turn at every
-    second version.
+    The layouts that are compared closely, grid and full, take `repeats` turns each way, the first
+    of them changing, of which the median counts. The others, of which a restore reads up to the
+    whole history, take one turn at every second version, with files in the page cache if asked for.
     """
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in [*paths, "full"]}
     for number in numbers:
@@ -241,19 +255,27 @@ def measure(
             save_full(run, whole)
             where: dict[str, tuple[Path, int | None]] = {"grid": (paths["grid"], number)}
             where["full"] = whole, None
-            times: dict[str, list[float]] = {name: [] for name in where}
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in where}
             for repeat in range(repeats):
                 for name in where if repeat % 2 else reversed(where):
-                    seconds, store = restore(run, *where[name], cold=True)
-                    times[name].append(seconds)
+                    cold, store = restore(run, *where[name], cold=True)
+                    warm, _ = restore(run, *where[name], cold=False)
+                    times[name].append((cold, warm))
                     found[name][number] = {"nbytes": store.nbytes, "files": len(store.files)}
-            for name in where:
-                found[name][number]["cold_s"] = statistics.median(times[name])
-                found[name][number]["warm_s"] = restore(run, *where[name], cold=False)[0]
+            for name, taken in times.items():
+                cold, warm = (statistics.median(each) for each in zip(*taken, strict=True))
+                found[name][number] |= {"cold_s": cold, "warm_s": warm}
+            grid, full = found["grid"][number], found["full"][number]
+            print(
+                f"version {number}: cold {grid['cold_s']:.3f} s, full {full['cold_s']:.3f} s, "
+                f"{grid['cold_s'] / full['cold_s']:.2f}; warm {grid['warm_s']:.3f} s, full "
+                f"{full['warm_s']:.3f} s, {grid['warm_s'] / full['warm_s']:.2f}",
+                flush=True,
+            )
         if number in every_second(numbers):
             for name in set(paths) - {"grid"}:
                 cold, store = restore(run, paths[name], number, cold=True)
-                warm, _ = restore(run, paths[name], number, cold=False)
+                warm = restore(run, paths[name], number, cold=False)[0] if warm_others else math.nan
                 found[name][number] = {
                     "cold_s": cold, "warm_s": warm, "nbytes": store.nbytes,
                     "files": len(store.files),
@@ -385,19 +407,17 @@ def main() -> None:
     }
     told: dict[str, dict[str, Any]] = {}
     paths: dict[str, Path] = {}
-    run: Run | None = None
+    run = Run(dim, dense_ms)
     with directory() as root:
         for name, strategy in layouts.items():
-            del run
-            gc.collect()  # the tables of the run before must be gone: they are most of the memory
-            run = Run(dim, dense_ms)
             paths[name] = root / name
             told[name] = history(run, paths[name], strategy, versions)
             shown = {k: v for k, v in told[name].items() if k not in ("stored", "blocked")}
             print(f"{name}: {shown}", flush=True)
         step = versions // (3 if given.quick else 10)
         numbers = list(range(step, versions + 1, step))
-        found = measure(run, paths, numbers, 3 if given.quick else 5)
+        repeats = 3 if given.quick else 5
+        found = measure(run, paths, numbers, repeats=repeats, warm_others=not given.quick)
         every = {} if given.quick else every_version(run, paths["grid"], versions)
         rows_mb = found["full"][versions]["nbytes"] / 1e6
     del run
@@ -436,7 +456,8 @@ def main() -> None:
         columns=["layout", "cold restore s", "warm s", "MB read", "files read", "GB stored",
                  "blocked s", "background CPU s", "resets"],
         rows=[
-            [name, f"{means[name]['cold_s']:.3f}", f"{means[name]['warm_s']:.3f}",
+            [name, f"{means[name]['cold_s']:.3f}",
+             "" if math.isnan(means[name]["warm_s"]) else f"{means[name]['warm_s']:.3f}",
              f"{means[name]['nbytes'] / 1e6:.0f}", f"{means[name]['files']:.0f}",
              f"{told[name]['storage'] / 1e9:.2f}" if name in told else "",
              f"{told[name]['blocked_s']:.2f}" if name in told else "",
@@ -446,8 +467,8 @@ def main() -> None:
         ],
         notes=[
             (f"Restores are means over versions {compared}; restore_vs_full_file is the worst of "
-            f"versions {numbers}, each the median of its repeats. CPU is that of all threads but "
-            "the one that trains."),
+            f"versions {numbers}, each the median of {repeats} restores from either, in turns. "
+            "CPU is that of all threads but the one that trains."),
             *(
                 [
                     (f"Over all {versions} versions of the grid: cold "
