@@ -15,8 +15,7 @@ import numpy.typing as npt
 from emberkeep.errors import DamageError
 from emberkeep.memory import lazy_zeros
 from emberkeep.repository.bundles import Bundle, Family, check, unpack_heads
-from emberkeep.repository.reading import read_heads
-from emberkeep.repository.repository import Repository
+from emberkeep.repository.reading import Heads
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -81,16 +80,16 @@ class Chosen:
     """The rows of pieces, and of each whether it is the newest of its id.
 
     Rows stand piece after piece, in groups of one table; the numbers of pieces are those that they
-    are listed under. `limits` are the sizes of the tables, None for those that take any id; of
-    tables that are not `wanted` no row is chosen.
+    are listed under. `heads` are those of each file, `limits` the sizes of the tables, None for
+    those that take any id; of tables that are not `wanted` no row is chosen.
     """
 
     def __init__(
-        self, repository: Repository, listed: Listed, limits: Sequence[int | None],
+        self, listed: Listed, heads: Sequence[Heads], limits: Sequence[int | None],
         wanted: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self.listed = listed
-        data, starts_P = self._heads(repository)
+        data, starts_P = self._checked(heads)
         # Newest first; of one birth rows before tombstones: an id that left and came back is both.
         deleted = np.array([not family for family in listed.families], np.bool_)
         order = np.lexsort((deleted[listed.family_P], -listed.birth_P))
@@ -110,17 +109,12 @@ class Chosen:
         if self.tables_G.size:
             self._choose(limits, wanted)
 
-    def _heads(self, repository: Repository) -> tuple[npt.NDArray[np.uint8], I64]:
-        """The bytes of all heads, checked, and where each begins."""
+    def _checked(self, every: Sequence[Heads]) -> tuple[npt.NDArray[np.uint8], I64]:
+        """The bytes of all heads, which match their digests, and where each begins."""
         listed = self.listed
         starts_P = np.empty(listed.head_P.size, np.int64)
-        files = list(listed.of_bundles())
-        every = read_heads(
-            repository,
-            [(n, listed.head_P[p].tolist(), listed.head_nbytes_P[p].tolist()) for n, p in files],
-        )
         begin = 0
-        for (name, pieces), heads in zip(files, every, strict=True):
+        for (name, pieces), heads in zip(listed.of_bundles(), every, strict=True):
             view = memoryview(heads.data)
             about = zip(
                 heads.starts, listed.head_nbytes_P[pieces].tolist(), listed.head_digests[pieces],
@@ -147,7 +141,7 @@ class Chosen:
         bases_T = np.where(fixed_T, np.cumsum(sizes_T) - sizes_T, -1)
         wrong = choosing.claim_fixed(
             self.tables_G, self.counts_G, self.ids, bases_T, limits_T,
-            lazy_zeros((int(sizes_T.sum()) // 64,), np.uint64), self.kept, self.kept_G,
+            np.zeros(int(sizes_T.sum()) // 64, np.uint64), self.kept, self.kept_G,
         )  # fmt: skip
         if wrong >= 0:
             table = int(self.tables_G[wrong])

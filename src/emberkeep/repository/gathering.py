@@ -22,7 +22,6 @@ from emberkeep.errors import ChangedError, DamageError
 from emberkeep.memory import Spread, Values, recycled
 from emberkeep.pool import Pool, spans
 from emberkeep.repository.bundles import (
-    PIECE_NBYTES,
     Bundle,
     Form,
     check,
@@ -33,7 +32,14 @@ from emberkeep.repository.bundles import (
 )
 from emberkeep.repository.choosing import Chosen, Listed
 from emberkeep.repository.grid import GridPlan, newest_catalog
-from emberkeep.repository.reading import ranges, read_part, read_range, rows_of_pieces, runs
+from emberkeep.repository.reading import (
+    ranges,
+    read_heads,
+    read_part,
+    read_range,
+    rows_of_pieces,
+    runs,
+)
 from emberkeep.repository.repository import Repository
 from emberkeep.snapshot import Chunk
 
@@ -41,7 +47,7 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
 # Bodies are looked at together up to this: the more rows, the nearer stand those of one table.
-_BATCH_NBYTES = 16 * 2**20
+_BATCH_NBYTES = 32 * 2**20
 # Batches that are read at once, and that are under way or wait to be taken.
 _READERS = 2
 _AHEAD = 3
@@ -149,12 +155,20 @@ def _rows(
     with ThreadPoolExecutor(_READERS) as readers:
         reading: deque[Future[list[Apart]]] = deque()
         try:
+            heads = [
+                readers.submit(
+                    read_heads, repository, name, listed.head_P[pieces].tolist(),
+                    listed.head_nbytes_P[pieces].tolist(),
+                )
+                for name, pieces in listed.of_bundles()
+            ]  # fmt: skip
             # The first bodies are on their way while heads are looked at.
             batches = iter(_batches(listed))
             for batch in islice(batches, _AHEAD):
                 reading.append(readers.submit(take, batch))
             try:
-                choice.set_result(chosen := Chosen(repository, listed, limits, wanted))
+                chosen = Chosen(listed, [each.result() for each in heads], limits, wanted)
+                choice.set_result(chosen)
             except BaseException as error:
                 choice.set_exception(error)
                 raise
@@ -199,7 +213,7 @@ def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tupl
     digests."""
     nbytes = sum(run.room for run in batch)
     # All of one size, so that they are used again: only what is written costs memory.
-    area = recycled(max(nbytes, PIECE_NBYTES))[:nbytes]
+    area = recycled(max(nbytes, _BATCH_NBYTES))[:nbytes]
     bodies, begin = [], 0
     for run in batch:
         read_part(repository, run.name, run.start, area[begin : begin + run.length])

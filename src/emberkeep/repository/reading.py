@@ -16,7 +16,8 @@ from emberkeep.repository.repository import Repository
 
 # What lies between two wanted ranges is read with them if it is shorter than this.
 _GAP_NBYTES = 128 * 1024
-_READ_NBYTES = 16 * 2**20
+# Long reads take less of the processor, above all from a disk.
+_READ_NBYTES = 32 * 2**20
 _READERS = 4
 
 
@@ -89,44 +90,38 @@ class Heads:
 
 
 def read_heads(
-    repository: Repository, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]
-) -> list[Heads]:
-    """The heads of files: of each its name, where heads begin, and how long they are."""
-
-    def read(asked: tuple[str, Sequence[int], Sequence[int]]) -> Heads:
-        name, starts, nbytes = asked
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        parts, found, done = [], [0] * len(starts), 0
-        sorted_runs = runs([starts[i] for i in order], [nbytes[i] for i in order])
-        for first, last, start, length in sorted_runs:
-            with missing_is_damage(name):
-                part = bytes(repository.store.get_range(name, start, length))
-            if len(part) != length:
-                raise damaged(name)
-            for i in order[first:last]:
-                found[i] = starts[i] - start + done
-            parts.append(part)
-            done += length
-        return Heads(parts[0] if len(parts) == 1 else b"".join(parts), found)
-
-    if len(wanted) <= _READERS:
-        return list(map(read, wanted))
-    with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(read, wanted))
+    repository: Repository, name: str, starts: Sequence[int], nbytes: Sequence[int]
+) -> Heads:
+    """The heads of a file that begin at `starts`; each still has to be checked."""
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    parts, found, done = [], [0] * len(starts), 0
+    for first, last, start, length in runs([starts[i] for i in order], [nbytes[i] for i in order]):
+        with missing_is_damage(name):
+            part = repository.store.get_range(name, start, length)
+        if len(part) != length:
+            raise damaged(name)
+        for i in order[first:last]:
+            found[i] = starts[i] - start + done
+        parts.append(part)
+        done += length
+    return Heads(b"".join(parts), found)
 
 
 def rows_of_pieces(
     repository: Repository, bundles: Sequence[Bundle]
 ) -> list[tuple[Bundle, Piece, Rows]]:
     """The rows that the pieces of bundles hold, by name, in the order of the pieces."""
+
+    def read(bundle: Bundle) -> Heads:
+        starts = [piece.head for piece in bundle.pieces]
+        return read_heads(repository, bundle.name, starts, [p.head_nbytes for p in bundle.pieces])
+
+    if len(bundles) <= _READERS:
+        every = list(map(read, bundles))
+    else:
+        with ThreadPoolExecutor(_READERS) as readers:
+            every = list(readers.map(read, bundles))
     found = []
-    every = read_heads(
-        repository,
-        [
-            (b.name, [piece.head for piece in b.pieces], [piece.head_nbytes for piece in b.pieces])
-            for b in bundles
-        ],
-    )
     for bundle, heads in zip(bundles, every, strict=True):
         data = memoryview(heads.data)
         for piece, at in zip(bundle.pieces, heads.starts, strict=True):
