@@ -42,12 +42,12 @@ class SlowMail(Mail):
 
     def wait_for_room(self) -> None:
         for receiver, queue in enumerate(self._queues):
-            with self._locks[receiver]:
+            with self._delivering:
                 for _ in range(self.random.choice((0, 0, 1, 3))):
                     if queue:
                         message = queue.popleft()
                         self._waiting_nbytes -= message.body.nbytes
-                        self._receive(receiver, message)
+                        self._receive([(receiver, message)])
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
@@ -138,7 +138,7 @@ def test_a_shard_that_dies_within_a_push(monkeypatch: pytest.MonkeyPatch, delive
         for receiver, queue in enumerate(mail._queues):
             while queue and left[0]:
                 left[0] -= 1
-                mail._receive(receiver, queue.popleft())
+                mail._receive([(receiver, queue.popleft())])
         left.clear()
         protected.kill(1, 2)
         deliver()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from emberkeep.cluster.mail import Mail
+from emberkeep.cluster.mail import Letter, Mail
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.guard import Guard, begin
-from emberkeep.erasure.host import Host
-from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.host import Host, receive_together
+from emberkeep.erasure.messages import Point
 from emberkeep.erasure.near import NearCoordinator, rows_of
 from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
@@ -135,11 +135,16 @@ class Protection:
             post=self._mail.post,
         )
 
-    def _receive(self, host: int, message: Message) -> None:
-        source = self.coordinator.guards[message.source].source
-        if message.epoch == source.epoch:  # else posted by a shard that was replaced since
-            held = self.coordinator.guards[host].host.receive(message)
-            source.acknowledge(host, held)
+    def _receive(self, letters: Sequence[Letter]) -> None:
+        guards = self.coordinator.guards
+        current = [  # else posted by a shard that was replaced since
+            (host, message)
+            for host, message in letters
+            if message.epoch == guards[message.source].source.epoch
+        ]
+        held = receive_together([(guards[h].host, m) for h, m in current], self._pool)
+        for (host, message), number in zip(current, held, strict=True):
+            guards[message.source].source.acknowledge(host, number)
 
     # -- training --------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,11 +34,14 @@ from emberkeep.erasure.slabs import SlabRows
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
 from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Job, Pool, spans
+from emberkeep.pool import Job, Pool
 
-# Ranges of fewer rows than this are not worth a thread: one adds a row in 25 ns, and to have
-# another help takes some tens of microseconds.
+# Fewer rows than this are not worth a thread: one adds a row in 25 ns, and to have another help
+# takes some tens of microseconds.
 _LEAST_ROWS = 4096
+
+Sum: TypeAlias = tuple[U32, I64, int, U32, np.uint32]
+"""What `galois.add_product` is to add to the parity of one host."""
 
 
 @dataclass(slots=True)
@@ -113,25 +118,29 @@ class Host:
         What was received before changes nothing. A message of another epoch, one after a seal
         and one that leaves a gap are refused.
         """
-        with self.lock:
-            stream = self._streams.get(message.source)
-            if stream is None or stream.epoch != message.epoch or stream.sealed:
-                raise StreamError(
-                    f"shard {self.index} does not follow epoch {message.epoch} of shard "
-                    f"{message.source}: the sender was replaced and must stop"
-                )
-            if message.number <= stream.last:
-                return stream.last
-            if message.number != stream.last + 1:
-                raise StreamError(
-                    f"shard {self.index} holds {stream.last} of the stream of shard "
-                    f"{message.source} and was sent {message.number}: send what is between"
-                )
-            self._apply(message, stream)
-            stream.last = message.number
-            while stream.retained and stream.retained[0][0].number <= message.settled:
-                stream.retained.popleft()
+        (held,) = receive_together([(self, message)], self.pool)
+        return held
+
+    def _receive(self, message: Message, sums: list[Sum]) -> int:
+        """`receive`, with the sums left to the caller, who holds the lock."""
+        stream = self._streams.get(message.source)
+        if stream is None or stream.epoch != message.epoch or stream.sealed:
+            raise StreamError(
+                f"shard {self.index} does not follow epoch {message.epoch} of shard "
+                f"{message.source}: the sender was replaced and must stop"
+            )
+        if message.number <= stream.last:
             return stream.last
+        if message.number != stream.last + 1:
+            raise StreamError(
+                f"shard {self.index} holds {stream.last} of the stream of shard "
+                f"{message.source} and was sent {message.number}: send what is between"
+            )
+        self._apply(message, stream, sums)
+        stream.last = message.number
+        while stream.retained and stream.retained[0][0].number <= message.settled:
+            stream.retained.popleft()
+        return stream.last
 
     def settle(self, source: int, number: int) -> None:
         """Everything up to `number` is held by all live hosts and will never be undone."""
@@ -158,8 +167,10 @@ class Host:
             while stream.retained and stream.retained[-1][0].number > number:
                 message, push, state = stream.retained.pop()
                 if isinstance(message.body, Differences):
+                    sums: list[Sum] = []
                     for part in message.body.parts:
-                        self._add_changed(source, part)
+                        self._add_changed(source, part, sums)
+                    _add_up([sums], self.pool)
                     if message.body.push is not None:
                         worker = message.body.push[0]
                         if push is None:
@@ -193,13 +204,13 @@ class Host:
         with self.lock:
             self._records, self._marks, self._streams, self._decodes = [], [], {}, {}
 
-    def _apply(self, message: Message, stream: _Stream) -> None:
+    def _apply(self, message: Message, stream: _Stream, sums: list[Sum]) -> None:
         body = message.body
         if isinstance(body, Differences):
             push = None if body.push is None else stream.ledger.get(body.push[0])
             stream.retained.append((message, push, stream.state))
             for part in body.parts:
-                self._add_changed(message.source, part)
+                self._add_changed(message.source, part, sums)
                 if self._decodes:
                     self._follow_changed(message.source, part)
             if body.push is not None:
@@ -208,39 +219,31 @@ class Host:
         elif isinstance(body, Values):
             self._add_values(message.source, body)
         elif body.host == self.index:
-            self._add_fill(message.source, body)
+            self._add_fill(message.source, body, sums)
 
     # -- parity ----------------------------------------------------------------------------------
 
-    def _add_changed(self, source: int, part: Changed) -> None:
+    def _add_changed(self, source: int, part: Changed, sums: list[Sum]) -> None:
         for p, slot in self._slots[source]:
             for layer in LAYERS:
                 bounds, stripes, values = part.of_layer(layer)
                 low, high = int(bounds[slot]), int(bounds[slot + 1])
                 if low < high:
-                    self._add(p, slot, part.slab, source, stripes[low:high], values[low:high])
+                    stripes, values = stripes[low:high], values[low:high]
+                    filled = self._filled.get((p, part.slab, source)) if self._filled else None
+                    if filled is not None:
+                        here = stripes < filled
+                        stripes, values = stripes[here], values[here]
+                    self._add(p, slot, part.slab, stripes, values, sums)
             self.updates += int(part.bounds[slot + 1] - part.bounds[slot])
 
-    def _add(self, p: int, slot: int, slab: int, source: int, stripes: I64, values: Words) -> None:
-        if self._filled:
-            filled = self._filled.get((p, slab, source))
-            if filled is not None:
-                here = stripes < filled
-                stripes, values = stripes[here], values[here]
-        self._add_all(p, slot, slab, stripes, values, self.pool)
-
-    def _add_all(
-        self, p: int, slot: int, slab: int, stripes: I64, values: Words, pool: Pool | None = None
+    def _add(
+        self, p: int, slot: int, slab: int, stripes: I64, values: Words, sums: list[Sum]
     ) -> None:
         coefficient = self.code.coefficients[p][slot]
         first = p * self.stripes[slab]
         if values.dtype == np.uint32:
-            args = (self._records[slab], stripes, first, values, np.uint32(coefficient))
-            parts = () if pool is None else spans(stripes.size, pool.threads, _LEAST_ROWS)
-            if pool is None or len(parts) < 2:
-                galois.add_product(0, stripes.size, *args)
-            else:
-                pool.together(Job(galois.write_add_product, parts, args))
+            sums.append((self._records[slab], stripes, first, values, np.uint32(coefficient)))
         else:
             self._marks[slab][stripes + first] ^= products(coefficient)[values]
 
@@ -253,12 +256,12 @@ class Host:
             for member in self.placement.members(self.placement.group_on(self.index, p)):
                 self._filled[p, slab, member] = 0
 
-    def _add_fill(self, source: int, fill: Fill) -> None:
+    def _add_fill(self, source: int, fill: Fill, sums: list[Sum]) -> None:
         key = (fill.p, fill.slab, source)
         if self._filled.get(key) != fill.start:
             return  # asked for before the parity that it fills began anew
-        self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.records)
-        self._add_all(fill.p, fill.slot, fill.slab, fill.stripes, fill.marks)
+        self._add(fill.p, fill.slot, fill.slab, fill.stripes, fill.records, sums)
+        self._add(fill.p, fill.slot, fill.slab, fill.stripes, fill.marks, sums)
         self._fill_until(key, fill.stop)
 
     def fill_near(
@@ -274,7 +277,7 @@ class Host:
             first, coefficient = p * self.stripes[slab], self.code.coefficients[p][slot]
             rows.add_records(slab, slot, stripes, coefficient, self._records[slab], first)
             marks = rows.values(slab, "marks", stripes * self.placement.k + slot)
-            self._add_all(p, slot, slab, stripes, marks)
+            self._add(p, slot, slab, stripes, marks, [])
             self._fill_until((p, slab, source), stop)
 
     def records_near(self, p: int, slab: int) -> tuple[U32, int]:
@@ -402,3 +405,41 @@ def _accumulate(total: Words, at: I64, values: Words, coefficient: int) -> None:
         galois.add_product(0, at.size, total, at, 0, values, np.uint32(coefficient))
     else:
         total[at] ^= products(coefficient)[values]
+
+
+def receive_together(letters: Sequence[tuple[Host, Message]], pool: Pool | None) -> list[int]:
+    """`Host.receive` of several messages to several hosts, whose parity is summed up at once."""
+    hosts = sorted({host.index: host for host, _ in letters}.items())
+    sums: dict[int, list[Sum]] = {index: [] for index, _ in hosts}
+    with ExitStack() as held:
+        for _, host in hosts:
+            held.enter_context(host.lock)
+        try:
+            return [host._receive(message, sums[host.index]) for host, message in letters]
+        finally:  # also of those before one that is refused
+            _add_up(list(sums.values()), pool)
+
+
+def _add_up(sums_H: Sequence[Sequence[Sum]], pool: Pool | None) -> None:
+    """Adds the sums of hosts: those of one in turn, because they may meet in a row."""
+    sums_H = [sums for sums in sums_H if sums]
+    rows = sum(one[1].size for sums in sums_H for one in sums)
+    if pool is None or pool.threads == 1 or len(sums_H) < 2 or rows < _LEAST_ROWS:
+        for sums in sums_H:
+            for target, stripes, first, values, coefficient in sums:
+                galois.add_product(0, stripes.size, target, stripes, first, values, coefficient)
+        return
+    flat = [one for sums in sums_H for one in sums]
+    bounds = np.cumsum([0, *map(len, sums_H)])
+    table = np.array(
+        [
+            (
+                target.ctypes.data, target.shape[0], target.shape[1], stripes.ctypes.data, first,
+                values.ctypes.data, stripes.size, int(coefficient),
+            )
+            for target, stripes, first, values, coefficient in flat
+        ],
+        np.int64,
+    )  # fmt: skip
+    parts = [(h, h + 1) for h in range(len(sums_H))]
+    pool.together(Job(galois.write_add_products, parts, (bounds, table)))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.types.misc import CPointer
 from numba.extending import intrinsic
 
 from emberkeep.kernels._jit import inline
@@ -100,3 +101,20 @@ def set_bit(bits: np.ndarray, row: int) -> None:
 @inline
 def test_bit(bits: np.ndarray, row: int) -> bool:
     return (bits[row >> 6] >> np.uint64(row & 63)) & np.uint64(1) != np.uint64(0)
+
+
+def _pointer(kind: Any) -> Any:
+    def typed(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            target = context.get_value_type(signature.return_type)
+            return builder.inttoptr(args[0], target)
+
+        return CPointer(kind)(types.int64), generate
+
+    return typed
+
+
+words_at = intrinsic(_pointer(types.uint32))
+"""The 32-bit words at an address; whoever gives it keeps the array."""
+numbers_at = intrinsic(_pointer(types.int64))
+"""The 64-bit numbers at an address; whoever gives it keeps the array."""

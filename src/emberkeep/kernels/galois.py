@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import carray
 
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
-from emberkeep.kernels._memory import prefetch_row, test_bit
+from emberkeep.kernels._memory import numbers_at, prefetch_row, test_bit, words_at
 from emberkeep.kernels._words import copy_words, xor_words
 from emberkeep.kernels.hashing import I64, U64
 
@@ -64,8 +65,24 @@ def add_product(
 
 
 @kernel
-def write_add_product(block: I64, *args: Any) -> None:
-    write_call(add_product, block, args)
+def add_products(start: int, stop: int, bounds: I64, table_S8: I64) -> None:
+    """`add_product` of sums bounds[h]:bounds[h + 1] for h in start..stop, those of one h in turn.
+
+    Each is a row of a table: target, its shape, `at`, `first`, the rows, how many and coefficient;
+    arrays by their addresses.
+    """
+    for s in range(bounds[start], bounds[stop]):
+        target_TW = carray(words_at(table_S8[s, 0]), (table_S8[s, 1], table_S8[s, 2]))
+        at = carray(numbers_at(table_S8[s, 3]), (table_S8[s, 6],))
+        rows_UW = carray(words_at(table_S8[s, 5]), (table_S8[s, 6], table_S8[s, 2]))
+        add_product(
+            0, table_S8[s, 6], target_TW, at, table_S8[s, 4], rows_UW, np.uint32(table_S8[s, 7])
+        )
+
+
+@kernel
+def write_add_products(block: I64, *args: Any) -> None:
+    write_call(add_products, block, args)
 
 
 @kernel
