@@ -283,7 +283,7 @@ def protected(bags: ek.EmbeddingBags, parity: ek.Parity) -> tuple[Any, int]:
 
 
 def checkpoint_seconds(cluster: Any) -> tuple[float, float]:
-    """Saving all rows, and restoring them, without training beside."""
+    """Saving all rows, and restoring them after the loss of a shard, without training beside."""
     with tempfile.TemporaryDirectory() as directory:
         repository = Repository.create(open_store(directory), schema=cluster.schema())
         saver = Checkpointer(repository, cluster, strategy=LOSSLESS)
@@ -291,8 +291,11 @@ def checkpoint_seconds(cluster: Any) -> tuple[float, float]:
         saver.save(1)
         saver.wait()
         saved = time.perf_counter() - start
+        cluster.kill(1)
         start = time.perf_counter()
+        cluster.renew(1)
         saver.restore()
+        cluster.serve(1)
         return saved, time.perf_counter() - start
 
 
@@ -416,7 +419,7 @@ def effects(made: list[Batch], rebuild: Rebuild, interval: float, restored: floa
     found = {name_of(ek.Parity()): rebuild}
     for spec in (
         ek.Parity(k=2), ek.Parity(chunk_rows=1024), ek.Parity(chunk_rows=65536),
-        ek.Parity(rebuild_share=0.5), ek.Parity(rebuild_share=1),
+        ek.Parity(rebuild_share=0.1), ek.Parity(rebuild_share=0.5), ek.Parity(rebuild_share=1),
     ):  # fmt: skip
         bags, step = trained(made)
         cluster, _ = protected(bags, spec)

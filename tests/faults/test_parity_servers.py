@@ -20,7 +20,7 @@ from emberkeep.cluster.peers import Peer
 from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.serving.senders import Sender
 from emberkeep.serving.served import ServedShard
 from emberkeep.serving.server import ShardServer
@@ -152,6 +152,27 @@ def test_no_push_is_lost_for_long(
 ) -> None:
     for seed in range(3):
         trained_under_fire(clusters, background=background, size=size, steps=60, seed=seed)
+
+
+def test_a_shard_that_is_lost_again_and_again_is_given_up(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = clusters.open(PLAIN, Adagrad(lr=0.1), shards=3, seed=1)
+    cluster.protect(Parity(k=2, r=1))
+    tried = []
+
+    def recover(lost: Sequence[int], renew: object) -> None:
+        tried.append(tuple(lost))
+        raise ShardLostError(lost)
+
+    monkeypatch.setattr(cluster._protection, "recover", recover)
+    cluster.hosts.kill(1)  # type: ignore[attr-defined]
+    cluster.handles[1].state = "lost"
+    with pytest.warns(UserWarning, match="recover from the repository"):
+        assert not cluster._from_parity()
+    assert len(tried) == 8
+    assert set(tried) == {(1,)}
+    assert cluster.lost() == (1,)
 
 
 def test_the_spec_of_servers_takes_parity() -> None:

@@ -44,6 +44,9 @@ from emberkeep.tables import Optimizer, Table
 _T = TypeVar("_T")
 
 _POLL_SECONDS = 0.1
+# So often in a row a shard may be lost while parity brings shards back. What dies that often is
+# killed by its own recovery, by its need of memory say, and the repository is asked instead.
+_MOST_LOSSES = 8
 
 
 class CoordinatedCluster(Cluster):
@@ -338,6 +341,7 @@ class CoordinatedCluster(Cluster):
             return False
         with self._push_lock:
             self._drop_ahead()
+            losses = 0
             while lost := self.lost():
                 try:
                     protection.recover(lost, lambda i: self._renew(self.handles[i]))
@@ -359,6 +363,15 @@ class CoordinatedCluster(Cluster):
                     for shard in self.handles:
                         if shard.state != "lost":
                             shard.alive()
+                    losses += 1
+                    if losses == _MOST_LOSSES:
+                        warnings.warn(
+                            f"shards were lost {losses} times while parity brought others back "
+                            f"(the last: {error}): recover from the repository, and look at what "
+                            "the servers say",
+                            stacklevel=2,
+                        )
+                        return False
             return True
 
     def _await_peers(self, error: PeerError) -> None:
