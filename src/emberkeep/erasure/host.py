@@ -34,7 +34,7 @@ from emberkeep.erasure.slabs import SlabRows
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
 from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Job, Pool
+from emberkeep.pool import Job, Pool, spans
 
 # Fewer rows than this are not worth a thread: one adds a row in 25 ns, and to have another help
 # takes some tens of microseconds.
@@ -424,13 +424,22 @@ def _add_up(sums_H: Sequence[Sequence[Sum]], pool: Pool | None) -> None:
     """Adds the sums of hosts: those of one in turn, because they may meet in a row."""
     sums_H = [sums for sums in sums_H if sums]
     rows = sum(one[1].size for sums in sums_H for one in sums)
-    if pool is None or pool.threads == 1 or len(sums_H) < 2 or rows < _LEAST_ROWS:
-        for sums in sums_H:
-            for target, stripes, first, values, coefficient in sums:
-                galois.add_product(0, stripes.size, target, stripes, first, values, coefficient)
+    if pool is not None and pool.threads > 1 and len(sums_H) > 1 and rows >= _LEAST_ROWS:
+        _add_together(sums_H, pool)
         return
+    for sums in sums_H:
+        for one in sums:
+            size = one[1].size
+            parts = () if pool is None else spans(size, pool.threads, _LEAST_ROWS)
+            if pool is None or len(parts) < 2:
+                galois.add_product(0, size, *one)
+            else:
+                pool.together(Job(galois.write_add_product, parts, one))
+
+
+def _add_together(sums_H: Sequence[Sequence[Sum]], pool: Pool) -> None:
+    """Adds the sums of several hosts in one round, which costs as much as some thousand rows."""
     flat = [one for sums in sums_H for one in sums]
-    bounds = np.cumsum([0, *map(len, sums_H)])
     table = np.array(
         [
             (
@@ -441,5 +450,5 @@ def _add_up(sums_H: Sequence[Sequence[Sum]], pool: Pool | None) -> None:
         ],
         np.int64,
     )  # fmt: skip
-    parts = [(h, h + 1) for h in range(len(sums_H))]
+    bounds, parts = np.cumsum([0, *map(len, sums_H)]), [(h, h + 1) for h in range(len(sums_H))]
     pool.together(Job(galois.write_add_products, parts, (bounds, table)))

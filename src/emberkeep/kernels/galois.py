@@ -65,6 +65,11 @@ def add_product(
 
 
 @kernel
+def write_add_product(block: I64, *args: Any) -> None:
+    write_call(add_product, block, args)
+
+
+@kernel
 def add_products(start: int, stop: int, bounds: I64, table_S8: I64) -> None:
     """`add_product` of sums bounds[h]:bounds[h + 1] for h in start..stop, those of one h in turn.
 
