@@ -7,10 +7,11 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.erasure import near
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.coordinator import Coordinator
 from emberkeep.erasure.near import NearCoordinator, rows_of
@@ -33,7 +34,14 @@ def opened(size: tuple[int, int, int], seed: int, pushes: int) -> LocalCluster:
     return cluster
 
 
-@settings(deadline=None, max_examples=30)
+@pytest.fixture(autouse=True)
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_MOST_NBYTES", 100)
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     size=st.sampled_from(SIZES), seed=st.integers(0, 99), pushes=st.integers(0, 3), data=st.data()
 )

@@ -163,6 +163,7 @@ class LocalCluster(Cluster):
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
             self.shards[index].serve()
+        self._settle()  # rows were brought from elsewhere, part by part
 
     def track(self, priority: Priority | None = None) -> None:
         super().track(priority)

@@ -9,6 +9,9 @@ from emberkeep.erasure.coordinator import Coordinator, Part
 from emberkeep.erasure.guard import Guard
 from emberkeep.erasure.slabs import SlabRows
 
+# What is brought back before training may go on: about a millisecond's work.
+_MOST_NBYTES = 2**20
+
 
 class NearCoordinator(Coordinator[Guard]):
     """A coordinator of shards of this process, which needs no messages for what is usual.
@@ -21,41 +24,52 @@ class NearCoordinator(Coordinator[Guard]):
     def _recover_parts(self, parts: Sequence[Part]) -> None:
         standings = self._standings()
         rest = []
-        with self._at_rest():
-            for part in parts:
-                group, slab, _, stripes = part
-                members = [
-                    (member, slot) for slot, member in enumerate(self.placement.members(group))
-                ]
-                lost = [its for its in members if standings[its[0]].lost_K[its[1]]]
-                if len(lost) > 1 or 0 not in self._parities(group, standings):
-                    rest.append(part)
-                    continue
-                ((shard, slot),) = lost
-                others = [(rows_of(self.guards[m]), s) for m, s in members if m != shard]
-                parity, first = self.guards[self.placement.host(group, 0)].host.records_near(
-                    0, slab
-                )
-                rows_of(self.guards[shard]).solve(slab, slot, stripes, parity, first, others)
-                self.decoded_rows += stripes.size
-                self.decoded_nbytes += stripes.size * parity[:1].nbytes
+        for part in parts:
+            group, slab, _, stripes = part
+            members = list(enumerate(self.placement.members(group)))
+            lost = [(slot, its) for slot, its in members if standings[its].lost_K[slot]]
+            if len(lost) > 1 or 0 not in self._parities(group, standings):
+                rest.append(part)
+                continue
+            ((slot, shard),) = lost
+            others = [(rows_of(self.guards[m]), s) for s, m in members if m != shard]
+            parity, first = self.guards[self.placement.host(group, 0)].host.records_near(0, slab)
+            for start, stop in self._spans(slab, 0, stripes.size):
+                with self._at_rest():
+                    rows_of(self.guards[shard]).solve(
+                        slab, slot, stripes[start:stop], parity, first, others
+                    )
+            self.decoded_rows += stripes.size
+            self.decoded_nbytes += stripes.size * parity[:1].nbytes
         if rest:
             super()._recover_parts(rest)
 
     def fill(self, stripes: int, hosts: Collection[int] | None = None) -> int:
-        with self.lock, self._at_rest():
+        with self.lock:
             filled = 0
             for guard in self.guards:
                 if hosts is not None and guard.index not in hosts:
                     continue
-                for p, slab, source, start in guard.host.to_fill():
-                    stop = min(start + stripes, guard.host.stripes[slab])
+                for p, slab, source, first in guard.host.to_fill():
                     rows = rows_of(self.guards[source])
-                    slot = self.placement.slot(source, self.placement.group_on(guard.index, p))
-                    if not rows.lost(slot):
-                        guard.host.fill_near(p, slab, source, start, stop, rows)
-                        filled += 1
+                    if rows.lost(
+                        self.placement.slot(source, self.placement.group_on(guard.index, p))
+                    ):
+                        continue
+                    last = min(first + stripes, guard.host.stripes[slab])
+                    for start, stop in self._spans(slab, first, last):
+                        with self._at_rest():
+                            guard.host.fill_near(p, slab, source, start, stop, rows)
+                    filled += 1
+            self._deliver()
             return filled
+
+    def _spans(self, slab: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Rows that are brought back without a break, so that nobody waits for many."""
+        words = self.guards[0].host.shapes[slab].words
+        step = max(1, _MOST_NBYTES // (4 * words))
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
