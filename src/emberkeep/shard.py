@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -127,6 +128,15 @@ class Shard:
         parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
         return self.guard.record(parts, push, state_of(self.slabs))
 
+    @contextmanager
+    def _telling_at_least(self) -> Iterator[None]:
+        """Parity is told of rows that were changed also where a write ends half-way."""
+        try:
+            yield
+        except BaseException:
+            self._record()
+            raise
+
     def _need(self, wanted: Sequence[RowIds], *, push: bool = False) -> None:
         """Brings back what a call is about to look at; with no lock held.
 
@@ -250,8 +260,9 @@ class Shard:
                 slab.snapshot.wait_for_room()
         with self._lock:
             self._must_serve()
-            for slab, push in zip(self.slabs, pushes, strict=True):
-                slab.push(push, lr)
+            with self._telling_at_least():
+                for slab, push in zip(self.slabs, pushes, strict=True):
+                    slab.push(push, lr)
             return self._record(push_number)
 
     def read(self, table: str, ids: I64) -> Planes:
@@ -279,7 +290,8 @@ class Shard:
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            slab.install(slab.one_table(t, ids), planes)
+            with self._telling_at_least():
+                slab.install(slab.one_table(t, ids), planes)
             self._record()
 
     def install_apart(
@@ -306,7 +318,8 @@ class Shard:
                 ):
                     counts_T[t + 1] = count
                 wanted = RowIds(ids[some], np.cumsum(counts_T))
-                slab.install(wanted, {name: v[some] for name, v in planes.items()})
+                with self._telling_at_least():
+                    slab.install(wanted, {name: v[some] for name, v in planes.items()})
                 first = last
             self._record()
 
@@ -317,7 +330,8 @@ class Shard:
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            count = slab.delete(t, ids)
+            with self._telling_at_least():
+                count = slab.delete(t, ids)
             self._record()
             return count
 

@@ -102,3 +102,31 @@ def test_a_lost_shard_lets_go_of_its_memory_at_once() -> None:
     finally:
         gc.enable()
     cluster.close()
+
+
+@pytest.mark.parametrize("slab", [0, 1])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_push_that_ends_half_way_is_in_the_parity(
+    monkeypatch: pytest.MonkeyPatch, slab: int, before: bool
+) -> None:
+    """What was changed was changed: whoever is lost next comes back as if nothing had been."""
+    cluster = opened((3, 2, 1), 7, 2)
+    broken = cluster.shards[0].slabs[slab]
+    whole = broken.push
+
+    def push_and_break(its: object, lr: float) -> None:
+        if not before:
+            whole(its, lr)  # type: ignore[arg-type]
+        raise MemoryError
+
+    monkeypatch.setattr(broken, "push", push_and_break)
+    with pytest.raises(MemoryError):
+        push(cluster, np.random.default_rng(9))
+    monkeypatch.undo()
+    left = state(cluster)
+    cluster.kill(1)
+    assert state(cluster) == left
+    cluster.rebuild()
+    assert cluster._protection is not None
+    check_parity(cluster._protection.coordinator)
+    cluster.close()

@@ -18,7 +18,7 @@ from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ParityLossError
+from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
 from emberkeep.memory import Values
 from emberkeep.priority import Priority
@@ -88,7 +88,7 @@ def local(
 _NOT_NEEDED = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Numbered:
     """A push that some shard may have to be sent again: its part for each of them."""
 
@@ -309,20 +309,31 @@ class LocalCluster(Cluster):
             self._serving()
             protection = self._protection
             assert protection is not None
-            if not push.told_S:
-                checked_S = [
-                    shard.check(*part, finite=push.finite)
-                    for shard, part in zip(self.shards, push.parts_S, strict=True)
-                ]
-                push.told_S = [0] * len(self.shards)
-                self._unsettled.append(push)
-                for index, checked in enumerate(checked_S):
-                    self._apply_part(push, index, checked)
-            else:
-                for index in range(len(self.shards)):
-                    self._apply_part(push, index)
+            try:
+                self._apply_parts(push)
+            except ShardLostError:
+                raise  # the rest follows when the shard is back
+            except BaseException:
+                if push in self._unsettled:  # who pushed is told: nobody sends the rest later
+                    self._unsettled.remove(push)
+                raise
             protection.settle()
             self._forget_settled()
+
+    def _apply_parts(self, push: _Numbered) -> None:
+        """Applies what shards have not applied yet; all of them have agreed before the first."""
+        if push.told_S:
+            for index in range(len(self.shards)):
+                self._apply_part(push, index)
+            return
+        checked_S = [
+            shard.check(*part, finite=push.finite)
+            for shard, part in zip(self.shards, push.parts_S, strict=True)
+        ]
+        push.told_S = [0] * len(self.shards)
+        self._unsettled.append(push)
+        for index, checked in enumerate(checked_S):
+            self._apply_part(push, index, checked)
 
     def _apply_part(
         self, push: _Numbered, index: int, checked: Sequence[Push] | None = None
