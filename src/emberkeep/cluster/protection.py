@@ -17,15 +17,12 @@ from emberkeep.erasure.near import NearCoordinator, rows_of
 from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.pool import Pool, be_nice
+from emberkeep.pool import Pool
 from emberkeep.prometheus import Sample
 from emberkeep.shard import Shard
 from emberkeep.slab import I64
 
 Renew = Callable[[int], Shard]
-
-# The thread that rebuilds gives way to training.
-_NICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,19 +283,18 @@ class Protection:
                 self._sweeper.start()
 
     def _work(self) -> None:
-        be_nice(_NICE)
         while True:
-            start = time.perf_counter()
+            # Time of the processor, not of the clock, and no lower priority: who waits for a turn
+            # with a lock in hand has everybody wait.
+            start = time.thread_time()
             more = self.rebuild_chunk()
-            taken = time.perf_counter() - start
+            taken = time.thread_time() - start
             with self._wake:
                 # A loss may have come after the last look.
                 if self._ended or not (more or self._asked):
                     self._sweeper = None
                     return
                 self._asked = False
-                # Waiting for a turn counts, too: where training leaves little of the
-                # processor, a rebuild that takes less for longer costs training less in all.
                 self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
 
     def close(self) -> None:

@@ -65,8 +65,9 @@ class Parity:
     - `background=False` settles every push before it returns: after any loss the rows are what
       they were, bit for bit. With `background=True` a thread of its own brings parity up to date,
       at most `window_nbytes` behind.
-    - A lost shard is rebuilt `chunk_rows` rows at a time, beside training, by a thread that works
-      about `rebuild_share` of the time; rows that training asks for come first.
+    - A lost shard is rebuilt `chunk_rows` rows at a time, beside training, by a thread that takes
+      about `rebuild_share` of a core (of the time, on a server, where it mostly waits for others);
+      rows that training asks for come first.
     """
 
     k: int = 4
