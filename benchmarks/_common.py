@@ -46,12 +46,14 @@ def options(file: str, summary: str) -> Options:
 
 
 def interleaved_ms(
-    contenders: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 2
+    contenders: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 2, lead: int = 0
 ) -> dict[str, float]:
     """Median milliseconds of each contender.
 
     They take turns: a machine that slows down for a while slows all of them. The order turns
-    round from repeat to repeat, so that none always runs in the wake of the same other.
+    round from repeat to repeat, so that none always runs in the wake of the same other. With
+    `lead`, each first runs so often unmeasured in every turn: what is measured then runs in the
+    wake of its own, with the processor's caches as training would leave them.
     """
     for _ in range(warmup):
         for run in contenders.values():
@@ -60,6 +62,8 @@ def interleaved_ms(
     order = list(contenders)
     for repeat in range(repeats):
         for name in order if repeat % 2 == 0 else reversed(order):
+            for _ in range(lead):
+                contenders[name]()
             start = time.perf_counter()
             contenders[name]()
             taken[name].append((time.perf_counter() - start) * 1e3)

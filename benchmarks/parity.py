@@ -316,12 +316,14 @@ def main() -> None:
         {name: embedding_step(bags, made) for name, bags in contenders.items()},
         repeats=12 if given.quick else 200,
         warmup=BATCHES,  # until the rows of all batches have got their memory
+        lead=1,
     )
     say("whole steps")
     whole = interleaved_ms(
         {name: whole_step(bags, made) for name, bags in contenders.items()},
-        repeats=6 if given.quick else 60,
+        repeats=6 if given.quick else 150,
         warmup=1,
+        lead=1,
     )
     balanced = balance(contenders["parity k=4"], made)
     sent = contenders["parity k=4"].cluster.parity
@@ -453,8 +455,8 @@ def plot_loss(found: dict[str, Rebuild], restored: float) -> None:
     figure, (rate, progress) = plt.subplots(2, 1, figsize=(7, 7), sharex=True)
     for name, rebuild in found.items():
         ends = np.array([0.0, *rebuild.ends])
-        # Over about a second each: single steps of a shared machine are all over the place.
-        at = ends[:: max(1, round(1 / rebuild.normal_step_seconds))]
+        # Over some steps each: single ones of a shared machine are all over the place.
+        at = np.unique([*ends[:: max(1, round(0.4 / rebuild.normal_step_seconds))], ends[-1]])
         steps = np.diff(np.searchsorted(ends, at))
         rates = rebuild.normal_step_seconds * steps / np.diff(at) * 100
         (line,) = progress.plot(ends, np.arange(ends.size))
