@@ -283,7 +283,7 @@ class ParitySettings:
         "bring parity up to date beside training, instead of within each step", default=False)
     chunk_rows: int = setting("rows that are rebuilt at a time", default=16384, least=1)
     rebuild_share: float = setting(
-        "about how much of the time is spent on a rebuild", default=0.25, above=0)
+        "about how much of a core a rebuild takes", default=0.25, above=0)
 
     def __post_init__(self) -> None:
         config.check(self)
