@@ -416,7 +416,7 @@ def main() -> None:
             print(f"{name}: {shown}", flush=True)
         step = versions // (3 if given.quick else 10)
         numbers = list(range(step, versions + 1, step))
-        repeats = 3 if given.quick else 5
+        repeats = 3 if given.quick else 9
         found = measure(run, paths, numbers, repeats=repeats, warm_others=not given.quick)
         every = {} if given.quick else every_version(run, paths["grid"], versions)
         rows_mb = found["full"][versions]["nbytes"] / 1e6
