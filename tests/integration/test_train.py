@@ -170,7 +170,7 @@ def test_a_missing_tensorboard_names_the_extra(
 
 
 def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
-    process = command("data.samples=200000")
+    process = command("data.samples=1000000")
     assert process.stderr is not None
     while not process.stderr.readline().startswith("training: step"):
         assert process.poll() is None
