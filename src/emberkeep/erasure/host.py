@@ -180,17 +180,18 @@ class Host:
                     stream.state = state
             stream.last = min(stream.last, number)
             if self._filled or number < stream.base:
-                for p in range(self.placement.r):
-                    if source in self.placement.members(self.placement.group_on(self.index, p)):
-                        self._begin_filling(p, anew=True)
+                self._fill_anew(source)
             return Point(dict(stream.ledger), stream.state)
 
     def refill(self, source: int) -> None:
         """Parity that codes rows of a source begins anew: the rows came from elsewhere."""
         with self.lock:
-            for p in range(self.placement.r):
-                if source in self.placement.members(self.placement.group_on(self.index, p)):
-                    self._begin_filling(p, anew=True)
+            self._fill_anew(source)
+
+    def _fill_anew(self, source: int) -> None:
+        for p in range(self.placement.r):
+            if source in self.placement.members(self.placement.group_on(self.index, p)):
+                self._begin_filling(p, anew=True)
 
     def clear(self) -> None:
         """All rows of all shards are untrained: so is their parity, which is whole then."""
