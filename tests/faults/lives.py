@@ -157,6 +157,31 @@ def train(*arguments: str) -> None:
     main()
 
 
+def _mean_of_ranks(given: Any) -> Any:
+    """What DDP does with a gradient, without torch's all-reduce of sparse tensors over gloo: in
+    torch 2.13 that one damages the heap every few thousand calls (docs/keeper.md). Every rank
+    has equally many samples of one id, so that the gradients to gather are of one size.
+    """
+    import torch
+    from torch import distributed
+
+    world = distributed.get_world_size()
+    mean = torch.futures.Future()
+    if given.is_sparse:
+        rows, values = given._indices(), given._values()
+        of_all = [[torch.empty_like(part) for _ in range(world)] for part in (rows, values)]
+        distributed.all_gather(of_all[0], rows)
+        distributed.all_gather(of_all[1], values)
+        both = torch.sparse_coo_tensor(
+            torch.cat(of_all[0], 1), torch.cat(of_all[1]) / world, given.shape
+        )
+        mean.set_result(both.coalesce())
+    else:
+        distributed.all_reduce(given)
+        mean.set_result(given / world)
+    return mean
+
+
 def plain(
     path: str, rank: str = "0", world: str = "1", meeting: str = "", every: str = "3 steps"
 ) -> None:
@@ -204,6 +229,7 @@ def plain(
     network: nn.Module = model
     if int(world) > 1:
         network = nn.parallel.DistributedDataParallel(model)
+        network.register_comm_hook(None, lambda _, bucket: _mean_of_ranks(bucket.buffer()))
     reader = Reader(source, batch_size=16 // int(world), rank=int(rank), world=int(world))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[1], 40)
     criterion = nn.BCEWithLogitsLoss()
