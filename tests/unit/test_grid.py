@@ -20,7 +20,7 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
-from emberkeep.kernels import choosing, gather, ordering, scatter
+from emberkeep.kernels import choosing, gather, scatter
 from emberkeep.kernels import grid as kernels
 from emberkeep.memory import Spread, lazy_zeros
 from emberkeep.picture import as_html, as_text, picture
@@ -245,25 +245,6 @@ def test_rows_apart_are_installed_as_rows_together(shards: int, in_order: bool) 
         assert (expected[0] == found[0]).all()
         for name in planes:
             assert found[1][name].tobytes() == expected[1][name].tobytes(), name
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    counts=st.lists(st.integers(0, 60), min_size=1, max_size=5),
-    most=st.sampled_from([2, 90, 5000, 2**40, 2**63 - 1]),
-    seed=st.integers(0, 2**16),
-)
-def test_ids_come_to_ascend_table_by_table(counts: list[int], most: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    parts = [np.unique(random.integers(-3, most, count)) for count in counts]
-    parts = [part if random.random() < 0.3 else random.permutation(part) for part in parts]
-    ids = np.concatenate(parts).astype(np.int64)
-    offsets = np.cumsum([0, *(part.size for part in parts)])
-    order = np.empty(ids.size, np.int64)
-    moved = ordering.ascending(ids, offsets, order, np.empty(ids.size, np.int64))
-    assert moved == (order != np.arange(ids.size)).any()
-    assert (ids[order] == np.concatenate([np.sort(part) for part in parts])).all()
-    assert sorted(order.tolist()) == list(range(ids.size))
 
 
 def test_sums_do_not_depend_on_order_and_see_every_bit() -> None:

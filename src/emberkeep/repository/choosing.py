@@ -141,7 +141,7 @@ class Chosen:
         bases_T = np.where(fixed_T, np.cumsum(sizes_T) - sizes_T, -1)
         wrong = choosing.claim_fixed(
             self.tables_G, self.counts_G, self.ids, bases_T, limits_T,
-            np.zeros(int(sizes_T.sum()) // 64, np.uint64), self.kept, self.kept_G,
+            lazy_zeros((int(sizes_T.sum()) // 64,), np.uint64), self.kept, self.kept_G,
         )  # fmt: skip
         if wrong >= 0:
             table = int(self.tables_G[wrong])

@@ -234,7 +234,7 @@ def _taken(
     pool: Pool, apart: bool,
 ) -> Apart | None:  # fmt: skip
     """The chosen rows of the pieces of one family in a batch; None if there are none."""
-    from emberkeep.kernels import gather, ordering
+    from emberkeep.kernels import gather
 
     listed = chosen.listed
     forms = listed.families[family]
@@ -251,16 +251,17 @@ def _taken(
     widths_C = np.array(widths_of(forms))
     if (listed.nbytes_P[pieces] != listed.rows_P[pieces] * widths_C.sum()).any():
         raise damaged(listed.name(int(pieces[0])))
-    ids_U, starts_CU = np.empty(rows, np.int64), np.empty((widths_C.size, rows), np.int64)
+    # Memory that is used again, all of one size as that of the bytes.
+    columns = 1 + widths_C.size
+    most = max(rows, _BATCH_NBYTES // int(widths_C.sum()))
+    words = np.frombuffer(recycled(8 * columns * most), np.int64)
+    words_WU = words[: columns * rows].reshape(columns, rows)
+    ids_U, starts_CU = words_WU[0], words_WU[1:]
     gather.locate(
         pieces, bodies, listed.rows_P, chosen.starts_P, chosen.groups_P, chosen.firsts_P,
         chosen.tables_G, chosen.counts_G, chosen.kept_G, chosen.ids, chosen.kept,
         np.cumsum(widths_C) - widths_C, widths_C, ends_T - counts_T, ids_U, starts_CU,
     )  # fmt: skip
-    # Ids of a table ascend, so that memory is written in its order.
-    order, spare = np.empty((2, rows), np.int64)
-    if ordering.ascending(ids_U, np.append(0, ends_T), order, spare):
-        ids_U, starts_CU = ids_U[order], np.take(starts_CU, order, axis=1)
     planes: dict[str, Values] = {}
     column = 0
     for form in forms:
@@ -280,7 +281,7 @@ def _plane(form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, apar
     if apart and not form.coded and np.dtype(form.dtype).itemsize == 4:
         (starts_U,) = starts_CU
         if not np.bitwise_or.reduce(starts_U) & 3:
-            return Spread(data.view(form.dtype), starts_U >> 2, form.width)
+            return Spread(data.view(form.dtype), np.right_shift(starts_U, 2, starts_U), form.width)
     columns = [np.empty((starts_CU.shape[1], width), np.uint8) for width in widths_C.tolist()]
     pool.run(
         [
