@@ -399,7 +399,7 @@ def plot(
 def main() -> None:
     given: Options = options(__file__, __doc__ or "")
     versions, dim = (60, 24) if given.quick else (150, 128)
-    dense_ms = 4.0 if given.quick else DENSE_MS
+    dense_ms = 3.0 if given.quick else DENSE_MS
     layouts = {
         "naive": Strategy(layout="consecutive"),
         "grid": Strategy(layout="grid"),

@@ -99,9 +99,16 @@ class InstallsApart(Protocol):
     """A target in this process, which takes rows from where they stand in what was read."""
 
     def install_apart(
-        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+        self,
+        tables: Sequence[str],
+        offsets: Sequence[int],
+        ids: I64,
+        planes: Mapping[str, Values],
+        *,
+        busy: int = 0,
     ) -> None:
-        """Rows of several tables: those of `tables[i]` at offsets[i]:offsets[i + 1]."""
+        """Rows of several tables: those of `tables[i]` at offsets[i]:offsets[i + 1]. So many
+        threads are `busy` beside."""
         ...
 
 
@@ -170,9 +177,11 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
         assert planned is not None
         try:
             if isinstance(target, InstallsApart):
-                for rows in rows_apart(repository, planned, pool):
+                for rows, busy in rows_apart(repository, planned, pool):
                     assert rows.planes is not None
-                    target.install_apart(rows.tables, rows.offsets, rows.ids, rows.planes)
+                    target.install_apart(
+                        rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
+                    )
             else:
                 for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
                     if chunk.planes is not None:

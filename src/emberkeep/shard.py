@@ -295,7 +295,13 @@ class Shard:
             self._record()
 
     def install_apart(
-        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+        self,
+        tables: Sequence[str],
+        offsets: Sequence[int],
+        ids: I64,
+        planes: Mapping[str, Values],
+        *,
+        busy: int = 0,
     ) -> None:
         """`install` of rows of several tables, those of `tables[i]` at offsets[i]:offsets[i + 1].
 
@@ -319,7 +325,7 @@ class Shard:
                     counts_T[t + 1] = count
                 wanted = RowIds(ids[some], np.cumsum(counts_T))
                 with self._telling_at_least():
-                    slab.install(wanted, {name: v[some] for name, v in planes.items()})
+                    slab.install(wanted, {name: v[some] for name, v in planes.items()}, busy=busy)
                 first = last
             self._record()
 

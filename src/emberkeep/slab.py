@@ -46,10 +46,8 @@ _ALIGNMENT = 64
 # Ranges of fewer rows than this are not worth a thread.
 _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
-# Those that read rows apart check them and look where they stand, and so are busy all the time.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_APART_NBYTES = 2**20
-_BUSY_BESIDE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,18 +406,19 @@ class Slab:
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
 
-    def install(self, wanted: RowIds, planes: Mapping[str, Values]) -> None:
+    def install(self, wanted: RowIds, planes: Mapping[str, Values], *, busy: int = 0) -> None:
         """Writes whole rows, all planes together; they become touched and dirty.
 
-        No id may be given twice: rows are written by several threads.
+        No id may be given twice: rows are written by several threads, fewer if so many are `busy`
+        beside.
         """
         found, unknown = self._check_install(wanted, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
         apart = any(isinstance(values, Spread) for values in planes.values())
         least = (_LEAST_APART_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
-        if apart:
-            threads = max(1, self.pool.threads - _BUSY_BESIDE)
+        if busy:
+            threads = max(1, self.pool.threads - busy)
             least = max(least, -(-places.size // threads))
         for name, values in planes.items():
             into = self.planes[name]

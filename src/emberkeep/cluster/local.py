@@ -362,12 +362,18 @@ class LocalCluster(Cluster):
         self._settle()
 
     def install_apart(
-        self, tables: Sequence[str], offsets: Sequence[int], ids: I64, planes: Mapping[str, Values]
+        self,
+        tables: Sequence[str],
+        offsets: Sequence[int],
+        ids: I64,
+        planes: Mapping[str, Values],
+        *,
+        busy: int = 0,
     ) -> None:
         """`install`, of rows of several tables that need not stand together."""
         self._present()
         if len(self.shards) == 1:
-            self.shards[0].install_apart(tables, offsets, ids, planes)
+            self.shards[0].install_apart(tables, offsets, ids, planes, busy=busy)
         else:
             for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
                 for order, shard in zip(

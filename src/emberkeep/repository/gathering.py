@@ -69,7 +69,7 @@ def rows_of_plan(
     """
     bundles = planned.bundles if after is None else planned.since(after)
     try:
-        for rows in _rows(repository, bundles, pool, tables, apart=False):
+        for rows, _ in _rows(repository, bundles, pool, tables, apart=False):
             for table, start, stop in rows.by_table():
                 planes = rows.planes and {name: v[start:stop] for name, v in rows.planes.items()}
                 yield Chunk(
@@ -80,13 +80,16 @@ def rows_of_plan(
         raise
 
 
-def rows_apart(repository: Repository, planned: GridPlan, pool: Pool) -> Iterator[Apart]:
+def rows_apart(
+    repository: Repository, planned: GridPlan, pool: Pool
+) -> Iterator[tuple[Apart, int]]:
     """`rows_of_plan` for whoever can write rows from where they stand: those that are stored as
-    they are need not be copied together first. Tombstones are left out."""
+    they are need not be copied together first. Tombstones are left out. With each, how many
+    threads are busy with what comes next."""
     try:
-        for rows in _rows(repository, planned.bundles, pool, None, apart=True):
+        for rows, busy in _rows(repository, planned.bundles, pool, None, apart=True):
             if rows.planes is not None:
-                yield rows
+                yield rows, busy
     except DamageError as error:
         check_unchanged(repository, planned, error)
         raise
@@ -136,7 +139,7 @@ class _Run:
 def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
     tables: Collection[str] | None, *, apart: bool,
-) -> Iterator[Apart]:  # fmt: skip
+) -> Iterator[tuple[Apart, int]]:  # fmt: skip
     schema = repository.schema["tables"]
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
@@ -173,12 +176,14 @@ def _rows(
                 choice.set_exception(error)
                 raise
             for table, ids in chosen.tombstones():
-                yield Apart([names[table]], [0, ids.size], ids, None)
+                yield Apart([names[table]], [0, ids.size], ids, None), 0
             while reading:
                 found = reading.popleft().result()
                 for batch in islice(batches, 1):
                     reading.append(readers.submit(take, batch))
-                yield from found
+                for rows in found:
+                    # What is done needs no thread; what is not will keep at most the readers busy.
+                    yield rows, min(_READERS, sum(not later.done() for later in reading))
         finally:
             for each in reading:
                 each.cancel()

@@ -374,7 +374,7 @@ class TieredSlab(Slab):
         self._bury()
         return count
 
-    def install(self, wanted: RowIds, planes: Mapping[str, Values]) -> None:
+    def install(self, wanted: RowIds, planes: Mapping[str, Values], *, busy: int = 0) -> None:
         self._check_install(wanted, planes)
         most = max(1, min(_SLICE, self.frames.count))
         for start in range(0, wanted.ids.size, most):
@@ -382,7 +382,7 @@ class TieredSlab(Slab):
             found, unknown = self.resolve(part)
             self._hold(found[found >= 0], sum(unknown), whole=True)
             some = slice(start, start + most)
-            super().install(part, {name: v[some] for name, v in planes.items()})
+            super().install(part, {name: v[some] for name, v in planes.items()}, busy=busy)
 
     def clear(self) -> None:
         self.loads.wait(np.arange(self.frames.count))
