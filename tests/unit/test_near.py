@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emberkeep.cluster import protection
 from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.erasure import near
+from emberkeep.erasure import near, slabs
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.coordinator import Coordinator
 from emberkeep.erasure.near import NearCoordinator, rows_of
@@ -22,10 +23,10 @@ from tests.contracts.parity import check_parity, push, write
 SIZES = [(3, 2, 1), (2, 1, 1), (6, 4, 1), (6, 4, 2), (5, 3, 2)]
 
 
-def opened(size: tuple[int, int, int], seed: int, pushes: int) -> LocalCluster:
+def opened(size: tuple[int, int, int], seed: int, pushes: int, share: float = 0.2) -> LocalCluster:
     n, k, r = size
-    spec = Parity(k=k, r=r, chunk_rows=7)
-    cluster = local(shards=n, threads=1, parity=spec).open(tables(), Adam(lr=0.1), seed=1)
+    spec = Parity(k=k, r=r, chunk_rows=7, rebuild_share=share)
+    cluster = local(shards=n, threads=2, parity=spec).open(tables(), Adam(lr=0.1), seed=1)
     random = np.random.default_rng(seed)
     for _ in range(pushes):
         push(cluster, random)
@@ -37,6 +38,7 @@ def opened(size: tuple[int, int, int], seed: int, pushes: int) -> LocalCluster:
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "_MOST_NBYTES", 100)
+    monkeypatch.setattr(slabs, "_LEAST_ROWS", 1)  # so that threads share them
 
 
 @settings(
@@ -59,6 +61,27 @@ def test_rows_and_parity_come_back_as_they_were(
         assert cluster._protection is not None
         check_parity(cluster._protection.coordinator)
     cluster.close()
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_a_push_brings_back_what_its_share_of_the_time_allows(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(protection, "_ALONE_SECONDS", 1e9)  # the thread beside does nothing
+    cluster, other = (opened((6, 4, 1), 3, 2, share) for _ in range(2))
+    cluster.kill(1)
+    for each in (cluster, other):
+        push(each, np.random.default_rng(5))
+    status = cluster.parity
+    assert status is not None
+    assert status.protected == (share == 1.0)
+    assert bool(status.missing_rows) == (share != 1.0)
+    cluster.rebuild()
+    assert state(cluster) == state(other)
+    assert cluster._protection is not None
+    check_parity(cluster._protection.coordinator)
+    cluster.close()
+    other.close()
 
 
 def test_members_speak_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,7 @@ class LocalCluster(Cluster):
                 raise
             protection.settle()
             self._forget_settled()
+            protection.rebuild_along()
 
     def _apply_parts(self, push: _Numbered) -> None:
         """Applies what shards have not applied yet; all of them have agreed before the first."""

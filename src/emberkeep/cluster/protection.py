@@ -24,6 +24,11 @@ from emberkeep.slab import I64
 
 Renew = Callable[[int], Shard]
 
+# Nobody has pushed for so long: a thread rebuilds alone.
+_ALONE_SECONDS = 0.25
+# What a single push may take for a rebuild, however long ago the last one was.
+_MOST_ALONG_SECONDS = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityStatus:
@@ -103,6 +108,11 @@ class Protection:
         self._sweeper: threading.Thread | None = None
         self._asked = False
         self._ended = False
+        # When training last took part in a rebuild, what it may spend on it, and what it has spent
+        # since on rows that it asked for.
+        self._along_at = 0.0
+        self._credit_seconds = 0.0
+        self._degraded_seconds = 0.0
         trained = any(slab.touched.any() for shard in shards for slab in shard.slabs)
         guards = [
             self._guard(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
@@ -204,6 +214,8 @@ class Protection:
                 shard = self._shards[index]
                 shard.bring_back = partial(self._bring_back, index)
             self._recoveries += len(lost)
+        self._along_at = time.perf_counter()
+        self._credit_seconds = self._degraded_seconds = 0.0
         self._sweep()
         return lost
 
@@ -244,12 +256,14 @@ class Protection:
         guard = self.coordinator.guards[shard]
         if guard.unknown(slab, "records", rows).any():
             self._degraded_reads += 1
+            began = time.perf_counter()
             with self.coordinator.lock:
                 if self.lost:
                     raise ShardLostError(sorted(self.lost))
                 for start in range(0, rows.size, self.spec.chunk_rows):
                     part = rows[start : start + self.spec.chunk_rows]
                     self.coordinator.recover_rows(shard, slab, part)
+            self._degraded_seconds += time.perf_counter() - began
 
     # -- rebuilding ------------------------------------------------------------------------------
 
@@ -273,6 +287,30 @@ class Protection:
                 shard.bring_back = None
             return self.coordinator.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
 
+    def rebuild_along(self) -> None:
+        """After a push: whoever trains brings back what is due, on all threads.
+
+        That is `rebuild_share` of the time since the last push, less what rows have taken that
+        were asked for. A thread beside training would cost more: each step lasts as long as the
+        slowest of its threads, and all of them share caches and cores with it.
+        """
+        if self._sweeper is None:
+            return
+        share = self.spec.rebuild_share
+        passed = time.perf_counter() - self._along_at
+        due = passed * share - self._degraded_seconds
+        self._degraded_seconds = 0.0
+        self._credit_seconds = min(self._credit_seconds + due, _MOST_ALONG_SECONDS)
+        while self._credit_seconds > 0:
+            start = time.perf_counter()
+            if not self.rebuild_chunk():
+                self._along_at = 0.0
+                with self._wake:
+                    self._wake.notify_all()  # the thread sees that nothing is left
+                return
+            self._credit_seconds -= (time.perf_counter() - start) * (1 - share)
+        self._along_at = time.perf_counter()
+
     def _sweep(self) -> None:
         with self._wake:
             self._asked = True
@@ -283,19 +321,26 @@ class Protection:
                 self._sweeper.start()
 
     def _work(self) -> None:
+        """Rebuilds while nobody pushes, and ends when all is whole."""
         while True:
-            # Time of the processor, not of the clock, and no lower priority: who waits for a turn
-            # with a lock in hand has everybody wait.
-            start = time.thread_time()
-            more = self.rebuild_chunk()
-            taken = time.thread_time() - start
+            start = time.perf_counter()
+            more = self._accompanied() or self.rebuild_chunk()
+            taken = time.perf_counter() - start
             with self._wake:
                 # A loss may have come after the last look.
                 if self._ended or not (more or self._asked):
                     self._sweeper = None
                     return
                 self._asked = False
-                self._wake.wait(taken * (1 / self.spec.rebuild_share - 1))
+                self._wake.wait(
+                    _ALONE_SECONDS
+                    if self._accompanied()
+                    else taken * (1 / self.spec.rebuild_share - 1)
+                )
+
+    def _accompanied(self) -> bool:
+        """Whether somebody pushes, who rebuilds along with it."""
+        return time.perf_counter() - self._along_at < _ALONE_SECONDS
 
     def close(self) -> None:
         """Ends the threads."""

@@ -65,17 +65,17 @@ class Parity:
     - `background=False` settles every push before it returns: after any loss the rows are what
       they were, bit for bit. With `background=True` a thread of its own brings parity up to date,
       at most `window_nbytes` behind.
-    - A lost shard is rebuilt `chunk_rows` rows at a time, beside training, by a thread that takes
-      about `rebuild_share` of a core (of the time, on a server, where it mostly waits for others);
-      rows that training asks for come first.
+    - A lost shard is rebuilt `chunk_rows` rows at a time, for about `rebuild_share` of the time:
+      in one process at the end of pushes and on all threads, or by a thread while nobody pushes;
+      on a server by a thread beside. Rows that training asks for come first.
     """
 
     k: int = 4
     r: int = 1
     background: bool = False
     window_nbytes: int = 64 * 2**20
-    chunk_rows: int = 16384
-    rebuild_share: float = 0.25
+    chunk_rows: int = 32768
+    rebuild_share: float = 0.2
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.r < 1:

@@ -365,10 +365,13 @@ class Coordinator(Generic[AnyGuard]):
             if (np.diff(missing) <= 0).any():
                 missing = np.unique(missing)
             parts: list[Part] = []
+            bounds, order = np.empty(self.placement.k + 1, np.int64), np.empty_like(missing)
+            galois.group_by_slot(missing, self.placement.k, bounds, order)
+            stripes = missing[order] // self.placement.k
             for group, slot in self.placement.groups(shard):
-                mine = missing[missing % self.placement.k == slot]
+                mine = stripes[bounds[slot] : bounds[slot + 1]]
                 if mine.size:
-                    parts.append((group, slab, "records", mine // self.placement.k))
+                    parts.append((group, slab, "records", mine))
             if parts:
                 self._recover_parts(parts)
             return int(missing.size)

@@ -9,8 +9,8 @@ from emberkeep.erasure.coordinator import Coordinator, Part
 from emberkeep.erasure.guard import Guard
 from emberkeep.erasure.slabs import SlabRows
 
-# What is brought back before training may go on: about a millisecond's work.
-_MOST_NBYTES = 2**20
+# What is brought back before anybody else may go on: about a millisecond's work.
+_MOST_NBYTES = 2**21
 
 
 class NearCoordinator(Coordinator[Guard]):

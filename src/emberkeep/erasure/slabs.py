@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,13 @@ from emberkeep.kernels import galois, recording, rows
 from emberkeep.kernels.rounds import MOST_JOBS
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Job, spans
-from emberkeep.slab import Recording, Slab, slab_rows
+from emberkeep.slab import Recording, Slab, Writer, slab_rows
 
 _ID_NBYTES = 8
 # Ranges of fewer rows than this are not worth a thread.
 _LEAST_ROWS = 512
+# Parts of a rebuild for each thread: one that was kept from its core has less to catch up with.
+_PARTS = 4
 # Words of a bitmap looked at a time for rows that are not back.
 _SCAN_WORDS = 4096
 
@@ -209,14 +212,25 @@ def _words(slab: Slab) -> tuple[U32, ...]:
 
 def add_planes(slab: Slab, planes: Sequence[U32], found: I64, records: U32, *, fresh: bool) -> None:
     """Adds all planes of rows to their records, or writes them where the records are `fresh`."""
-    parts = spans(found.size, slab.pool.threads, _LEAST_ROWS)
     jobs, column = [], 0
     for plane in planes:
         args = (found, plane, slab.touched, column, fresh, records)
-        jobs.append(Job(galois.write_add_plane, parts, args))
+        jobs.append((galois.write_add_plane, args))
         column += plane.shape[1]
+    _over_rows(slab, found.size, jobs)
+
+
+def _over_rows(
+    slab: Slab,
+    count: int,
+    jobs: Sequence[tuple[Writer, tuple[Any, ...]]],
+    parts_per_thread: int = 1,
+) -> None:
+    """Runs kernels over so many rows, each over all of them, on all threads."""
+    parts = spans(count, parts_per_thread * slab.pool.threads, _LEAST_ROWS)
     for first in range(0, len(jobs), MOST_JOBS):
-        slab.pool.together(*jobs[first : first + MOST_JOBS])
+        some = jobs[first : first + MOST_JOBS]
+        slab.pool.together(*(Job(write, parts, args) for write, args in some))
 
 
 def marks_of(slab: Slab, found: I64) -> U8:
@@ -333,32 +347,34 @@ class SlabRows:
         The parity of stripe t, whose coefficients are all 1, is row `first + t`; `others` are the
         other members with their slots, whose rows nobody changes meanwhile.
         """
-        column = 0
+        jobs, column = [], 0
         for number, plane in enumerate(self._planes[slab]):
-            galois.take_columns(stripes, self._k, slot, plane, parity, first, column)
-            for member, its in others:
-                member._add(slab, number, its, stripes, 1, (plane, self._k, slot, 0))
+            table = np.array([member._place(slab, number, its) for member, its in others], np.int64)
+            args = stripes, self._k, slot, plane, parity, first, column, table.reshape(-1, 4)
+            jobs.append((galois.write_solve_rows, args))
             column += plane.shape[1]
+        _over_rows(self._slabs[slab], stripes.size, jobs, _PARTS)
         self._are_back(slab, stripes * self._k + slot)
+
+    def _place(self, slab: int, plane: int, slot: int) -> tuple[int, int, int, int]:
+        """Where a plane is, as kernels are told that are told of several."""
+        values, touched = self._planes[slab][plane], self._slabs[slab].touched
+        return values.ctypes.data, values.shape[0], touched.ctypes.data, slot
 
     def add_records(
         self, slab: int, slot: int, stripes: I64, coefficient: int, target: U32, first: int
     ) -> None:
         """Adds coefficient * the records of the rows of a slot to row `first + stripe` of a
         target."""
-        column = 0
-        for number, plane in enumerate(self._planes[slab]):
-            self._add(slab, number, slot, stripes, coefficient, (target, 1, first, column))
+        jobs, column = [], 0
+        for plane in self._planes[slab]:
+            args = (
+                stripes, self._k, target, first, column, slot, plane, self._slabs[slab].touched,
+                np.uint32(coefficient),
+            )  # fmt: skip
+            jobs.append((galois.write_add_member, args))
             column += plane.shape[1]
-
-    def _add(
-        self, slab: int, plane: int, slot: int, stripes: I64, coefficient: int,
-        target: tuple[U32, int, int, int],
-    ) -> None:  # fmt: skip
-        galois.add_member(
-            stripes, self._k, *target, slot, self._planes[slab][plane],
-            self._slabs[slab].touched, np.uint32(coefficient),
-        )  # fmt: skip
+        _over_rows(self._slabs[slab], stripes.size, jobs, _PARTS)
 
     def reveal(self) -> None:
         """Marks rows as trained, and as changed for everybody who follows changes: what had been

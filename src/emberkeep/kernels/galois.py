@@ -173,37 +173,63 @@ def put_records(planes: tuple[U32, ...], rows: I64, start: int, stop: int, recor
 
 
 @kernel
-def take_columns(
-    stripes: I64, k: int, slot: int, plane_RV: U32, parity_TW: U32, first: int, column: int
-) -> None:
-    """Writes the parity of stripes, from `column` on, to a plane of their rows of one slot."""
-    for i in range(stripes.size):
+def solve_rows(
+    start: int, stop: int, stripes: I64, k: int, slot: int, plane_RV: U32, parity_TW: U32,
+    first: int, column: int, others_M4: I64,
+) -> None:  # fmt: skip
+    """Writes a plane of rows of one slot: the parity of their stripes, from `column` on, plus the
+    rows of all other members.
+
+    Each of those is a row of a table: its plane, how many rows that has, which are trained, and
+    its slot; arrays by their addresses. Rows that are not trained, or beyond the end, are zeros.
+    """
+    width = plane_RV.shape[1]
+    for i in range(start, stop):
         row = stripes[i] * k + slot
+        soon = stripes[min(i + _AHEAD, stop - 1)] * k
+        prefetch_row(plane_RV, soon + slot)
         parity = first + stripes[i]
-        if i + _AHEAD < stripes.size:
-            prefetch_row(plane_RV, stripes[i + _AHEAD] * k + slot)
-        for w in range(plane_RV.shape[1]):
+        for w in range(width):
             plane_RV[row, w] = parity_TW[parity, column + w]
+        for m in range(others_M4.shape[0]):
+            count, its = others_M4[m, 1], others_M4[m, 3]
+            other_RV = carray(words_at(others_M4[m, 0]), (count, width))
+            touched = carray(numbers_at(others_M4[m, 2]), ((count + 63) >> 6,))
+            if soon + its < count:
+                prefetch_row(other_RV, soon + its)
+            other = stripes[i] * k + its
+            if other < count and touched[other >> 6] >> (other & 63) & 1:
+                xor_words(plane_RV, row, 0, other_RV, other)
+
+
+@kernel
+def write_solve_rows(block: I64, *args: Any) -> None:
+    write_call(solve_rows, block, args)
 
 
 @kernel
 def add_member(
-    stripes: I64, k: int, target_TW: U32, scale: int, first: int, column: int, slot: int,
-    plane_RV: U32, touched: U64, coefficient: np.uint32,
+    start: int, stop: int, stripes: I64, k: int, target_TW: U32, first: int, column: int,
+    slot: int, plane_RV: U32, touched: U64, coefficient: np.uint32,
 ) -> None:  # fmt: skip
-    """Adds coefficient * a plane of the rows of one slot to row `first + scale * stripe` of a
-    target, from `column` on.
+    """Adds coefficient * a plane of the rows of one slot to row `first + stripe` of a target, from
+    `column` on.
 
     Rows that are not trained, or beyond the end of the plane, are zeros.
     """
-    for i in range(stripes.size):
+    for i in range(start, stop):
         row = stripes[i] * k + slot
-        if i + _AHEAD < stripes.size and stripes[i + _AHEAD] * k + slot < plane_RV.shape[0]:
+        if i + _AHEAD < stop and stripes[i + _AHEAD] * k + slot < plane_RV.shape[0]:
             prefetch_row(plane_RV, stripes[i + _AHEAD] * k + slot)
         if row < plane_RV.shape[0] and test_bit(touched, row):
-            target = first + scale * stripes[i]
+            target = first + stripes[i]
             if coefficient == _ONE:
                 xor_words(target_TW, target, column, plane_RV, row)
             else:
                 for w in range(plane_RV.shape[1]):
                     target_TW[target, column + w] ^= _times(plane_RV[row, w], coefficient)
+
+
+@kernel
+def write_add_member(block: I64, *args: Any) -> None:
+    write_call(add_member, block, args)

@@ -281,9 +281,9 @@ class ParitySettings:
     r: int = setting("parity rows for every k: shards that may be lost at once", default=1, least=1)
     background: bool = setting(
         "bring parity up to date beside training, instead of within each step", default=False)
-    chunk_rows: int = setting("rows that are rebuilt at a time", default=16384, least=1)
+    chunk_rows: int = setting("rows that are rebuilt at a time", default=32768, least=1)
     rebuild_share: float = setting(
-        "about how much of a core a rebuild takes", default=0.25, above=0)
+        "about how much of the time a rebuild takes", default=0.2, above=0)
 
     def __post_init__(self) -> None:
         config.check(self)
