@@ -291,7 +291,8 @@ class Protection:
         """After a push: whoever trains brings back what is due, on all threads.
 
         That is `rebuild_share` of the time since the last push, less what rows have taken that
-        were asked for. A thread beside training would cost more: each step lasts as long as the
+        were asked for, but at least a chunk: however short steps are, so many of them bring
+        everything back. A thread beside training would cost more: each step lasts as long as the
         slowest of its threads, and all of them share caches and cores with it.
         """
         if self._sweeper is None:
@@ -301,7 +302,7 @@ class Protection:
         due = passed * share - self._degraded_seconds
         self._degraded_seconds = 0.0
         self._credit_seconds = min(self._credit_seconds + due, _MOST_ALONG_SECONDS)
-        while self._credit_seconds > 0:
+        while True:
             start = time.perf_counter()
             if not self.rebuild_chunk():
                 self._along_at = 0.0
@@ -309,6 +310,8 @@ class Protection:
                     self._wake.notify_all()  # the thread sees that nothing is left
                 return
             self._credit_seconds -= (time.perf_counter() - start) * (1 - share)
+            if self._credit_seconds <= 0:
+                break
         self._along_at = time.perf_counter()
 
     def _sweep(self) -> None:
