@@ -84,6 +84,24 @@ def test_a_push_brings_back_what_its_share_of_the_time_allows(
     other.close()
 
 
+def test_a_push_does_not_fail_with_a_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protection, "_ALONE_SECONDS", 1e9)
+    cluster, other = (opened((6, 4, 1), 3, 2) for _ in range(2))
+    cluster.kill(1)
+
+    def fails(self: protection.Protection) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(protection.Protection, "rebuild_chunk", fails)
+        for each in (cluster, other):
+            push(each, np.random.default_rng(5))
+        cluster.close()  # the thread has nothing to do with it any more
+    cluster.rebuild()
+    assert state(cluster) == state(other)
+    other.close()
+
+
 def test_members_speak_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of a stripe lost: more than a sum of what is there."""
     spoken = []

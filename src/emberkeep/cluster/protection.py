@@ -304,10 +304,14 @@ class Protection:
         self._credit_seconds = min(self._credit_seconds + due, _MOST_ALONG_SECONDS)
         while True:
             start = time.perf_counter()
-            if not self.rebuild_chunk():
+            try:
+                more = self.rebuild_chunk()
+            except Exception:  # not the fault of the push, which is done: the thread will tell
+                more = False
+            if not more:
                 self._along_at = 0.0
                 with self._wake:
-                    self._wake.notify_all()  # the thread sees that nothing is left
+                    self._wake.notify_all()  # the thread looks, and ends if nothing is left
                 return
             self._credit_seconds -= (time.perf_counter() - start) * (1 - share)
             if self._credit_seconds <= 0:
