@@ -381,7 +381,8 @@ class LocalCluster(Cluster):
                     self.positions(table, ids[start:stop]), self.shards, strict=True
                 ):
                     mine = start + order
-                    shard.install(table, ids[mine], {name: v[mine] for name, v in planes.items()})
+                    own = {name: v[mine] for name, v in planes.items()}
+                    shard.install_apart([table], [0, mine.size], ids[mine], own, busy=busy)
         self._settle()
 
     def delete(self, table: str, ids: I64) -> int:
