@@ -58,7 +58,8 @@ class Scene:
 
     def check(self) -> None:
         """Every acknowledged version counts and reads exactly; nothing else counts."""
-        assert [m.version for m in self.acknowledged] == list(self.clean.versions())
+        # A writer may be told of its commit after its successor has saved the next version.
+        assert sorted(m.version for m in self.acknowledged) == list(self.clean.versions())
         for manifest in self.acknowledged:
             check_content(self.clean, manifest)
         assert verify(self.clean).ok
@@ -282,7 +283,7 @@ def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
 
     def check(scene: Scene) -> None:
         if scene.draft is not None:
-            windows.append(scene.present != stored(scene))
+            windows.append(not scene.present <= stored(scene))
             manifest = scene.draft.commit(step=9)
             assert scene.clean.latest() == manifest.version
             assert scene.clean.read(manifest.files[0]) == b"in progress"

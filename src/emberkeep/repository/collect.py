@@ -5,10 +5,11 @@ It runs beside a save, beside readers, and may be killed at any point. What keep
 - Only the current epoch deletes. It asks whether it still is, right before each deletion, and
   never touches a file of a later epoch.
 - Files above its own newest version belong to the save in progress and are left alone.
-- What is to go is first written down in a mark. Readers look for marks after they pinned, gc looks
-  for pins after it marked: one of the two sees the other. Versions in a mark are no longer part of
-  the history, so a gc that died half-way leaves no version that is listed but broken, and the
-  next one finishes its work.
+- What is to go is first written down in a mark, and what becomes of that in a decision (`marks`).
+  Readers look for marks after they pinned, gc looks for pins after it marked: one of the two sees
+  the other. What was decided is no longer part of the history and never comes back, so a gc that
+  died or sleeps half-way leaves no version that is listed but broken, and the next one finishes
+  its work.
 - Manifests go before their data: at no moment does a manifest stand without its files.
 - In a grid, rows stand where the newest catalog says. Pieces that no version reads any more leave
   it; files that it does not name go, unless extraction is writing them or a pin holds a version of
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
-from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.errors import ConfigError
 from emberkeep.repository import names
 from emberkeep.repository.grid import (
     Catalog,
@@ -36,6 +37,7 @@ from emberkeep.repository.grid import (
 )
 from emberkeep.repository.history import History
 from emberkeep.repository.manifest import Manifest, needed_by
+from emberkeep.repository.marks import note_removed, put_mark
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.pins import read_pins
@@ -84,25 +86,35 @@ class Collector:
         self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
         self._covered = {}
-        marks = [*self._repository.condemned()]
         history = self._repository.history()
-        standing = sorted((*history.versions, *history.condemned))
+        standing = frozenset((*history.versions, *history.condemned))
+        superfluous = [name for mark in history.marks for name in mark.documents]
+        doomed = standing & self._decided(history)
 
-        unwanted = frozenset(standing) - self._keep(history, oldest)
+        unwanted = standing - doomed - self._keep(history, doomed, oldest)
         condemned = self._writer.condemn(unwanted)
         try:
+            removed = doomed
             if condemned:
-                marks.append(self._mark(condemned))
-            # Once more, for pins and tags put since. Whoever comes later sees the mark.
-            removed = condemned - self._keep(history, oldest)
+                key = f"{self._writer.epoch:06d}-{secrets.token_hex(8)}"
+                superfluous += [
+                    names.mark_name(key, decision=decision) for decision in (False, True)
+                ]
+                put_mark(self._store, self._repository.id, key, condemned, decision=False)
+                # Once more, for pins and tags put since. Whoever comes later sees the mark.
+                condemned -= self._keep(history, doomed, oldest)
+                put_mark(self._store, self._repository.id, key, condemned, decision=True)
+                removed |= condemned
+            superfluous += note_removed(self._store, removed, history.listing.removed)
+            self._writer.check_unsealed()
             self._delete(version.manifest_name for version in sorted(removed, reverse=True))
-            kept = tuple(version for version in standing if version not in removed)
+            kept = tuple(version for version in sorted(standing) if version not in removed)
             garbage = [
                 *self._garbage(history, kept, oldest),
                 *self._garbage_of_grids(kept, oldest),
             ]
             self._delete(info.name for info in garbage)
-            self._delete(marks)
+            self._delete(superfluous)
         finally:
             self._writer.condemn(frozenset())
         self._tidy(oldest)
@@ -115,10 +127,19 @@ class Collector:
             nbytes=sum(info.size for info in garbage),
         )
 
-    def _keep(self, history: History, oldest: datetime) -> frozenset[VersionId]:
+    def _decided(self, history: History) -> frozenset[VersionId]:
+        """What an earlier gc, of this epoch or one before, may have deleted in part, or may still
+        be about to delete."""
+        epoch, honoured = self._writer.epoch, history.claim.honoured
+        valid = (m.versions for m in history.marks if m.decided and m.valid(epoch, honoured))
+        return frozenset[VersionId]().union(*valid)
+
+    def _keep(
+        self, history: History, doomed: frozenset[VersionId], oldest: datetime
+    ) -> frozenset[VersionId]:
         """What must stay: policy, newest, young, pinned, in use by a save, and all they need."""
         tags = self._repository.tags()
-        standing = sorted((*history.versions, *history.condemned))
+        standing = sorted({*history.versions, *history.condemned} - doomed)
         facts = [
             VersionFacts(version=version, tags=tuple(tag for tag in tags if tags[tag] == version))
             for version in standing
@@ -131,16 +152,7 @@ class Collector:
             *(version for version, expires in pins if expires > oldest),
             *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
         }
-        kept: frozenset[VersionId] = frozenset()
-        for version in roots.intersection(standing):
-            try:
-                kept |= needed_by([version], self._needs)
-            except NoVersionError:
-                # A gc that died may have taken a part of what it condemned. A version whose
-                # manifests all stand is whole, since data goes last; any other must go too.
-                if version not in history.condemned:
-                    raise
-        return kept
+        return needed_by(roots.intersection(standing), self._needs)
 
     def _needs(self, version: VersionId) -> tuple[VersionId, ...]:
         return needed_versions(self._manifest(version), self._covered_by)
@@ -155,12 +167,6 @@ class Collector:
         if version not in self._read:
             self._read[version] = self._repository.manifest(version)
         return self._read[version]
-
-    def _mark(self, versions: frozenset[VersionId]) -> str:
-        name = f"{names.CONDEMNED}/{self._writer.epoch:06d}-{secrets.token_hex(8)}.json"
-        body = {"versions": [str(version) for version in sorted(versions)]}
-        self._store.put(name, self._repository.encode(name, "condemned", body))
-        return name
 
     def _garbage(
         self, history: History, kept: tuple[VersionId, ...], oldest: datetime

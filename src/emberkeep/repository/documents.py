@@ -19,8 +19,8 @@ from emberkeep.errors import ConfigError, DamageError, FormatError
 
 Json: TypeAlias = dict[str, Any]
 
-FORMAT = 1
-"""The format that this release writes. Format 1 is read by every later release."""
+FORMAT = 2
+"""The format that this release writes. Format 1 is read, and continued, by every later release."""
 
 _HEAD = b'{"xxh3_128":"'
 _MIDDLE = b'","body":'

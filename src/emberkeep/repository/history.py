@@ -19,6 +19,7 @@ from emberkeep.blobs import BlobInfo, BlobStore
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import documents
 from emberkeep.repository.documents import Json
+from emberkeep.repository.marks import Mark
 from emberkeep.repository.names import (
     VERSIONS,
     WRITERS,
@@ -73,38 +74,43 @@ class Lineage:
 class Listing:
     """What `writers/` and `versions/` held when they were listed, writers first.
 
-    `epoch` is the newest claimed one, 0 before any. Manifests of a still newer epoch, committed
+    `epoch` is the newest claimed one, 0 before any; `removed` says up to which number gc has freed
+    names of an epoch. Manifests of a still newer epoch, committed
     between the two listings, are left out: the listing is the state at its beginning.
     """
 
     epoch: int
     manifests: dict[VersionId, BlobInfo]
     void: frozenset[VersionId]
+    removed: dict[int, int]
 
     @classmethod
     def of(cls, store: BlobStore, origin: Lineage) -> Listing:
         """Lists; `DamageError` if the claim of an epoch that has versions is gone."""
-        epoch = _newest_epoch(store)
+        epoch = newest_epoch(store)
         manifests = {}
         void = set()
+        removed: dict[int, int] = {}
         for info in store.list(VERSIONS):
             parsed = parse_version(info.name)
             if parsed is None:
                 continue
-            version, is_void = parsed
-            if is_void:
+            version, what = parsed
+            if what == "void":
                 void.add(version)
+            elif what == "removed":
+                removed[version.epoch] = max(version.number, removed.get(version.epoch, 0))
             else:
                 manifests[version] = info
         unclaimed = max((version.epoch for version in manifests), default=0)
-        if unclaimed > max(epoch, origin.next_epoch - 1) and unclaimed > _newest_epoch(store):
+        if unclaimed > max(epoch, origin.next_epoch - 1) and unclaimed > newest_epoch(store):
             name = writer_name(unclaimed)
             raise DamageError(
                 f"{name} is missing, but versions of that epoch are there: copy it back from a "
                 "backup before anything else is done with this repository",
                 name=name,
             )
-        return cls(epoch=epoch, manifests=manifests, void=frozenset(void))
+        return cls(epoch=epoch, manifests=manifests, void=frozenset(void), removed=removed)
 
     def seal_of(self, epoch: int) -> VersionId | None:
         """The seal of an epoch that a later one follows: always its highest number."""
@@ -123,6 +129,15 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a writer's claim of its epoch says: the lineage that it starts with, and which marks of
+    ended epochs it honours; None where it does not say."""
+
+    lineage: Lineage
+    honoured: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """One view of a repository: the versions that count, oldest first, and what is behind them.
 
@@ -130,22 +145,34 @@ class History:
     """
 
     listing: Listing
-    lineage: Lineage
+    claim: Claim
+    marks: tuple[Mark, ...]
     versions: tuple[VersionId, ...]
     condemned: tuple[VersionId, ...]
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.claim.lineage
 
     @property
     def newest(self) -> VersionId | None:
         return self.versions[-1] if self.versions else None
 
 
-def _newest_epoch(store: BlobStore) -> int:
+def newest_epoch(store: BlobStore) -> int:
+    """The newest claimed epoch, 0 before any."""
     epochs = [parse_writer(info.name) for info in store.list(WRITERS)]
     return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
 def writer_document(
-    *, repository: str, epoch: int, nonce: str, lineage: Lineage, details: Json
+    *,
+    repository: str,
+    epoch: int,
+    nonce: str,
+    lineage: Lineage,
+    honoured: frozenset[str],
+    details: Json,
 ) -> bytes:
     return documents.encode(
         writer_name(epoch),
@@ -155,6 +182,7 @@ def writer_document(
             "nonce": nonce,
             "starts_from": str(lineage.newest) if lineage.newest else None,
             "lineage": lineage.to_json(),
+            "honours": sorted(honoured),
             **details,
         },
     )
@@ -174,25 +202,34 @@ def read_seal(name: str, data: bytes) -> Lineage | None:
         return None
 
 
-def read_lineage(store: BlobStore, repository: str, listing: Listing, origin: Lineage) -> Lineage:
-    """The lineage that the newest epoch started with; `origin` before the first epoch.
+def read_claim(store: BlobStore, repository: str, epoch: int) -> Claim:
+    """The claim of an epoch; `DamageError` if it is not what was written."""
+    name = writer_name(epoch)
+    body = documents.decode(name, store.get(name), "writer", repository)
+    honoured = body.get("honours")
+    return Claim(
+        lineage=Lineage.from_json(body["lineage"]),
+        honoured=None if honoured is None else frozenset(honoured),
+    )
 
-    The claim is one small object that everything hangs on, so its copy in the predecessor's seal
-    is used when it is damaged.
+
+def newest_claim(store: BlobStore, repository: str, listing: Listing, origin: Lineage) -> Claim:
+    """What the newest epoch started with; `origin` before the first epoch.
+
+    The claim is one small object that everything hangs on, so the copy of its lineage in the
+    predecessor's seal is used when it is damaged.
     """
     if listing.epoch == 0:
-        return origin
-    name = writer_name(listing.epoch)
+        return Claim(lineage=origin)
     try:
-        body = documents.decode(name, store.get(name), "writer", repository)
-        return Lineage.from_json(body["lineage"])
+        return read_claim(store, repository, listing.epoch)
     except DamageError:
         seal = listing.seal_of(listing.epoch - 1)
         lineage = seal and read_seal(seal.manifest_name, store.get(seal.manifest_name))
         if lineage:
-            return lineage
+            return Claim(lineage=lineage)
         if listing.epoch == origin.next_epoch:
-            return origin
+            return Claim(lineage=origin)
         raise
 
 

@@ -22,11 +22,12 @@ RESTORES = "restores"
 PROBES = "probes"
 GRID = "grid"
 
-_VERSION = re.compile(VERSIONS + r"/(\d{10})-(\d{6})\.(json|void)\Z")
+_VERSION = re.compile(VERSIONS + r"/(\d{10})-(\d{6})\.(json|void|removed)\Z")
 _WRITER = re.compile(WRITERS + r"/(\d{6})\.json\Z")
 _DATA = re.compile(DATA + r"/(\d{6})-(\d{10})-([0-9a-f]{16})-\d+\.[a-z0-9]+\Z")
 _GENERATION = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{8})\.json\Z")
 _BUNDLE = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{6})-[0-9a-f]{16}-\d+\.grid\Z")
+_MARK = re.compile(CONDEMNED + r"/(\d{6}-[0-9a-f]{16})(\.decision)?\.json\Z")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
 
 
@@ -60,11 +61,22 @@ class VersionId:
     def void_name(self) -> str:
         return f"{VERSIONS}/{self.number:010d}-{self.epoch:06d}.void"
 
+    @property
+    def removed_name(self) -> str:
+        return f"{VERSIONS}/{self.number:010d}-{self.epoch:06d}.removed"
 
-def parse_version(name: str) -> tuple[VersionId, bool] | None:
-    """The version that an object under `versions/` is about, and whether it voids it."""
+
+def parse_version(name: str) -> tuple[VersionId, str] | None:
+    """The version that an object under `versions/` is about, and what it is: `json` for a manifest
+    or a seal, `void`, `removed`."""
     match = _VERSION.match(name)
-    return match and (VersionId(int(match[1]), int(match[2])), match[3] == "void")
+    return match and (VersionId(int(match[1]), int(match[2])), match[3])
+
+
+def is_note(name: str) -> bool:
+    """Whether an object notes how far gc has removed an epoch: then its name is all there is."""
+    parsed = parse_version(name)
+    return parsed is not None and parsed[1] == "removed"
 
 
 def writer_name(epoch: int) -> str:
@@ -111,6 +123,16 @@ def parse_bundle(name: str) -> tuple[VersionId, int] | None:
     """The grid of a bundle, and the epoch that wrote it."""
     match = _BUNDLE.match(name)
     return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
+
+
+def mark_name(key: str, *, decision: bool) -> str:
+    return f"{CONDEMNED}/{key}{'.decision' if decision else ''}.json"
+
+
+def parse_mark(name: str) -> tuple[str, bool] | None:
+    """The key of a mark, and whether the object is its decision."""
+    match = _MARK.match(name)
+    return match and (match[1], match[2] is not None)
 
 
 def tag_name(tag: str) -> str:

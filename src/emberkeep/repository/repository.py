@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from emberkeep.blobs import BlobStore, Buffer
+from emberkeep.blobs import BlobInfo, BlobStore, Buffer
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.errors import (
     ConfigError,
@@ -30,10 +30,13 @@ from emberkeep.repository.history import (
     Listing,
     create_or_read,
     is_torn,
-    read_lineage,
+    newest_claim,
+    newest_epoch,
+    read_claim,
     read_seal,
 )
 from emberkeep.repository.manifest import FileRef, Manifest, needed_by
+from emberkeep.repository.marks import read_marks
 from emberkeep.repository.names import VersionId
 
 Clock = Callable[[], datetime]
@@ -58,8 +61,8 @@ class Repository:
         self.exclusive: bool = description["exclusive"]
         self.origin = Lineage.from_json(description["lineage"])
         self.clock = clock
-        # Names known to hold manifests, not seals: they are immutable, so asked for once.
-        self._manifests_seen: set[VersionId] = set()
+        # Names known to hold manifests or seals, as they were listed: asked for once.
+        self._seals: dict[BlobInfo, bool] = {}
         # The newest catalog of each grid as it was last read: immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
         self._whole: dict[VersionId, bool] = {}
@@ -164,17 +167,31 @@ class Repository:
 
     def history(self) -> History:
         """The versions with the listing and the lineage that they were decided from."""
-        condemned = frozenset().union(*self.condemned().values())
+        marks = read_marks(self.store, self.id)
         listing = Listing.of(self.store, self.origin)
-        lineage = read_lineage(self.store, self.id, listing, self.origin)
-        standing = listing.history(lineage)
+        claim = newest_claim(self.store, self.id, listing, self.origin)
+        standing = listing.history(claim.lineage)
         # A successor that has sealed the newest epoch but not claimed its own yet, or died in
         # between, leaves a seal where the newest version would be.
-        if standing and standing[-1].epoch == listing.epoch and self._is_seal(standing[-1]):
+        if (
+            standing
+            and standing[-1].epoch == listing.epoch
+            and self._is_seal(listing.manifests[standing[-1]])
+        ):
             standing.pop()
+        # One that looked at the history long ago leaves a seal under a name that gc had freed.
+        standing = [
+            version
+            for version in standing
+            if version.number > listing.removed.get(version.epoch, 0)
+            or not self._is_seal(listing.manifests[version])
+        ]
+        valid = (mark for mark in marks if mark.valid(listing.epoch, claim.honoured))
+        condemned = frozenset[VersionId]().union(*(mark.versions for mark in valid))
         return History(
             listing=listing,
-            lineage=lineage,
+            claim=claim,
+            marks=marks,
             versions=tuple(version for version in standing if version not in condemned),
             condemned=tuple(version for version in standing if version in condemned),
         )
@@ -203,9 +220,7 @@ class Repository:
                 f"{self.store.url} has no version {version} any more: retention removed it; "
                 "pin a version to read it at leisure"
             ) from None
-        manifest = Manifest.decode(version, self.id, content)
-        self._manifests_seen.add(version)
-        return manifest
+        return Manifest.decode(version, self.id, content)
 
     def chain(self, version: VersionId | int) -> list[Manifest]:
         """The manifests of a version and of all that it needs, oldest first."""
@@ -219,17 +234,14 @@ class Repository:
 
         return [found[needed] for needed in sorted(needed_by([top.version], needs))]
 
-    def _is_seal(self, version: VersionId) -> bool:
-        if version in self._manifests_seen:
-            return False
-        try:
-            content = self.store.get(version.manifest_name)
-        except MissingObjectError:
-            return False
-        if read_seal(version.manifest_name, content) is not None:
-            return True
-        self._manifests_seen.add(version)
-        return False
+    def _is_seal(self, listed: BlobInfo) -> bool:
+        if listed not in self._seals:
+            try:
+                content = self.store.get(listed.name)
+            except MissingObjectError:
+                return False
+            self._seals[listed] = read_seal(listed.name, content) is not None
+        return self._seals[listed]
 
     def discard(self, version: VersionId) -> None:
         """Leaves a version whose manifest is damaged out of the history, for good.
@@ -345,23 +357,16 @@ class Repository:
         gc marks what it condemns, then looks for pins and tags, then deletes. So a pin that was
         put before this looked for marks and found none is a pin that gc sees.
         """
-        if any(version in mark for mark in self.condemned().values()):
-            raise NoVersionError(f"version {version} is being removed: use a newer one")
-        return self.manifest(version)
-
-    def condemned(self) -> dict[str, frozenset[VersionId]]:
-        """The versions that a gc under way, or one that died, is removing, by mark.
-
-        A damaged mark condemns nothing: gc deletes only after its mark was put whole.
-        """
-        marks = {}
-        for info in self.store.list(names.CONDEMNED):
+        marks = [mark for mark in read_marks(self.store, self.id) if version in mark.versions]
+        if marks:
+            epoch = newest_epoch(self.store)
             try:
-                body = self.document(info.name, "condemned") or {"versions": ()}
+                honoured = read_claim(self.store, self.id, epoch).honoured
             except DamageError:
-                body = {"versions": ()}
-            marks[info.name] = frozenset(VersionId.parse(text) for text in body["versions"])
-        return marks
+                honoured = None
+            if any(mark.valid(epoch, honoured) for mark in marks):
+                raise NoVersionError(f"version {version} is being removed: use a newer one")
+        return self.manifest(version)
 
     def document(self, name: str, kind: str) -> Json | None:
         """A listed document, or None if it was deleted since it was listed."""

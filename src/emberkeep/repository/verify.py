@@ -22,7 +22,7 @@ _KINDS = {
     names.VERSIONS: ("seal", "void", "manifest"),
     names.TAGS: ("tag",),
     names.PINS: ("pin",),
-    names.CONDEMNED: ("condemned",),
+    names.CONDEMNED: ("condemned", "decision"),
     names.RESTORES: ("restore",),
     names.GRID: ("catalog",),
 }
@@ -129,6 +129,7 @@ class _Check:
                     info.name not in counted
                     and info.name not in void
                     and not names.parse_bundle(info.name)
+                    and not names.is_note(info.name)
                 ):
                     self._document(info.name, kinds)
 

@@ -29,13 +29,19 @@ from emberkeep.repository.history import (
     History,
     create_or_read,
     is_torn,
+    read_claim,
     read_seal,
     seal_document,
     writer_document,
 )
 from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.marks import put_mark
 from emberkeep.repository.names import VersionId
+from emberkeep.repository.pins import read_pins
 from emberkeep.repository.repository import Repository, void
+
+# A successor that looks for the end of an epoch gives up after so many names.
+_MOST_NAMES = 10_000
 
 # Files that one writer of a part may add to a version before names could meet.
 _PART_FILES = 10**6
@@ -59,6 +65,8 @@ class Writer:
         self._pending: Manifest | None = None
         self._condemned: frozenset[VersionId] = frozenset()
         self._built_on: set[VersionId] = set()
+        # Continued by the version that comes next, and protected until that is committed.
+        self._resumed: VersionId | None = None
         # Versions known to stand, so that building on them needs no look at the store.
         self._standing: set[VersionId] = set()
         # Files of grids that no catalog may name yet, though one may come to.
@@ -73,7 +81,9 @@ class Writer:
         """
         history = repository.history()
         nonce = secrets.token_hex(8)
-        newest = _seal(repository, history, nonce) if history.listing.epoch else history.newest
+        if history.listing.epoch:
+            history = _seal(repository, history, nonce)
+        newest = history.newest
         lineage = history.lineage.extended(newest)
         epoch = max(history.listing.epoch + 1, repository.origin.next_epoch)
         content = writer_document(
@@ -81,6 +91,7 @@ class Writer:
             epoch=epoch,
             nonce=nonce,
             lineage=lineage,
+            honoured=_honoured(repository, history),
             details={
                 "started": repository.clock().isoformat(),
                 "host": socket.gethostname(),
@@ -93,10 +104,7 @@ class Writer:
             # Safe to complete: whoever passed by has sealed this epoch, and commits decide.
             repository.store.put(name, content)
         elif found != content:
-            raise FencedError(
-                f"another process opened {repository.store.url} for writing at the same moment: "
-                "let that one run, or open again to take over from it"
-            )
+            raise _lost_the_race(repository)
         start = lineage.newest.number if lineage.newest else 0
         return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
 
@@ -151,8 +159,10 @@ class Writer:
                     f"whether version {manifest.version} was committed is not known yet: {error}"
                 ) from error
             if found == content:
+                self._confirm(manifest.version)
                 self._pending = None
                 self._newest = manifest.version
+                self._resumed = None
                 self._standing.add(manifest.version)
                 self._next_number = manifest.version.number + 1
                 return manifest
@@ -176,6 +186,20 @@ class Writer:
                 name=manifest.name,
             )
 
+    def _confirm(self, version: VersionId) -> None:
+        """Asks, after a commit, whether it counts: a later epoch says up to where it goes on.
+
+        No successor passes a name by that this writer can still take, so this never refuses what
+        the rules allow; it refuses what a store that forgot a seal would let pass.
+        """
+        try:
+            claim = read_claim(self.repository.store, self.repository.id, self.epoch + 1)
+        except MissingObjectError:
+            return
+        if version not in claim.lineage:
+            self._pending = None
+            raise self._fenced()
+
     def check(self) -> None:
         """Raises `FencedError` if a later writer has taken over."""
         try:
@@ -183,6 +207,34 @@ class Writer:
         except MissingObjectError:
             return
         raise self._fenced()
+
+    def check_unsealed(self) -> None:
+        """Raises `FencedError` if a later writer has taken over or is about to: a successor that
+        seals after this has returned sees whatever was put before it was called."""
+        self.check()
+        with self._lock:
+            number = self._next_number
+        while True:
+            name = VersionId(number, self.epoch).manifest_name
+            try:
+                found = self.repository.store.get(name)
+            except MissingObjectError:
+                return
+            if read_seal(name, found) is not None:
+                raise self._fenced()
+            number += 1  # a version that is being committed meanwhile
+
+    def resume(self, version: VersionId) -> bool:
+        """Called when the run goes on from a version; whether its grid may be continued.
+
+        Only the newest version's grid may be: whoever goes on from an older one starts another,
+        since the versions that came after it, standing or not, have left their deaths in the
+        catalog. Until the next version is committed, gc spares this one.
+        """
+        with self._lock:
+            self.settle()
+            self._resumed = version
+            return version == self._newest
 
     def start_collecting(self) -> None:
         """Called by gc before it looks at the history: versions committed from now on are not
@@ -192,11 +244,12 @@ class Writer:
             self._built_on.update(self._pending.needs if self._pending else ())
 
     def protected(self) -> frozenset[VersionId]:
-        """What gc must not remove for this writer's sake: the newest version, and whatever a
-        version builds on that is being written or was committed since gc started."""
+        """What gc must not remove for this writer's sake: the newest version, the one that the run
+        went on from, and whatever a version builds on that is being written or was committed since
+        gc started."""
         with self._lock:
-            newest = () if self._newest is None else (self._newest,)
-            return frozenset((*newest, *self._built_on))
+            held = (v for v in (self._newest, self._resumed) if v is not None)
+            return frozenset((*held, *self._built_on))
 
     def condemn(self, versions: frozenset[VersionId]) -> frozenset[VersionId]:
         """Tells `begin` what gc is removing; returns what this writer does not protect."""
@@ -427,20 +480,19 @@ def _put(
     )
 
 
-def _seal(repository: Repository, history: History, nonce: str) -> VersionId | None:
-    """Takes the name of the newest epoch's next manifest; returns the version before it.
+def _seal(repository: Repository, history: History, nonce: str) -> History:
+    """Takes the name of the newest epoch's next manifest; returns what then stands before it.
 
     That epoch may commit while this runs: then the name is taken by a version, and the one after
     that is tried. Its writer uses no number before all lower ones are decided, so one seal stops
-    it for good.
+    it for good: unless the name was free because gc had freed it, which gc has noted before.
     """
-    newest = history.newest
-    known = (newest, history.lineage.newest)
-    number = max((version.number for version in known if version), default=0)
-    while True:
+    epoch, store = history.listing.epoch, repository.store
+    newest, number = history.newest, _highest(history)
+    for _ in range(_MOST_NAMES):
         number += 1
-        target = VersionId(number, history.listing.epoch)
-        if target in history.listing.void:
+        target = VersionId(number, epoch)
+        if _is_void(store, target):
             continue
         content = seal_document(
             repository=repository.id,
@@ -448,10 +500,81 @@ def _seal(repository: Repository, history: History, nonce: str) -> VersionId | N
             nonce=nonce,
             lineage=history.lineage.extended(newest),
         )
-        found = create_or_read(repository.store, target.manifest_name, content)
+        found = create_or_read(store, target.manifest_name, content)
         if found == content or read_seal(target.manifest_name, found) is not None:
-            return newest
-        if is_torn(found, content):
+            sealed = repository.history()
+            if sealed.listing.epoch != epoch:
+                raise _lost_the_race(repository)
+            if sealed.listing.removed.get(epoch, 0) < number:
+                return sealed
+            # The epoch has long passed that name, and the seal stops nobody.
+            history = sealed
+            newest, number = history.newest, _highest(history)
+        elif is_torn(found, content):
             void(repository, target)
         else:
             newest = target
+    raise StorageError(
+        f"{store.url} could not be opened for writing: another process has committed "
+        f"{_MOST_NAMES} versions meanwhile; stop it, then try again"
+    )
+
+
+def _highest(history: History) -> int:
+    """The highest number that the newest epoch is known to have passed."""
+    known = (history.newest, history.lineage.newest)
+    return max(
+        (version.number for version in known if version),
+        default=history.listing.removed.get(history.listing.epoch, 0),
+    )
+
+
+def _lost_the_race(repository: Repository) -> FencedError:
+    return FencedError(
+        f"another process opened {repository.store.url} for writing at the same moment: "
+        "let that one run, or open again to take over from it"
+    )
+
+
+def _is_void(store: BlobStore, version: VersionId) -> bool:
+    try:
+        store.size(version.void_name)
+    except MissingObjectError:
+        return False
+    return True
+
+
+def _honoured(repository: Repository, history: History) -> frozenset[str]:
+    """The marks that stay valid: those that their gc had decided when the history was looked at,
+    after the seal. A gc that decides later comes upon the seal.
+
+    Marks of format 1 have no decision. What a tag or a pin holds was spared by whoever wrote them,
+    if it still stands with all that it needs: that is decided here.
+    """
+    store, epoch = repository.store, history.listing.epoch
+    honoured = set()
+    for mark in history.marks:
+        if not mark.valid(epoch, history.claim.honoured):
+            continue
+        if mark.decided:
+            honoured.add(mark.key)
+        elif mark.format == 1:
+            spared = frozenset(
+                v for v in _held(repository) & mark.versions if _stands(repository, v)
+            )
+            put_mark(store, repository.id, mark.key, mark.versions - spared, decision=True)
+            honoured.add(mark.key)
+    return frozenset(honoured)
+
+
+def _held(repository: Repository) -> frozenset[VersionId]:
+    pinned = (version for version, _ in read_pins(repository).values())
+    return frozenset((*repository.tags().values(), *pinned))
+
+
+def _stands(repository: Repository, version: VersionId) -> bool:
+    try:
+        repository.chain(version)
+    except (NoVersionError, DamageError):
+        return False
+    return True

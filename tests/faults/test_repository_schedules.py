@@ -1,0 +1,178 @@
+"""Pairs of processes under every schedule: who may lose what, whoever sleeps where.
+
+Each process runs the real code; between any two of its storage operations the other may act for as
+long as it likes. That is how sleeping processes, slow networks and clocks that disagree look to a
+repository. Every acknowledged version that retention keeps must read back exactly, there is one
+lineage, and what a replaced writer does after its successor started changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from emberkeep.blobs import BlobStore, MemoryStore
+from emberkeep.errors import FencedError, NoVersionError
+from emberkeep.repository import (
+    Collector,
+    KeepLast,
+    KeepNamed,
+    Manifest,
+    Pin,
+    Repository,
+    VersionId,
+    Writer,
+    verify,
+)
+from emberkeep.testing.contracts import check_content, save
+from emberkeep.testing.interleave import Interleaving, schedules
+
+NOW = timedelta(0)
+
+
+class Scene:
+    """A repository with four versions, of which the second builds on the first, and its writer."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.acknowledged: dict[VersionId, Manifest] = {}
+        self.held: set[VersionId] = set()
+        self.first = Writer.open(Repository.create(self.store, schema={}))
+        baseline = self.save(self.first)
+        self.save(self.first, needs=[baseline.version])
+        self.save(self.first)
+        self.save(self.first)
+        self.newest_writer = self.first
+
+    def save(self, writer: Writer, needs: list[VersionId] | None = None) -> Manifest:
+        manifest = save(writer, len(self.acknowledged) + 1, needs=needs)
+        self.acknowledged[manifest.version] = manifest
+        return manifest
+
+    def check(self) -> None:
+        """What was acknowledged and is kept reads exactly; the newest acknowledged one is newest;
+        nobody but the newest writer can commit."""
+        repository = Repository.open(self.store)
+        versions = repository.versions()
+        assert versions
+        assert versions[-1] == max(self.acknowledged)
+        assert set(versions) <= set(self.acknowledged)
+        assert self.held <= set(versions)
+        for version in versions:
+            for manifest in repository.chain(version):
+                check_content(repository, self.acknowledged[manifest.version])
+        assert verify(repository).ok
+        if self.newest_writer is not self.first:
+            with pytest.raises(FencedError):
+                save(self.first, 99)
+        last = self.save(Writer.open(repository))
+        assert Repository.open(self.store).versions() == (*versions, last.version)
+        with pytest.raises(FencedError):
+            save(self.newest_writer, 99)
+
+
+Action = Callable[[Scene, BlobStore], object]
+
+
+def gc(writer: Writer, keep: int = 1) -> None:
+    Collector(writer, policy=KeepLast(n=keep) | KeepNamed(), grace=NOW).collect()
+
+
+def running(scene: Scene, store: BlobStore) -> Writer:
+    scene.first.repository.store = store
+    return scene.first
+
+
+def saves(scene: Scene, store: BlobStore) -> None:
+    """The writer goes on, and its gc removes all but the newest version."""
+    writer = running(scene, store)
+    scene.save(writer)
+    scene.save(writer)
+    gc(writer)
+
+
+def saves_chained(scene: Scene, store: BlobStore) -> None:
+    writer = running(scene, store)
+    scene.save(writer, needs=[writer.newest] if writer.newest else None)
+    gc(writer)
+    scene.save(writer)
+
+
+def collects(scene: Scene, store: BlobStore) -> None:
+    gc(running(scene, store))
+
+
+def takes_over(scene: Scene, store: BlobStore) -> None:
+    """A successor opens and saves."""
+    writer = Writer.open(Repository.open(store))
+    scene.newest_writer = writer
+    scene.save(writer)
+
+
+def takes_over_and_keeps(scene: Scene, store: BlobStore) -> None:
+    """A successor whose retention keeps more builds on whatever its gc has left."""
+    writer = Writer.open(Repository.open(store))
+    scene.newest_writer = writer
+    gc(writer, keep=3)
+    for version in writer.repository.versions():
+        try:
+            scene.save(writer, needs=[version])
+        except NoVersionError:
+            continue
+        scene.held.add(version)
+    scene.held.update(itertools.islice(reversed(writer.repository.versions()), 1))
+
+
+def pins(scene: Scene, store: BlobStore) -> None:
+    held = Pin(Repository.open(store), VersionId(2, 1))
+    scene.held.add(held.version)
+
+
+def tags(scene: Scene, store: BlobStore) -> None:
+    Repository.open(store).tag("best", VersionId(2, 1))
+    scene.held.add(VersionId(2, 1))
+
+
+FIRST: list[Action] = [saves, saves_chained, collects]
+SECOND: list[Action] = [takes_over, takes_over_and_keeps, pins, tags]
+
+
+def run_pair(actions: tuple[Action, Action], stints: Any) -> list[int]:
+    scene = Scene()
+
+    def process(action: Action) -> Callable[[BlobStore], object]:
+        return lambda store: action(scene, store)
+
+    outcomes = Interleaving(scene.store, [process(action) for action in actions], stints).run()
+    for outcome in outcomes:
+        if outcome.error is not None and not isinstance(
+            outcome.error, FencedError | NoVersionError
+        ):
+            raise outcome.error
+    scene.check()
+    return [outcome.operations for outcome in outcomes]
+
+
+@pytest.mark.parametrize("second", SECOND, ids=lambda action: action.__name__)
+@pytest.mark.parametrize("first", FIRST, ids=lambda action: action.__name__)
+def test_pairs_under_schedules_of_two_preemptions(first: Action, second: Action) -> None:
+    """One preemption at every operation, and a seeded sample of two."""
+    counts = run_pair((first, second), [])
+    one = list(schedules(counts, 1))
+    two = list(schedules(counts, 2))[len(one) :]
+    chosen = random.Random(7).sample(two, min(150, len(two)))
+    for stints in [*one, *chosen]:
+        run_pair((first, second), stints)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("second", SECOND, ids=lambda action: action.__name__)
+@pytest.mark.parametrize("first", FIRST, ids=lambda action: action.__name__)
+def test_pairs_under_every_schedule_of_two_preemptions(first: Action, second: Action) -> None:
+    for stints in schedules(run_pair((first, second), []), 2):
+        run_pair((first, second), stints)
