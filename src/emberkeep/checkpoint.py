@@ -452,6 +452,12 @@ class Checkpointer:
         self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
         codecs: dict[str, Codec], tables: Json, strategy: Strategy,
     ) -> Manifest:  # fmt: skip
+        settled = self.writer.settle()
+        if settled is not None:
+            # A save that was reported as failed took place: what comes next builds on it. Its rows
+            # have stayed changed, so they are part of this version, too.
+            self._follow(settled)
+            self._tell("settled", {"version": settled.version.number, "step": settled.step})
         chain, in_grid = self._chain, strategy.layout == "grid"
         needs: list[VersionId] = []
         if since is not None and not in_grid:
@@ -629,6 +635,7 @@ class Checkpointer:
         """
         self.join()
         self._saving = None
+        self.writer.settle()
         versions = list(self.repository.versions())
         if version is not None:
             chosen = self.repository.version(version)
@@ -671,12 +678,11 @@ class Checkpointer:
             for earlier in self.repository.chain(target):
                 self._follow(earlier)
         self._whole = manifest
+        newest = self.writer.resume(target)
         planned = plan(self.repository, manifest)
         if planned is not None:
             self._rounds.restored(time.perf_counter() - start, planned.nbytes)
-            # A grid is linear: it goes on from its newest version alone.
-            later = [v for v in self.repository.versions() if v > target]
-            if later and grid_of(self.repository.manifest(later[0])) == grid_of(manifest):
+            if not newest:
                 self._chain = _Chain()
         return restored
 

@@ -12,7 +12,8 @@ writer removes anything that an earlier one wrote, it makes a generation of its 
 
 - Births are never rewritten. A recorded death is never earlier than the true one: where it is
   later, or not known yet, two births of a row are read and the newer counts.
-- A grid is linear. Whoever goes on from a version that is not its newest starts another.
+- A grid is linear. Whoever goes on from a version that is not its newest starts another; one that
+  was continued twice is damaged, since deaths of one continuation hide rows of the other.
 """
 
 from __future__ import annotations
@@ -271,13 +272,24 @@ def commit(
 
 
 def uncovered(repository: Repository, manifest: Manifest, covered: int) -> list[Manifest]:
-    """A version and those before it in its grid that no catalog covers yet, oldest first."""
+    """A version and those before it in its grid that no catalog covers yet, oldest first.
+
+    They follow the last version that the catalog covers; `DamageError` if they follow an earlier
+    one, so that the catalog tells of another past than theirs.
+    """
     found = []
     current: Manifest | None = manifest
     while current is not None and current.version.number > covered:
         found.append(current)
         before = before_in_grid(current)
-        if before is None or before.number <= covered:
+        if before is not None and before.number < covered:
+            raise DamageError(
+                f"version {current.version} goes on from version {before}, but its grid was "
+                f"continued to version {covered} before: its rows cannot be told apart from those "
+                "of the other continuation; restore another version",
+                name=current.name,
+            )
+        if before is None or before.number == covered:
             break
         current = repository.manifest(before)
     return found[::-1]

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
 from emberkeep.repository import names
 from emberkeep.repository.digests import Digester
-from emberkeep.repository.grid import Catalog, files_read, grid_of, newest_catalog, plan
+from emberkeep.repository.grid import (
+    Catalog,
+    before_in_grid,
+    files_read,
+    grid_of,
+    newest_catalog,
+    plan,
+)
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
@@ -107,6 +115,8 @@ class _Check:
             if names.parse_bundle(info.name)
         )
         self._catalogs: dict[VersionId, Catalog] = {}
+        # The versions of each grid, and what each goes on from.
+        self._grids: dict[VersionId, dict[VersionId, VersionId | None]] = {}
         self._manifests: dict[VersionId, Manifest | None] = {}
         self._files: dict[str, FileRef] = {}
         self._problems: dict[str, str] = {}
@@ -176,13 +186,28 @@ class _Check:
             if grid is not None and grid not in self._catalogs:
                 self._catalogs[grid] = newest_catalog(self._repository, grid)
             known = None if grid is None else self._catalogs[grid]
+            if grid is not None:
+                self._grids.setdefault(grid, {})[manifest.version] = before_in_grid(manifest)
             return files_read(manifest, plan(self._repository, manifest, known))
         except (DamageError, NoVersionError) as error:
             name = getattr(error, "name", None) or manifest.name
             self._blame(name, str(error), (manifest.version,))
             return None
 
+    def _branches(self) -> None:
+        """Blames versions that go on from one which another version of their grid had continued."""
+        for line in self._grids.values():
+            for earlier, later in pairwise(sorted(line)):
+                before = line[later]
+                if before is not None and before < earlier:
+                    problem = (
+                        f"goes on from version {before}, although version {earlier} of the same "
+                        "grid came between: rows of the two cannot be told apart"
+                    )
+                    self._blame(later.manifest_name, problem, (later,))
+
     def report(self, versions: tuple[VersionId, ...]) -> Report:
+        self._branches()
         by_digest = {(file.size, file.digest): file.name for file in self._files.values()}
         damages = []
         for name, problem in self._problems.items():
