@@ -48,6 +48,7 @@ class World:
         self.random = np.random.default_rng(seed)
         self.rules = rules
         self.store = store or MemoryStore()
+        self.pool = Pool(1)
         self.codecs: dict[str, Any] = {} if bits is None else {"weight": Quantized(bits=bits)}
         self.rows: Rows = {}
         self.shadows: dict[int, Rows] = {}
@@ -103,7 +104,7 @@ class World:
         chosen = set(self.rows) if before is None else self.changed
         with self.writer.begin() as draft:
             for bundle in streams(
-                self._chunks(chosen), self.codecs, POOL, birth=draft.version.number,
+                self._chunks(chosen), self.codecs, self.pool, birth=draft.version.number,
                 tables=list(IDS), file_nbytes=1500, metadata={"shard": 0},
             ):  # fmt: skip
                 draft.add(bundle.stream(), kind=KIND, suffix="grid", metadata=bundle.metadata)
@@ -158,7 +159,7 @@ class World:
         planned = plan(repository, manifest)
         assert planned is not None
         found: Rows = {}
-        for chunk in rows_of_plan(repository, planned, POOL):
+        for chunk in rows_of_plan(repository, planned, self.pool):
             if chunk.planes is None:
                 continue
             joined = np.concatenate([chunk.planes["weight"], chunk.planes["accumulator"]], axis=1)

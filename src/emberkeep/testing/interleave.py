@@ -20,7 +20,7 @@ Stint = tuple[int, int]
 
 Action = Callable[[BlobStore], Any]
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class _Process:
     action: Action
     store: FaultStore
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    lock: threading.Lock = field(default_factory=threading.Lock)
     outcome: Outcome = field(default_factory=Outcome)
     left: int | None = None
     ended: bool = False
@@ -83,14 +84,16 @@ class Interleaving:
 
     def _turn(self, process: _Process) -> Callable[[int, str, str], None]:
         def turn(_number: int, _method: str, _name: str) -> None:
-            if process.ended:
-                return  # its store is still in use, by whoever checks what came of it
-            if process.left == 0:
-                self._hand_on()
-                process.baton.acquire()
-            if process.left is not None:
-                process.left -= 1
-            process.outcome.operations += 1
+            # Threads of one process take turns, too: one that waits for the baton stops them all.
+            with process.lock:
+                if process.ended:
+                    return  # its store is still in use, by whoever checks what came of it
+                if process.left == 0:
+                    self._hand_on()
+                    process.baton.acquire()
+                if process.left is not None:
+                    process.left -= 1
+                process.outcome.operations += 1
 
         return turn
 
