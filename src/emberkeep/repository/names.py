@@ -113,6 +113,12 @@ def parse_bundle(name: str) -> tuple[VersionId, int] | None:
     return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
 
 
+def is_part(name: str) -> bool:
+    """Whether an object can only be of a repository: a version, a writer's claim, or data."""
+    patterns = (_VERSION, _WRITER, _DATA, _GENERATION, _BUNDLE)
+    return any(pattern.match(name) for pattern in patterns)
+
+
 def tag_name(tag: str) -> str:
     if not _TAG.match(tag):
         raise ConfigError(
