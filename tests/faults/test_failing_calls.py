@@ -389,6 +389,7 @@ def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
     calls = list(disk.calls)
     first = [(calls.index(call), True) for call in set(calls)]
     last = [(len(calls) - 1 - calls[::-1].index(call), False) for call in set(calls)]
+    fresh = Run(store=MemoryStore())
     for turn, (at, for_good) in enumerate(sorted(first + last)):
         run, disk = saved_twice(tmp_path / str(turn))
         disk.fail(at, CODES[turn % len(CODES)], for_good=for_good)
@@ -401,7 +402,6 @@ def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
         repository = Repository.open(LocalStore(run.store._root, disk=Unsynced()))
         assert {*run.states} <= {version.number for version in repository.versions()}
         assert verify(repository).ok
-        fresh = Run(store=MemoryStore())
         later = Checkpointer(repository, fresh.cluster)
         for number, expected in run.states.items():
             later.restore(number)
