@@ -11,8 +11,9 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,8 +250,8 @@ class _Safetensors:
         text += b" " * (-len(text) % 8)
         with open(self._path, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for part in self._parts.values():
-                if part.exists():
+            for (table, _), part in self._parts.items():
+                if self.rows[table]:
                     with open(part, "rb") as source:
                         shutil.copyfileobj(source, file, _COPY_NBYTES)
                     part.unlink()
@@ -288,16 +289,17 @@ def _output(path: Path, *, force: bool, holds: Sequence[str] = ()) -> Iterator[P
     """
     if path.parts and path.parts[0].endswith(":"):  # a path has only one slash left of "s3://"
         raise ConfigError(f"{path} is not a local path: export to a directory, then copy it there")
-    if path.is_dir():
-        others = [entry.name for entry in path.iterdir() if not any(map(entry.match, holds))]
-        if others or not holds:
-            what = f"holds {min(others)}" if others else "is a directory"
-            raise ConfigError(f"{path} {what}, so it is not replaced: choose another place")
-        force = force or not any(path.iterdir())
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists: choose another place, or --force to replace it")
     scratch = path.parent / f".{path.name}.{secrets.token_hex(4)}.incomplete"
     try:
+        found = _status(path)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            others = [entry.name for entry in path.iterdir() if not any(map(entry.match, holds))]
+            if others or not holds:
+                what = f"holds {min(others)}" if others else "is a directory"
+                raise ConfigError(f"{path} {what}, so it is not replaced: choose another place")
+            force = force or not any(path.iterdir())
+        if found is not None and not force:
+            raise ConfigError(f"{path} exists: choose another place, or --force to replace it")
         scratch.mkdir()
         yield scratch
     except OSError as error:
@@ -306,6 +308,14 @@ def _output(path: Path, *, force: bool, holds: Sequence[str] = ()) -> Iterator[P
         raise StorageError(f"{path} was not written: {reason}; {remedy}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What a path leads to; None only where there is nothing."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _exported(
@@ -320,11 +330,22 @@ def _exported(
         source, target = whole
     else:
         [(target, source)] = staged.items()
-    if target.exists():
-        # Put aside first, into what is removed in the end: a directory cannot be replaced.
-        os.rename(target, source.parent / "replaced")
-    os.rename(source, target)
+    # Put aside first, since a directory cannot be replaced; not into what is removed in the end,
+    # whatever happens.
+    aside = source.parent.with_suffix(".replaced") if _status(target) is not None else None
+    if aside is not None:
+        os.rename(target, aside)
+    try:
+        os.rename(source, target)
+    except BaseException:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
     _sync(target.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):  # it was a file, or it is gone
+            aside.unlink()
     return Exported(manifest=manifest, files=tuple(staged), rows=dict(rows), nbytes=nbytes)
 
 

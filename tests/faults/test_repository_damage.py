@@ -7,16 +7,20 @@ from datetime import timedelta
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import DamageError, NoVersionError
+from emberkeep.errors import ConfigError, DamageError, NoRepositoryError, NoVersionError
 from emberkeep.repository import (
     Manifest,
     Pin,
     Repository,
     Writer,
+    fork,
     newest_undamaged,
     verify,
 )
+from emberkeep.repository.policies import Grid
+from emberkeep.testing import FaultStore
 from emberkeep.testing.contracts import check_content, save
+from tests.faults.grids import World
 
 KINDS = ("repository.json", "writers", "versions", "data", "tags", "pins", "condemned", "restores")
 
@@ -174,7 +178,18 @@ def check_deleted_objects_are_seen(name: str) -> None:
     if kind_of(name) in ("tags", "pins", "condemned", "restores"):
         check_seen(store, MANIFESTS, set())  # these may be deleted by their owners at any time
     elif kind_of(name) == "repository.json":
-        assert not Repository.exists(store)
+        before = {info.name for info in store.list()}
+        for call in (
+            lambda: Repository.open(store),
+            lambda: Repository.create(store, schema={}),
+            lambda: Repository.create(store, schema={}, exclusive=True),
+        ):
+            with pytest.raises(DamageError, match=r"not repository\.json.*from a backup") as caught:
+                call()
+            assert caught.value.name == name
+        assert {info.name for info in store.list()} == before
+        store.put(name, STORE.get(name))
+        check_seen(store, MANIFESTS, set())
     elif kind_of(name) == "versions":
         repository = Repository.open(store)
         owner = [m for m in MANIFESTS if m.name == name]
@@ -188,6 +203,58 @@ def check_deleted_objects_are_seen(name: str) -> None:
             assert report.unreferenced or needing
     else:
         check_seen(store, MANIFESTS, {name})
+
+
+@pytest.mark.parametrize("kept", ["versions", "writers", "data", "grid"])
+def test_whatever_is_left_of_a_repository_is_not_built_over(kept: str) -> None:
+    """A new `repository.json` beside old objects would call all of them another's."""
+    world = World(0, Grid())
+    world.train()
+    world.save()
+    world.extract()
+    store = MemoryStore()
+    left = [info.name for info in world.store.list() if info.name.startswith(f"{kept}/")]
+    store.put(min(left), world.store.get(min(left)))
+    for call in (lambda: Repository.open(store), lambda: Repository.create(store, schema={})):
+        with pytest.raises(DamageError, match=r"not repository\.json"):
+            call()
+    assert [info.name for info in store.list()] == [min(left)]
+
+
+def test_a_root_beside_files_of_somebody_else_becomes_a_repository() -> None:
+    store = MemoryStore()
+    for name in ("data/day_0.gz", "versions/notes.txt", "writers/shakespeare.json"):
+        store.put(name, b"not ours")
+    with pytest.raises(NoRepositoryError):
+        Repository.open(store)
+    save(Writer.open(Repository.create(store, schema={})), 1)
+
+
+def test_a_repository_created_meanwhile_is_not_damage() -> None:
+    """Between the look for `repository.json` and that for other objects, another one creates."""
+    memory = MemoryStore()
+
+    def create_first(_: int, method: str, __: str) -> None:
+        if method == "list" and not Repository.exists(memory):
+            save(Writer.open(Repository.create(memory, schema={"by": "the other"})), 1)
+
+    with pytest.raises(NoRepositoryError):
+        Repository.open(FaultStore(memory, before=create_first))
+    assert Repository.open(memory).latest() is not None
+    memory = MemoryStore()
+    both = Repository.create(FaultStore(memory, before=create_first), schema={"by": "this one"})
+    assert both.schema == {"by": "the other"}
+    assert both.latest() is not None
+
+
+def test_a_fork_does_not_build_over_a_repository_that_lost_its_description() -> None:
+    source = Repository.open(STORE)
+    target = MemoryStore()
+    copied = fork(source, source.versions()[-1], target)
+    Writer.open(copied)
+    target.delete(["repository.json"])
+    with pytest.raises(ConfigError, match="holds writers/"):
+        fork(source, source.versions()[-1], target)
 
 
 def test_a_swapped_data_file_is_recognised_by_its_content() -> None:

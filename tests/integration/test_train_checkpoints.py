@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from emberkeep.blobs import LocalStore
 from emberkeep.cli import app
-from emberkeep.errors import ConfigError, StateError
+from emberkeep.errors import ConfigError, NoRepositoryError, StateError
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
@@ -102,6 +102,18 @@ def test_other_settings_are_refused_by_name_before_anything_is_opened(tmp_path: 
     assert list((tmp_path / "run" / "writers").iterdir()) == epochs
     # How a run is saved is no part of what it computes.
     assert run(settings(tmp_path / "run", "checkpoint.every=5 steps")).resumed_step == 8
+
+
+def test_a_run_that_must_exist_does_not_start_over(tmp_path: Path) -> None:
+    given = settings(tmp_path / "run", "checkpoint.must_exist=true")
+    for fresh in (False, True):
+        with pytest.raises(NoRepositoryError, match="mounted"):
+            run(given, fresh=fresh)
+    assert not (tmp_path / "run").exists()
+    interrupted(settings(tmp_path / "run"), 9)
+    assert run(given).resumed_step == 8
+    with pytest.raises(ConfigError, match="must_exist needs versions: set path"):
+        demo([*SMALL, "checkpoint.must_exist=true"])
 
 
 def test_a_fresh_start_begins_a_version_of_its_own(tmp_path: Path) -> None:

@@ -147,6 +147,50 @@ def test_an_unreachable_endpoint_is_a_storage_error() -> None:
         assert SECRET not in str(caught.value)
 
 
+def test_a_bucket_that_is_not_there_is_not_an_absent_object(s3_endpoint: str) -> None:
+    store = open_store(
+        f"s3://never-made/run?endpoint={s3_endpoint}&allow_http=true&region=us-east-1",
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+    )
+    for call in (
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 0, 1),
+        lambda: list(store.list("a")),
+        lambda: store.put("a", b"x"),
+        lambda: store.put("a", iter([bytes(9 << 20)])),
+        lambda: store.put_if_absent("a", b"x"),
+        lambda: Repository.open(store),
+        lambda: Repository.create(store, schema={}),
+    ):
+        with pytest.raises(StorageError, match="check the") as caught:
+            call()
+        assert type(caught.value) is StorageError
+
+
+def test_errors_of_the_system_come_out_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets and files below obstore fail as any others do."""
+    store = ObjectStore(obstore.store.MemoryStore(), url="memory")
+    for method, call in {
+        "put": lambda: store.put("a", b"x"),
+        "get": lambda: store.get("a"),
+        "get_range": lambda: store.get_range("a", 0, 1),
+        "head": lambda: store.size("a"),
+        "list": lambda: list(store.list("a")),
+        "delete": lambda: store.delete(["a"]),
+    }.items():
+        for code in (errno.EMFILE, errno.ECONNRESET, errno.EIO):
+
+            def fail(*_: object, code: int = code, **__: object) -> None:
+                raise OSError(code, os.strerror(code))
+
+            with monkeypatch.context() as patched:
+                patched.setattr(obstore, method, fail)
+                with pytest.raises(StorageError, match=os.strerror(code)) as caught:
+                    call()
+            assert type(caught.value) is StorageError
+
+
 def test_plain_http_is_allowed_by_the_environment(
     s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

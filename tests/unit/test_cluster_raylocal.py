@@ -27,3 +27,20 @@ def test_a_ray_that_is_not_there_is_told_at_once(
     with pytest.raises(ServerError, match="emberkeep cluster up"):
         raylocal.reachable("auto")
     assert not raylocal.stop_local()
+
+
+def test_a_note_that_cannot_be_read_starts_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The Ray that it tells of may be running: a second one beside it, or none to be found any
+    more, would be what an error was taken for."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    note = tmp_path / "emberkeep" / "ray.json"
+    note.mkdir(parents=True)
+    started: list[object] = []
+    monkeypatch.setattr(raylocal.subprocess, "Popen", lambda *args, **_: started.append(args))
+    for call in (raylocal.start_local, raylocal.stop_local, raylocal.local_address):
+        with pytest.raises(ServerError, match="cannot be read"):
+            call()
+    assert note.exists()
+    assert not started

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,32 @@ def test_nothing_is_replaced_unasked_and_nothing_half_written(write: Any, tmp_pa
     (precious / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"holds thesis\.tex, so it is not replaced"):
         write(run.repository, one, precious, POOL, force=True)
+
+
+@pytest.mark.parametrize("write", [to_safetensors, to_parquet, to_directory])
+def test_an_error_neither_replaces_nor_removes(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.save()
+    version = run.repository.version(1)
+    with pytest.raises(StorageError, match="File name too long"):
+        write(run.repository, version, tmp_path / ("x" * 300), POOL)
+    target = tmp_path / "out"
+    write(run.repository, version, target, POOL)
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    rename = os.rename
+
+    def failing(source: Path, to: Path) -> None:
+        if to == target and source.parent != tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(StorageError, match="was not written"):
+        write(run.repository, version, target, POOL, force=True)
+    assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Settings
 from emberkeep.data import Reader, Synthetic
-from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    FencedError,
+    NoRepositoryError,
+    NoVersionError,
+    SaveError,
+    StateError,
+)
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.repository import KeepAll, Repository
 
@@ -503,6 +511,27 @@ def test_a_repository_with_versions_is_not_written_over_by_accident() -> None:
     assert fresh.bits() == run.bits()
     with pytest.raises(StateError, match="closed"):
         keeper.step()
+
+
+def test_a_run_that_must_exist_does_not_start_over(tmp_path: Path) -> None:
+    """An empty mount point is what a first start finds, too: only the user can tell them apart."""
+    with pytest.raises(NoRepositoryError, match=r"mounted.*leave must_exist out"):
+        Run().keeper(tmp_path, must_exist=True)
+    assert list(tmp_path.iterdir()) == []
+    run = Run()
+    keeper = run.keeper(tmp_path)
+    claims = sorted((tmp_path / "writers").iterdir())
+    with pytest.raises(NoVersionError, match=r"has no version.*leave must_exist out"):
+        Run().keeper(tmp_path, must_exist=True)
+    assert sorted((tmp_path / "writers").iterdir()) == claims
+    run.step(keeper)
+    keeper.close()
+    resumed = Run(seed=1)
+    with resumed.keeper(tmp_path, must_exist=True) as again:
+        manifest = again.resume()
+    assert manifest is not None
+    assert manifest.step == 1
+    assert resumed.bits() == run.bits()
 
 
 class Flaky(MemoryStore):

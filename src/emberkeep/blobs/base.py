@@ -119,12 +119,17 @@ def check_name(name: str) -> str:
     Names are relative, slash-separated, and limited to letters, digits, `_`, `-`, `=` and inner
     dots: portable over file systems, URLs and object stores without any escaping.
     """
-    if len(name) > _LONGEST_NAME or not all(_SEGMENT.match(part) for part in name.split("/")):
+    if len(name) > _LONGEST_NAME or not all(map(is_segment, name.split("/"))):
         raise ConfigError(
             f"{name!r} cannot name an object: use relative slash-separated parts of letters, "
             f"digits, '_', '-', '=' and inner dots, at most {_LONGEST_NAME} characters"
         )
     return name
+
+
+def is_segment(text: str) -> bool:
+    """Whether it may stand between the slashes of a name."""
+    return _SEGMENT.match(text) is not None
 
 
 def check_range(name: str, start: int, length: int) -> None:

@@ -4,6 +4,10 @@ A put writes a file beside the name space, syncs it, moves it under its name and
 directory: at no moment does a torn object stand under a name, and a put that returned survives
 the plug being pulled. `Disk` holds the handful of system calls that this needs, so that tests can
 record them, fail them, and replay any prefix of them without what was never synced.
+
+Only "not found", said by the system, is absence. Every other error of every call comes out as
+`StorageError`: a listing that failed would else be an empty one, on which runs start over and gc
+deletes.
 """
 
 from __future__ import annotations
@@ -13,16 +17,23 @@ import ctypes
 import errno
 import os
 import secrets
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
-from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from emberkeep.blobs.base import BlobInfo, Buffer, as_buffers, check_name, check_range
+from emberkeep.blobs.base import (
+    BlobInfo,
+    Buffer,
+    as_buffers,
+    check_name,
+    check_range,
+    is_segment,
+)
 from emberkeep.errors import MissingObjectError, StorageError, UnsupportedStoreError
 
 if sys.platform == "darwin":
@@ -42,6 +53,10 @@ _REMEDIES = {
     errno.EROFS: "the file system is mounted read-only",
     errno.EIO: "the disk reports an I/O error: check it before trusting this copy",
     errno.ENOTDIR: "a file stands where a directory is needed: choose another root",
+    errno.ENOENT: "its directory was removed or unmounted meanwhile: bring it back, then try again",
+    errno.ESTALE: "the server of this mount has forgotten it: mount it again, then try again",
+    errno.EMFILE: "this process has as many open files as it may: raise its limit (ulimit -n)",
+    errno.ENFILE: "the system has as many open files as it may: raise its limit (fs.file-max)",
 }
 
 
@@ -55,6 +70,44 @@ class Disk:
     def write(self, handle: int, view: memoryview) -> None:
         while view:
             view = view[os.write(handle, view) :]
+
+    def open_to_read(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, handle: int) -> int:
+        """The length of an open file."""
+        return os.fstat(handle).st_size
+
+    def read(self, handle: int, nbytes: int, offset: int) -> bytes:
+        """Bytes from `offset` on; fewer if the file ends before."""
+        found = os.pread(handle, nbytes, offset)
+        while len(found) < nbytes:
+            more = os.pread(handle, nbytes - len(found), offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+    def read_into(self, handle: int, view: memoryview, offset: int) -> int:
+        """Fills `view` with bytes from `offset` on; how many there were before the file ended."""
+        done = 0
+        while done < len(view) and (count := os.preadv(handle, [view[done:]], offset + done)):
+            done += count
+        return done
+
+    def status(self, path: str) -> os.stat_result | None:
+        """What a path leads to; None if there is nothing."""
+        try:
+            return os.stat(path)
+        except FileNotFoundError:
+            return None
+
+    def entries(self, path: str) -> list[str] | None:
+        """The names in a directory; None if there is no such directory."""
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            return None
 
     def open(self, path: str, *, direct: bool) -> int:
         """Opens a file for reading and writing; `direct` keeps it out of the page cache."""
@@ -126,7 +179,13 @@ class LocalStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
-        self._root = os.path.abspath(os.fspath(path))
+        try:
+            self._root = os.path.abspath(os.fspath(path))
+        except OSError as error:
+            raise StorageError(
+                f"{os.fspath(path)!r} leads nowhere: the working directory cannot be found "
+                f"({error.strerror}); give an absolute path"
+            ) from error
         self._staging = os.path.join(self._root, _STAGING)
         self._disk = disk or Disk()
         self._durable_directories: set[str] = set()
@@ -161,89 +220,97 @@ class LocalStore:
         return created
 
     def get(self, name: str) -> bytes:
-        return self._read(name, 0, -1)
+        with self._open(name) as handle:
+            size = self._call(name, self._disk.size, handle)
+            return self._call(name, self._disk.read, handle, size, 0)
 
     def get_range(self, name: str, start: int, length: int) -> Buffer:
         check_range(name, start, length)
-        if length < _LONG_NBYTES:
-            return self._read(name, start, length)
-        return self._call(name, lambda: self._read_long(name, start, length))
-
-    def _read_long(self, name: str, start: int, length: int) -> memoryview:
-        from emberkeep.memory import recycled  # needs numpy, which `emberkeep --help` does not
-
-        with open(self._path(name), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            into = recycled(max(0, min(length, size - start)))
-            return into[: _fill(file, start, into)]
+        with self._open(name) as handle:
+            if length < _LONG_NBYTES:
+                return self._call(name, self._disk.read, handle, length, start)
+            size = self._call(name, self._disk.size, handle)
+            into = self._call(name, _recycled, max(0, min(length, size - start)))
+            return into[: self._call(name, self._disk.read_into, handle, into, start)]
 
     def read_into(self, name: str, start: int, into: memoryview) -> int:
         """Fills `into` with bytes from `start` on; how many there were before the file ended."""
         check_range(name, start, len(into))
-
-        def read() -> int:
-            with open(self._path(name), "rb", buffering=0) as file:
-                return _fill(file, start, into)
-
-        return self._call(name, read)
+        with self._open(name) as handle:
+            return self._call(name, self._disk.read_into, handle, into, start)
 
     def size(self, name: str) -> int:
-        return self._call(name, os.stat, self._path(name)).st_size
+        status = self._call(name, self._disk.status, self._path(name))
+        if status is None:
+            raise self._missing(name)
+        if stat.S_ISDIR(status.st_mode):
+            raise self._explain(name, IsADirectoryError(errno.EISDIR, name))
+        return status.st_size
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        top = self._path(prefix) if prefix else self._root
-        for directory, below, files in os.walk(top):
-            below[:] = [entry for entry in below if not entry.startswith(".")]
-            parts = [
-                part for part in os.path.relpath(directory, self._root).split(os.sep) if part != "."
-            ]
-            for file in files:
-                path = os.path.join(directory, file)
-                try:
-                    status = os.stat(path)
-                except FileNotFoundError:
+        """Objects below a prefix. What cannot be read is an error, never the end of the listing."""
+        waiting = [(f"{prefix}/", self._path(prefix)) if prefix else ("", self._root)]
+        while waiting:
+            above, directory = waiting.pop()
+            found = self._call(f"the listing of {above}*", self._disk.entries, directory)
+            for entry in found or ():
+                # What cannot be named is no object, and need not be readable: "lost+found" is not.
+                if not is_segment(entry):
+                    continue
+                name, path = above + entry, os.path.join(directory, entry)
+                status = self._call(name, self._disk.status, path)
+                if status is None:
                     continue  # deleted since the directory was read
-                name = "/".join([*parts, file])
-                yield BlobInfo(name=name, size=status.st_size, modified=_utc(status.st_mtime))
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append((f"{name}/", path))
+                else:
+                    yield BlobInfo(name=name, size=status.st_size, modified=_utc(status.st_mtime))
 
     def delete(self, names: Iterable[str]) -> None:
         touched = set()
         for name in names:
             path = self._path(name)
-            try:
-                self._call(name, self._disk.unlink, path)
-            except MissingObjectError:
-                continue
             touched.add(os.path.dirname(path))
+            with contextlib.suppress(FileNotFoundError):
+                self._call(name, self._disk.unlink, path, pass_through={errno.ENOENT})
+        # Also where all names were absent: a deletion that failed may have removed them, and not
+        # yet for good.
         for directory in sorted(touched):
-            self._call(directory, self._disk.sync_directory, directory)
+            with contextlib.suppress(FileNotFoundError):
+                self._call(
+                    directory, self._disk.sync_directory, directory, pass_through={errno.ENOENT}
+                )
 
     def sweep(self, *, older_than: timedelta) -> int:
         latest = time.time() - older_than.total_seconds()
         removed = 0
-        try:
-            leftovers = list(os.scandir(self._staging))
-        except FileNotFoundError:
-            return 0
-        for leftover in leftovers:
-            try:
-                if leftover.stat().st_mtime <= latest:
-                    self._call(leftover.name, self._disk.unlink, leftover.path)
-                    removed += 1
-            except (FileNotFoundError, MissingObjectError):
-                continue  # its put has just finished
+        for entry in self._call(_STAGING, self._disk.entries, self._staging) or ():
+            path = os.path.join(self._staging, entry)
+            status = self._call(entry, self._disk.status, path)
+            if status is None or status.st_mtime > latest:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # its put has just finished
+                self._call(entry, self._disk.unlink, path, pass_through={errno.ENOENT})
+                removed += 1
         return removed
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, *check_name(name).split("/"))
 
-    def _read(self, name: str, start: int, length: int) -> bytes:
-        def read() -> bytes:
-            with open(self._path(name), "rb") as file:
-                file.seek(start)
-                return file.read(length)
-
-        return self._call(name, read)
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """An object, opened to be read."""
+        path = self._path(name)
+        try:
+            handle = self._call(name, self._disk.open_to_read, path, pass_through={errno.ENOENT})
+        except FileNotFoundError:
+            raise self._missing(name) from None
+        try:
+            yield handle
+        finally:
+            # What was read is not in doubt.
+            with contextlib.suppress(OSError):
+                self._disk.close(handle)
 
     def _stage(self, name: str, data: Buffer | Iterable[Buffer]) -> tuple[str, int]:
         """The data as a synced file outside the name space."""
@@ -257,8 +324,11 @@ class LocalStore:
                     self._call(name, self._disk.write, handle, view)
                     size += view.nbytes
                 self._call(name, self._disk.sync, handle)
-            finally:
-                self._disk.close(handle)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first error is the one to tell
+                    self._disk.close(handle)
+                raise
+            self._call(name, self._disk.close, handle)
         except BaseException:
             self._discard(staged)
             raise
@@ -272,7 +342,7 @@ class LocalStore:
                 self._disk.link(staged, target)
             except FileExistsError:
                 # A network file system may repeat a link whose first answer was lost.
-                return os.path.samefile(staged, target)
+                return self._same(staged, target)
             return True
 
         def create_without_links() -> bool:
@@ -293,6 +363,12 @@ class LocalStore:
                 "exclusive=True if one process alone will ever write there"
             ) from error
 
+    def _same(self, one: str, other: str) -> bool:
+        first, second = self._disk.status(one), self._disk.status(other)
+        if first is None or second is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), one)
+        return os.path.samestat(first, second)
+
     def _discard(self, staged: str) -> None:
         # It may be renamed away already; what cannot be removed is left for `sweep`.
         with contextlib.suppress(OSError):
@@ -308,7 +384,8 @@ class LocalStore:
             missing = []
             current = directory
             while current not in self._durable_directories and (
-                len(current) >= len(self._root) or not os.path.isdir(current)
+                len(current) >= len(self._root)
+                or self._call(current, self._disk.status, current) is None
             ):
                 missing.append(current)
                 current = os.path.dirname(current)
@@ -316,7 +393,8 @@ class LocalStore:
                 try:
                     self._call(path, self._disk.make_directory, path, pass_through={errno.EEXIST})
                 except FileExistsError:
-                    if not os.path.isdir(path):
+                    status = self._call(path, self._disk.status, path)
+                    if status is None or not stat.S_ISDIR(status.st_mode):
                         raise self._explain(path, NotADirectoryError(errno.ENOTDIR, path)) from None
                 self._call(path, self._disk.sync_directory, os.path.dirname(path))
                 self._durable_directories.add(path)
@@ -336,20 +414,19 @@ class LocalStore:
                 raise
             raise self._explain(name, error) from error
 
+    def _missing(self, name: str) -> MissingObjectError:
+        return MissingObjectError(f"{self._root} holds no object {name}")
+
     def _explain(self, name: str, error: OSError) -> StorageError:
-        if isinstance(error, FileNotFoundError):
-            return MissingObjectError(f"{self._root} holds no object {name}")
         reason = os.strerror(error.errno) if error.errno else str(error)
         remedy = _REMEDIES.get(error.errno or 0, "check the disk and the directory")
         return StorageError(f"{name} in {self._root}: {reason}; {remedy}")
 
 
-def _fill(file: FileIO, start: int, into: memoryview) -> int:
-    file.seek(start)
-    done = 0
-    while done < len(into) and (count := file.readinto(into[done:])):
-        done += count
-    return done
+def _recycled(nbytes: int) -> memoryview:
+    from emberkeep.memory import recycled  # needs numpy, which `emberkeep --help` does not
+
+    return recycled(nbytes)
 
 
 def _utc(seconds: float) -> datetime:

@@ -5,6 +5,9 @@ deadline given here, but not a write whose answer timed out. Small writes are re
 names are never reused for other bytes, so a repeated put changes nothing, and a repeated
 conditional create says "taken", which the caller resolves by content. Streams cannot be rewound;
 their failure is the caller's to handle.
+
+Only an answer that says so of an object read is its absence: a bucket that is not there, a socket
+or file that fails, a listing that ends in an error are errors.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _PART_NBYTES = 8 * 1024 * 1024
 _CONCURRENT_PARTS = 4
 _DEADLINE = timedelta(minutes=2)
 _FIRST_PAUSE_SECONDS = 0.2
+# How S3, Azure and Google say "not found" of the whole bucket.
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
 
 class ObjectStore:
@@ -92,24 +97,35 @@ class ObjectStore:
             self._repeated(name, lambda: obstore.put(self._store, name, whole, use_multipart=False))
             return size
 
+        failures: list[OSError] = []
+
         def counted() -> Iterator[memoryview]:
             nonlocal size
             yield from head
-            for view in buffers:
-                size += view.nbytes
-                yield view
+            try:
+                for view in buffers:
+                    size += view.nbytes
+                    yield view
+            except OSError as error:
+                failures.append(error)
+                raise
 
-        self._once(
-            name,
-            lambda: obstore.put(
-                self._store,
+        try:
+            self._once(
                 name,
-                counted(),
-                use_multipart=True,
-                chunk_size=_PART_NBYTES,
-                max_concurrency=_CONCURRENT_PARTS,
-            ),
-        )
+                lambda: obstore.put(
+                    self._store,
+                    name,
+                    counted(),
+                    use_multipart=True,
+                    chunk_size=_PART_NBYTES,
+                    max_concurrency=_CONCURRENT_PARTS,
+                ),
+            )
+        except StorageError:
+            if failures:  # of the data, not of this store
+                raise failures[0] from None
+            raise
         return size
 
     def put_if_absent(self, name: str, data: Buffer) -> bool:
@@ -132,7 +148,7 @@ class ObjectStore:
         import obstore
 
         check_name(name)
-        return self._once(name, lambda: bytes(obstore.get(self._store, name).bytes()))
+        return self._look(name, lambda: bytes(obstore.get(self._store, name).bytes()))
 
     def get_range(self, name: str, start: int, length: int) -> Buffer:
         import obstore
@@ -154,11 +170,15 @@ class ObjectStore:
         # first would cost a request on every read, so only refusals pay for it.
         try:
             if length:
-                return self._once(name, read)
+                return self._look(name, read)
         except MissingObjectError:
             raise
-        except StorageError:
-            if start < self.size(name):
+        except StorageError as refusal:
+            try:
+                size = self.size(name)
+            except StorageError:
+                raise refusal from refusal.__cause__
+            if start < size:
                 raise
             return b""
         self.size(name)
@@ -168,16 +188,17 @@ class ObjectStore:
         import obstore
 
         check_name(name)
-        return self._once(name, lambda: int(obstore.head(self._store, name)["size"]))
+        return self._look(name, lambda: int(obstore.head(self._store, name)["size"]))
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         import obstore
 
         if prefix:
             check_name(prefix)
-        pages = iter(obstore.list(self._store, prefix or None))
+        what = f"the listing of {prefix}"
+        pages = self._once(what, lambda: iter(obstore.list(self._store, prefix or None)))
         while True:
-            page = self._once(prefix, lambda: next(pages, None))
+            page = self._once(what, lambda: next(pages, None))
             if page is None:
                 return
             for entry in page:
@@ -215,7 +236,7 @@ class ObjectStore:
         while True:
             try:
                 return self._once(name, operation)
-            except (MissingObjectError, UnsupportedStoreError):
+            except UnsupportedStoreError:
                 raise
             except StorageError as error:
                 if not _may_pass(error.__cause__) or time.monotonic() + pause > give_up:
@@ -223,18 +244,29 @@ class ObjectStore:
             time.sleep(pause)
             pause *= 2
 
+    def _look(self, name: str, operation: Callable[[], _Result]) -> _Result:
+        """Runs an operation that reads an object: `MissingObjectError` if there is none."""
+
+        def look() -> _Result:
+            try:
+                return operation()
+            except FileNotFoundError as error:
+                if any(text in str(error) for text in _NO_BUCKET):
+                    raise
+                raise MissingObjectError(f"{self._url} holds no object {name}") from error
+
+        return self._once(name, look)
+
     def _once(self, name: str, operation: Callable[[], _Result]) -> _Result:
         from obstore.exceptions import BaseError, NotSupportedError
 
         try:
             return operation()
-        except FileNotFoundError as error:
-            raise MissingObjectError(f"{self._url} holds no object {name}") from error
         except (NotSupportedError, NotImplementedError) as error:
             raise UnsupportedStoreError(
                 f"{self._url} does not support this operation on {name}: {_first_line(error)}"
             ) from error
-        except (BaseError, PermissionError) as error:
+        except (BaseError, OSError) as error:
             raise StorageError(
                 f"{name} in {self._url}: {_first_line(error)}; check the network, the endpoint "
                 "and the credentials, then try again"

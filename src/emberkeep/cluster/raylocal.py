@@ -121,20 +121,32 @@ def _answers(address: str) -> bool:
 
 
 def _running() -> tuple[int, str] | None:
+    text = _read(_note())
     try:
-        noted = json.loads(_note().read_text())
+        noted = json.loads(text or b"")
         pid, address = int(noted["pid"]), str(noted["address"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return (pid, address) if _alive(pid) else None
 
 
+def _read(path: Path) -> bytes | None:
+    """The content of a file; None only where there is none."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError as error:
+        raise ServerError(
+            f"{path} cannot be read ({error.strerror}), so whether a Ray runs here is not known; "
+            "nothing was started or stopped: make it readable, or remove it if it is a note of "
+            "emberkeep's and no Ray runs"
+        ) from error
+
+
 def _alive(pid: int) -> bool:
     """Whether that process is the Ray that was noted: numbers of processes are used again."""
-    try:
-        return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return b"ray" in (_read(Path(f"/proc/{pid}/cmdline")) or b"")
 
 
 def _new_token() -> dict[str, str]:

@@ -17,7 +17,14 @@ from torch import nn
 
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
-from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
+from emberkeep.errors import (
+    ConfigError,
+    EmberkeepError,
+    NoRepositoryError,
+    NoVersionError,
+    ShardLostError,
+    StateError,
+)
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
@@ -65,6 +72,8 @@ class Keeper:
     - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "recovered" and
       "stopped"; the second and third come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
+    - `must_exist` refuses a repository that is not there or has no version, instead of starting
+      over: a mount that is missing looks like a first start.
     - `batches_per_step` is how many batches the loop takes for each `step`.
     - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
     - `total_steps` is how long the job is, which a strategy that recovers partially must know.
@@ -89,6 +98,7 @@ class Keeper:
         grace: timedelta = timedelta(seconds=25),
         strict: bool = False,
         exclusive: bool = False,
+        must_exist: bool = False,
         batches_per_step: int = 1,
         metrics_port: int | None = None,
         total_steps: int | None = None,
@@ -109,7 +119,7 @@ class Keeper:
         self._parts = take_apart(
             model, optimizer, state or {}, strict=strict, ranks=self._ranks.world
         )
-        self._checkpointer = self._open(exclusive) if self._ranks.leads else None
+        self._checkpointer = self._open(exclusive, must_exist) if self._ranks.leads else None
         self._recoverer = self._make_recoverer(total_steps)
         self._went_back = False
         self._begun = False
@@ -128,12 +138,23 @@ class Keeper:
         if metrics_port is not None:
             self._server = MetricsServer(self.metrics, metrics_port)
 
-    def _open(self, exclusive: bool) -> Checkpointer:
+    def _open(self, exclusive: bool, must_exist: bool) -> Checkpointer:
         schema = self._parts.subject.schema()
         if Repository.exists(self._store):
             repository = Repository.open(self._store)
+        elif must_exist:
+            raise NoRepositoryError(
+                f"{self._store.url} holds no repository, and this run must exist: nothing was "
+                "created. Check the path, and that its disk is mounted; leave must_exist out to "
+                "start a new run"
+            )
         else:
             repository = Repository.create(self._store, schema=schema, exclusive=exclusive)
+        if must_exist and repository.latest() is None:
+            raise NoVersionError(
+                f"{self._store.url} has no version, and this run must exist: nothing was started "
+                "over. Bring its versions back; leave must_exist out to start a new run"
+            )
         return Checkpointer(
             repository,
             self._parts.subject,

@@ -32,7 +32,9 @@ def fork(
         raise ConfigError(f"{target.url} already holds a repository: fork to an empty root")
     with Pin(source, version) as pin:
         chain = source.chain(pin.version)
-        others = {info.name for info in target.list(names.VERSIONS)} - {m.name for m in chain}
+        # What a fork that was interrupted left behind is put again; it has no writers yet.
+        there = [info.name for at in (names.VERSIONS, names.WRITERS) for info in target.list(at)]
+        others = {*there} - {manifest.name for manifest in chain}
         if others:
             raise ConfigError(
                 f"{target.url} holds {min(others)} of something else: fork to an empty root"
@@ -58,6 +60,7 @@ def fork(
             lineage=Lineage(tuple(ends.items())),
             forked_from={"repository": source.id, "version": str(pin.version)},
             identity=identity,
+            last=True,
         )
 
 

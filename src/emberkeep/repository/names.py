@@ -135,6 +135,12 @@ def parse_mark(name: str) -> tuple[str, bool] | None:
     return match and (match[1], match[2] is not None)
 
 
+def is_part(name: str) -> bool:
+    """Whether an object can only be of a repository: a version, a writer's claim, or data."""
+    patterns = (_VERSION, _WRITER, _DATA, _GENERATION, _BUNDLE)
+    return any(pattern.match(name) for pattern in patterns)
+
+
 def tag_name(tag: str) -> str:
     if not _TAG.match(tag):
         raise ConfigError(

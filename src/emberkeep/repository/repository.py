@@ -76,7 +76,7 @@ class Repository:
         exclusive: bool = False,
         clock: Clock = utc_now,
     ) -> Repository:
-        """Starts an empty repository; refuses a root that holds one.
+        """Starts an empty repository; refuses a root that holds one, or what is left of one.
 
         The store must be able to create an object only if its name is free; this is tried out.
         `exclusive=True` admits stores that cannot, on the user's word that one process alone
@@ -97,8 +97,15 @@ class Repository:
         lineage: Lineage | None = None,
         forked_from: Json | None = None,
         identity: str | None = None,
+        last: bool = False,
     ) -> Repository:
-        """Puts `repository.json`, with which the root becomes a repository."""
+        """Puts `repository.json`, with which the root becomes a repository.
+
+        It is the first object of a repository: beside those of another, it would make all of them
+        foreign. Whoever has put the others before, as a fork does, says that it is the `last`.
+        """
+        if not last:
+            _check_no_remains(store)
         capable = can_create_conditionally(store)
         if not capable and not exclusive:
             raise UnsupportedStoreError(
@@ -133,6 +140,7 @@ class Repository:
         try:
             content = store.get(names.REPOSITORY)
         except MissingObjectError:
+            _check_no_remains(store)
             raise NoRepositoryError(
                 f"{store.url} holds no repository: check the path, or create one"
             ) from None
@@ -385,6 +393,20 @@ def void(repository: Repository, version: VersionId) -> None:
     """Marks a version's name as spent on something that is not a version."""
     content = repository.encode(version.void_name, "void", {})
     repository.store.put(version.void_name, content)
+
+
+def _check_no_remains(store: BlobStore) -> None:
+    """`DamageError` if there are objects of a repository, but not what it is."""
+    for directory in (names.VERSIONS, names.WRITERS, names.DATA, names.GRID):
+        found = next((i.name for i in store.list(directory) if names.is_part(i.name)), None)
+        # Asked again: it may have been created since it was looked for, and the others after it.
+        if found is not None and not Repository.exists(store):
+            raise DamageError(
+                f"{store.url} holds {found} but not {names.REPOSITORY}, without which nothing can "
+                f"be read there; nothing was created. Copy {names.REPOSITORY} back from a backup, "
+                "or choose another root; if a fork to this root was interrupted, repeat it",
+                name=names.REPOSITORY,
+            )
 
 
 def can_create_conditionally(store: BlobStore) -> bool:

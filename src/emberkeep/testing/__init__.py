@@ -1,4 +1,4 @@
-"""Shipped test tools: contract suites for stores, and stores that fail on command.
+"""Shipped test tools: contract suites for stores, and stores and disks that fail on command.
 
 A backend of your own is tested in three lines:
 
@@ -8,12 +8,13 @@ A backend of your own is tested in three lines:
 """
 
 from emberkeep.testing.contracts import RepositoryContract, StoreContract
-from emberkeep.testing.disk import RecordingDisk, power_cut
+from emberkeep.testing.disk import FaultyDisk, RecordingDisk, power_cut
 from emberkeep.testing.stores import Fault, FaultStore, ProcessDied, RecordingStore
 
 __all__ = [
     "Fault",
     "FaultStore",
+    "FaultyDisk",
     "ProcessDied",
     "RecordingDisk",
     "RecordingStore",

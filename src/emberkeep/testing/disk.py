@@ -1,21 +1,65 @@
-"""Power cuts for `LocalStore` and tiers: what a disk may hold when the plug was pulled.
+"""Disks that fail, and power cuts: what a disk may hold when the plug was pulled.
 
-The model is the one that POSIX promises and no more: bytes are on the medium once their file was
-synced, directory entries once their directory was. Everything else may be there, be missing, or
-be there in part, independently for every file and entry.
+Both are for `LocalStore` and tiers. The model of a power cut is the one that POSIX promises and no
+more: bytes are on the medium once their file was synced, directory entries once their directory
+was. Everything else may be there, be missing, or be there in part, independently for every file
+and entry.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 from emberkeep.blobs.local import Disk
 
 _SECTOR = 512
+
+
+class FaultyDisk(Disk):
+    """Lets system calls fail with an error number: chosen by count, never by time.
+
+    `calls` names the calls since the last `fail` or `heal`, so that a test can count what an
+    operation does, and then fail each of it. A call that fails is not performed, except `close`:
+    the system lets a file go whatever it answers.
+    """
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self.calls: list[str] = []
+        self._disk = disk or Disk()
+        self._lock = threading.Lock()
+        self._fails: Callable[[int], bool] = lambda _: False
+        self._code = 0
+        for name, method in vars(Disk).items():
+            if callable(method) and not name.startswith("_"):
+                setattr(self, name, partial(self._perform, name))
+
+    def fail(self, at: int, code: int, *, for_good: bool = False) -> None:
+        """Call `at` from now on fails, the first one being 0; `for_good`, all after it too."""
+        self.heal()
+        self._code = code
+        self._fails = (lambda number: number >= at) if for_good else (lambda number: number == at)
+
+    def heal(self) -> None:
+        """No call fails any more."""
+        self._fails = lambda _: False
+        self.calls = []
+
+    def _perform(self, name: str, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            fails = self._fails(len(self.calls))
+            self.calls.append(name)
+        if fails and name != "close":
+            raise OSError(self._code, os.strerror(self._code))
+        result = getattr(self._disk, name)(*args, **options)
+        if fails:
+            raise OSError(self._code, os.strerror(self._code))
+        return result
 
 
 class RecordingDisk(Disk):
@@ -54,7 +98,7 @@ class RecordingDisk(Disk):
             self.calls.append(("sync", self._open[handle]))
 
     def close(self, handle: int) -> None:
-        del self._open[handle]
+        self._open.pop(handle, None)  # what was opened to be read is not followed
         super().close(handle)
 
     def rename(self, source: str, target: str) -> None:

@@ -83,6 +83,7 @@ class Keeping:
             state={"progress": progress},
             about=about,
             on_event=self._tell,
+            must_exist=given.must_exist,
             total_steps=progress.total,
         )
         if self.fresh:

@@ -160,6 +160,8 @@ class CheckpointSettings:
     path: str | None = setting(
         "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
         default=None)
+    must_exist: bool = setting(
+        "refuse to start over where there is no version: a mount may be missing", default=False)
     every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
     layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
         "what a version holds", default="intermittent")
@@ -189,6 +191,8 @@ class CheckpointSettings:
             self.preset()
         elif self.recovery is not None:
             raise ConfigError("recovery needs versions: set path")
+        elif self.must_exist:
+            raise ConfigError("must_exist needs versions: set path")
 
     def preset(self) -> Preset:
         """What these settings mean; a combination that cannot work is refused."""
