@@ -118,6 +118,29 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
         assert state(cluster) == expected
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
+    store = MemoryStore()
+    cluster = opened(EVICTING)
+    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    train(cluster, np.random.default_rng(8))
+    keeper.save(1)
+    keeper.wait()
+    expected = state(cluster)
+    for step in (2, 3):
+        for table in cluster.tables:
+            untrained = np.setdiff1d(np.arange(table.rows or 5000), cluster.touched_ids(table.name))
+            assert cluster.delete(table.name, untrained) == 0
+        keeper.save(step)
+        manifest = keeper.wait()
+        assert manifest is not None
+        assert manifest.files == () or layout == "full"
+    keeper.settle()
+    fresh = opened(EVICTING)
+    begun(fresh, store, strategy=Strategy(layout=layout)).restore()
+    assert state(fresh) == expected
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 5), (4, 4)])
 def test_versions_move_to_another_number_of_shards(before: int, after: int) -> None:
     random = np.random.default_rng(1)
