@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -668,6 +669,53 @@ def test_several_batches_for_each_step() -> None:
         if number % 2 == 0:
             run.step(keeper)
     assert keeper.steps == 5
+
+
+@pytest.mark.parametrize("every", [3, "30min"])
+@pytest.mark.parametrize("missing", ["skipped", "accumulated"])
+def test_a_loop_with_too_few_steps_does_not_end_in_silence(every: Any, missing: str) -> None:
+    reader = Reader(Synthetic(samples=160, rows_total=200), batch_size=16)
+    run = Run()
+    keeper = run.keeper(MemoryStore(), reader=reader, strategy=ek.incremental(every=every))
+    keeper.resume()
+    taken = 0
+
+    def loop() -> None:
+        nonlocal taken
+        for _ in reader:
+            taken += 1
+            if missing == "skipped" and taken in (1, 2):
+                continue  # as for a loss that is not finite
+            if missing == "accumulated" and taken % 4:
+                continue
+            run.step(keeper)
+
+    with pytest.raises(StateError, match=r"call keeper\.step\(\).*batches_per_step="):
+        loop()
+    assert taken < 10
+    assert not reader.finished
+    # Nothing is lost: once the steps are taken, the reader goes on.
+    while not reader.finished:
+        with contextlib.suppress(StateError):
+            for _ in reader:
+                taken += 1
+                run.step(keeper)
+        keeper.step()
+    assert taken == 10
+    keeper.close()
+
+
+def test_the_budget_of_a_user_is_not_the_keepers() -> None:
+    reader = Reader(Synthetic(samples=160, rows_total=200), batch_size=16)
+    run = Run()
+    keeper = run.keeper(MemoryStore(), reader=reader.hand_out(7), strategy=EACH)
+    keeper.resume()
+    for _ in reader:
+        run.step(keeper)
+    assert keeper.steps == 7
+    keeper.close()
+    assert sum(1 for _ in reader) == 0
+    assert sum(1 for _ in reader.hand_out(None)) == 3
 
 
 def test_a_reader_of_ones_own_with_tensors_in_its_state() -> None:

@@ -608,8 +608,15 @@ class Keeper:
         (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
         self._looked_at, self._looked_step = now, self.steps
         self._next_look = self.steps + ahead
-        if hasattr(self.reader, "hand_out"):
-            self.reader.hand_out(ahead * self._batches_per_step)
+        if hasattr(self.reader, "lend"):
+            each = self._batches_per_step
+            self.reader.lend(
+                ahead * each,
+                f"the loop has taken {ahead * each} batches since step {self.steps} and called "
+                f"keeper.step() fewer than {ahead} times, so no further batch was handed out: call "
+                "keeper.step() after every batch, also after one that you skip, or give the keeper "
+                f"batches_per_step= (it is {each}) if your loop takes several for a step",
+            )
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -656,7 +663,7 @@ class Keeper:
         self._parts.tables.stop_following()
         for handle in self._handles:
             handle.remove()
-        if hasattr(self.reader, "hand_out"):
-            self.reader.hand_out(None)
+        if hasattr(self.reader, "lend"):
+            self.reader.lend(None)
         if self._server is not None:
             self._server.close()
