@@ -26,11 +26,9 @@ from emberkeep.errors import (
     ConfigError,
     DamageError,
     FencedError,
-    NoVersionError,
     SaveError,
     ShardLostError,
     StateError,
-    StorageError,
 )
 from emberkeep.loading import (
     DENSE,
@@ -321,11 +319,11 @@ class Checkpointer:
         pause = timedelta(seconds=time.perf_counter() - start)
         saving = Saving(step, pause, whole=since != PRIORITISED)
         self._saving = saving
-        self._worker.do(
-            partial(
-                self._write, saving, snapshots, extras or Extras(), since, codecs, tables, strategy
-            )
-        )
+        write = partial(
+            self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs, tables,
+            strategy,
+        )  # fmt: skip
+        self._worker.do(write, partial(self._ended, saving))
         return saving
 
     def _since(self, strategy: Strategy) -> str | None:
@@ -397,17 +395,13 @@ class Checkpointer:
                 "rows are still in memory and part of the next save"
             ) from failures[-1]
 
-    def _write(
-        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
-    ) -> None:  # fmt: skip
+    def _ended(self, saving: Saving, error: BaseException | None) -> None:
         try:
-            self._write_and_settle(saving, snapshots, extras, since, codecs, tables, strategy)
-        except BaseException as error:
-            # Not a save that failed but one that could not even be cleaned up after.
-            self._failures.append(error)
-            if not saving.committed.done():
-                saving.committed.set_exception(error)
+            if error is not None:
+                # Not a save that failed but one that could not even be cleaned up after.
+                self._failures.append(error)
+                if not saving.committed.done():
+                    saving.committed.set_exception(error)
         finally:
             saving.ended.set()
 
@@ -565,7 +559,7 @@ class Checkpointer:
             self._collector.collect()
         except FencedError as error:
             self._failures.append(error)
-        except (StorageError, DamageError, NoVersionError) as error:
+        except Exception as error:
             # Old versions stay a little longer; the one just committed is not in doubt.
             warnings.warn(f"old versions could not be removed: {error}", stacklevel=1)
 
@@ -594,15 +588,21 @@ class Checkpointer:
         lost, whatever the strategy."""
         self.join()
         if step is None:
-            self.settle()
+            self._end()
             self.check()
             return None
         strategy = LOSSLESS if self.strategy.lossy else self.strategy
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
         self.save(step, extras, strategy=strategy)
         manifest = self.wait()
-        self.settle()
+        self._end()
         return manifest
+
+    def _end(self) -> None:
+        """Waits for everything under way and ends the threads; a later save starts them again."""
+        self.join()
+        self._worker.close()
+        self._rounds.close()
 
     def settle(self) -> None:
         """Waits until the rows of every version stand where they are to stay: without a grid, they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
 from emberkeep.repository import KeepAll, KeepLast, Repository
+from emberkeep.repository.policies import Grid
 from emberkeep.tables import SGD, Adam, Table
 from tests.contracts.engine import grads_of, state, wanted_of
 
@@ -351,3 +353,95 @@ def test_a_model_of_another_shape_is_refused_by_name() -> None:
 def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Strategy(**wrong)
+
+
+# -- extraction that fails -----------------------------------------------------------------------
+
+POINTS = {
+    "before": "emberkeep.repository.rounds.Extractor",
+    "start": "emberkeep.repository.extraction.Extractor._start",
+    "admit": "emberkeep.repository.extraction.Extractor._admit",
+    "choose": "emberkeep.repository.extraction.Extractor._chosen",
+    "split": "emberkeep.repository.extraction.Extractor._split",
+    "divide": "emberkeep.repository.extraction.Extractor._divide",
+    "write": "emberkeep.repository.extraction.Extractor._write",
+    "commit": "emberkeep.repository.extraction.commit",
+    "replace": "emberkeep.repository.extraction.Extractor._replace",
+    "told": "emberkeep.repository.rounds._details",
+}
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OSError, IndexError, KeyboardInterrupt])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_round_that_fails_anywhere_is_told_and_done_again(
+    point: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, cluster, store = np.random.default_rng(4), opened(), MemoryStore()
+    events: list[tuple[str, Any]] = []
+    rules = Strategy(layout="grid", grid=Grid(ratio=0.0, resets=False))
+
+    def keeping() -> Checkpointer:
+        keeper = begun(cluster, store, strategy=rules, on_event=lambda *told: events.append(told))
+        keeper.restore()
+        return keeper
+
+    def save(*steps: int) -> None:
+        for step in steps:
+            train(cluster, random)
+            keeper.save(step)
+            keeper.wait()
+            keeper.settle()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("on purpose")
+
+    keeper = keeping()
+    save(1)
+    keeper = keeping()  # an extractor is made again
+    with monkeypatch.context() as patched:
+        patched.setattr(POINTS[point], fails)
+        with pytest.warns(UserWarning, match="on purpose"):
+            save(2, 3)
+    failed = [details for name, details in events if name == "extraction_failed"]
+    assert [details["in_a_row"] for details in failed] == [1, 2]
+    assert all("on purpose" in details["error"] for details in failed)
+    save(4)
+    keeper.close()
+    done = [details for name, details in events if name == "extracted"]
+    assert done[-1]["covered"] == 4
+    assert len(events) == 4 + 2 + 2  # saved, failed, extracted: no round was tried in between
+    fresh = opened()
+    begun(fresh, store, strategy=rules).restore()
+    assert state(fresh) == state(cluster)
+
+
+@pytest.mark.parametrize("layout", ["intermittent", "grid"])
+@pytest.mark.parametrize("kind", [MemoryError, OSError])
+def test_a_gc_that_fails_fails_no_save(
+    layout: Any, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise kind("on purpose")
+
+    monkeypatch.setattr("emberkeep.checkpoint.Collector.collect", fails)
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout=layout))
+    for step in (1, 2):
+        train(cluster, np.random.default_rng(step))
+        with pytest.warns(UserWarning, match="on purpose"):
+            manifest = keeper.close(step)
+        assert manifest is not None
+        assert manifest.step == step
+
+
+def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout="grid"))
+    for step in (1, 3):
+        train(cluster, np.random.default_rng(step))
+        keeper.save(step)
+        keeper.wait()
+        keeper.close(step + 1)
+        names = {thread.name for thread in threading.enumerate()} - before
+        assert not [name for name in names if name in ("emberkeep-save", "emberkeep-extract")]
