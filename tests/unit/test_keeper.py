@@ -671,6 +671,51 @@ def test_several_batches_for_each_step() -> None:
     assert keeper.steps == 5
 
 
+class _Saves:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"reader": torch.utils.data.DataLoader([1, 2])}, "reader= is a DataLoader.*Stateful"),
+        ({"reader": _Saves()}, "reader= is a _Saves without load_state_dict"),
+        ({"state": {"epoch": 3}}, r"state=\{'epoch': ...\} is an int without state_dict and load_"),
+        (
+            {"state": {"mine": _Saves()}},
+            r"state=\{'mine': ...\} is a _Saves without load_state_dict",
+        ),
+        ({"state": {"mine": None}}, "without state_dict and load_state_dict"),
+        ({"state": {"kind": _Saves}}, "a class, not an object"),
+        ({"state": _Saves()}, r"state= is a _Saves: give a dict"),
+        ({"state": {3: _Saves()}}, "state= has the name 3"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
+    store = MemoryStore()
+    with pytest.raises(ConfigError, match=reason):
+        Run().keeper(store, **options)
+    assert list(store.list("")) == []  # nothing was created
+
+
+def test_a_resume_without_a_reader_says_that_the_data_starts_over() -> None:
+    store, run = MemoryStore(), Run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="Sparse")
+        keeper = run.keeper(store)
+        assert keeper.resume() is None  # a fresh start is no resume
+        run.step(keeper)
+        keeper.close()
+    keeper = Run().keeper(store)
+    with pytest.warns(UserWarning, match="the data starts over.*reader="):
+        keeper.resume()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keeper.resume()  # once is enough
+
+
 @pytest.mark.parametrize("every", [3, "30min"])
 @pytest.mark.parametrize("missing", ["skipped", "accumulated"])
 def test_a_loop_with_too_few_steps_does_not_end_in_silence(every: Any, missing: str) -> None:

@@ -19,7 +19,7 @@ from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger
-from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
+from emberkeep.keeper.dense import Json, Stateful, check_stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
@@ -95,6 +95,12 @@ class Keeper:
     ) -> None:
         if batches_per_step < 1:
             raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
+        if reader is not None:
+            check_stateful(
+                "reader=", reader,
+                "a version holds the reader's place; use emberkeep.data.Reader or torchdata's "
+                "StatefulDataLoader, or leave reader= out, and the data starts over after a resume",
+            )  # fmt: skip
         self.steps = 0
         self.reader = reader
         self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
@@ -112,6 +118,7 @@ class Keeper:
         self._checkpointer = self._open(exclusive) if self._ranks.leads else None
         self._recoverer = self._make_recoverer(total_steps)
         self._went_back = False
+        self._told_of_data = False
         self._begun = False
         self._closed = False
         self._exact_step = 0
@@ -363,6 +370,14 @@ class Keeper:
         with self._stalling():
             manifest = self._resume(version, fall_back)
             self._begun = True
+            if manifest is not None and self.reader is None and not self._told_of_data:
+                self._told_of_data = True
+                warnings.warn(
+                    f"step {manifest.step} was resumed and the keeper has no reader: the data "
+                    "starts over, unless you see to its place yourself; give the keeper reader= "
+                    "from the start to go on where the version ends",
+                    stacklevel=2,
+                )
             if manifest is None and self._preset.recovery is not None:
                 self._first_version()
             self._start_clock()
