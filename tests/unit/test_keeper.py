@@ -10,6 +10,7 @@ import threading
 import urllib.request
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -823,6 +824,83 @@ def test_sigterm_finishes_the_step_saves_and_exits(capsys: pytest.CaptureFixture
     assert manifest is not None
     assert manifest.step == 2
     assert fresh.bits() == run.bits()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Any]:
+    """Sends SIGINT as Ctrl-C does, also where this process was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_saves_as_sigterm_does(ctrl_c: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, run, events = MemoryStore(), Run(), []
+    keeper = run.keeper(
+        store,
+        strategy=ek.incremental(every=1000),
+        on_event=lambda name, details: events.append((name, details)),
+    )
+
+    def loop() -> None:
+        with keeper:
+            run.step(keeper)
+            ctrl_c()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # for a second one
+            run.step(keeper)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert events[-1] == ("stopped", {"step": 2, "saved_step": 2})
+    told = capfd.readouterr().err
+    assert told.index("Ctrl-C again to end at once") < told.index("SIGINT: stopped after step 2")
+    fresh = Run(seed=3)
+    manifest = fresh.keeper(store).resume()
+    assert manifest is not None
+    assert fresh.bits() == run.bits()
+
+
+def test_a_second_ctrl_c_ends_at_once(ctrl_c: Any) -> None:
+    """Whatever is being written, and in the middle of it."""
+    release = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if name.startswith("data/"):
+                ctrl_c()  # the handler is the main thread's, which waits for this
+                release.wait(60)
+            return super().put(name, data)
+
+    run = Run()
+    keeper = run.keeper(Slow(), strategy=ek.incremental(every=1000))
+
+    def loop() -> None:
+        with keeper:
+            run.step(keeper)
+            ctrl_c()
+            run.step(keeper)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert not release.is_set()
+    release.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_is_not_forgotten(ctrl_c: Any, number: int) -> None:
+    store, run = MemoryStore(), Run()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1000))
+    run.step(keeper)
+    os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        keeper.close()
+    assert [v.number for v in Repository.open(store).versions()] == [1]
+
+
+def test_an_ignored_sigint_stays_ignored(ctrl_c: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Run().keeper(MemoryStore()):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:

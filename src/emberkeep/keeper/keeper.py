@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 from torch import nn
@@ -24,7 +25,7 @@ from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
-from emberkeep.keeper.signals import Termination
+from emberkeep.keeper.signals import Termination, end
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
@@ -32,9 +33,6 @@ from emberkeep.prometheus import MetricsServer, exposition
 from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental
-
-EXIT_CODE = 75
-"""Of a process that was asked to stop: "try again later", as `sysexits.h` has it."""
 
 
 class Keeper:
@@ -61,7 +59,8 @@ class Keeper:
     - `about` is plain data that every manifest carries, for whoever looks at the repository.
     - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
       how they are written (its retention is the strategy's).
-    - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75.
+    - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
+      on Ctrl-C the same, and `KeyboardInterrupt` is raised. A second signal acts at once.
     - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "recovered" and
       "stopped"; the second and third come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
@@ -202,7 +201,7 @@ class Keeper:
                 [self._termination.asked, due and self._ranks.leads]
             )
             if asked:
-                self._stop()
+                self._stop(asked)
             if due_for_all:
                 self._save(whole=False)
             if look:
@@ -227,19 +226,25 @@ class Keeper:
         does, in float32, whatever the strategy; returns it when it is durable.
 
         If shards are lost that only a full recovery brings back, it raises `ShardLostError` and
-        stays open: `recover`, train on, and close again.
+        stays open: `recover`, train on, and close again. A signal that came after the last step
+        ends the process once everything is saved.
         """
         if self._closed:
             return None
+        asked = 0
         try:
             with self._stalling():
                 manifest = self._last_version(save)
+                if save:
+                    (asked,) = self._ranks.largest([self._termination.asked])
         except ShardLostError:
             raise  # it stays open: recover, train on, close
         except BaseException:
             self._release()
             raise
         self._release()
+        if asked:
+            self._leave(asked, self.steps)
         return manifest
 
     def _last_version(self, save: bool) -> Manifest | None:
@@ -271,6 +276,11 @@ class Keeper:
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
+            return
+        if isinstance(error, KeyboardInterrupt) and self._checkpointer is not None:
+            # At once: what is being written is given up, and nobody waits for it.
+            self._checkpointer.cancel()
+            self._release()
             return
         # The step that failed may have changed rows and not the rest: it is not saved.
         try:
@@ -581,8 +591,8 @@ class Keeper:
                 self._exact_step = newest
         return self._exact_step
 
-    def _stop(self) -> None:
-        """Saves within the grace period and exits; every rank, together."""
+    def _stop(self, asked: int) -> NoReturn:
+        """Saves within the grace period and ends the process; every rank, together."""
         deadline = time.monotonic() + self._grace.total_seconds()
 
         def left() -> timedelta:
@@ -598,13 +608,18 @@ class Keeper:
                     self._checkpointer.save(self.steps, extras)
                     self._checkpointer.join(left())
                 saved = self._checkpointer.committed_step
-            kept = f"version of step {saved}" if saved is not None else "no version of this run"
-            message = f"SIGTERM: stopped after step {self.steps}; {kept} was saved"
-            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
         self._ranks.barrier()
         self._release()
+        self._leave(asked, saved)
+
+    def _leave(self, asked: int, saved: int | None) -> NoReturn:
+        if self._checkpointer is not None:
+            kept = f"version of step {saved}" if saved is not None else "no version of this run"
+            name = signal.Signals(asked).name
+            message = f"{name}: stopped after step {self.steps}; {kept} was saved"
+            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
         self._tell("stopped", {"step": self.steps, "saved_step": saved})
-        raise SystemExit(EXIT_CODE)
+        end(asked)
 
     # -- when ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 Task = Callable[[], object]
 Ended = Callable[[BaseException | None], object]
 
-_PATIENCE_AT_EXIT = 5.0
+_PATIENCE_AT_EXIT = 2.0
 
 
 class Worker:
@@ -26,7 +26,7 @@ class Worker:
 
     Starting a thread takes the caller until it runs, which on a busy machine is milliseconds;
     handing work over takes microseconds. No error ends the thread: whoever waits for a task hears
-    how it ended. The thread ends with the worker, and before the interpreter does: that waits a few
+    how it ended. The thread ends with the worker, and before the interpreter does: that waits two
     seconds for a task under way and no longer.
     """
 
