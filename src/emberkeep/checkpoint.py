@@ -138,9 +138,13 @@ LOSSLESS = Strategy(layout="full")
 class Settings:
     """How versions are written.
 
-    `overlap` says what a save does that finds the one before still running. A background save
-    that fails is warned of, and its rows are in the next one; after `max_failures` in a row the
-    next call raises.
+    `overlap` says what a save does that finds the one before still running: "wait" for it, or
+    "cancel" it, told as the event `save_cancelled`; its rows are in the new one. After a save was
+    cancelled none is until a version is committed: where writing takes longer than the interval,
+    every other save is a version, and the one after it waits.
+
+    A background save that fails is warned of, and its rows are in the next one; after
+    `max_failures` in a row the next call raises.
     """
 
     overlap: Literal["wait", "cancel"] = "wait"
@@ -185,6 +189,8 @@ class Saving:
         self.committed: Future[Manifest] = Future()
         self.cancelled = threading.Event()
         self.ended = threading.Event()
+        # Whether a newer save may not give it up.
+        self.spared = False
 
 
 @dataclass(slots=True)
@@ -260,6 +266,8 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._worker = Worker("emberkeep-save", self.settings.nice)
         self._failures: list[BaseException] = []
+        self._cancelled = 0
+        self._cancelled_since_version = False
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
         # Behind saving in everything: training may have to wait for a save, never for a round.
@@ -318,6 +326,7 @@ class Checkpointer:
         snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
         pause = timedelta(seconds=time.perf_counter() - start)
         saving = Saving(step, pause, whole=since != PRIORITISED)
+        saving.spared = self._cancelled_since_version
         self._saving = saving
         write = partial(
             self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs, tables,
@@ -346,7 +355,7 @@ class Checkpointer:
 
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
-        if self.settings.overlap == "cancel":
+        if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
             self.cancel()
         self.join()
         self._rounds.make_room()
@@ -425,6 +434,7 @@ class Checkpointer:
             snapshot.close(advanced)
         if isinstance(outcome, Manifest):
             self._failures = []
+            self._cancelled_since_version = False
             self._tell_saved(outcome, saving)
             if grid_of(outcome) is None:
                 self._collect()
@@ -434,7 +444,11 @@ class Checkpointer:
             return
         if not saving.copied.done():
             saving.copied.set_exception(outcome)
-        if not isinstance(outcome, CancelledError):
+        if isinstance(outcome, CancelledError):
+            self._cancelled += 1
+            self._cancelled_since_version = True
+            self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
+        else:
             # Rows that were lost are no fault of the store: whoever recovers them saves again.
             if not isinstance(outcome, ShardLostError):
                 self._failures.append(outcome)

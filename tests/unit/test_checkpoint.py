@@ -13,7 +13,14 @@ import pytest
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    FencedError,
+    SaveError,
+    StateError,
+    StorageError,
+)
 from emberkeep.repository import KeepAll, KeepLast, Repository
 from emberkeep.repository.policies import Grid
 from emberkeep.tables import SGD, Adam, Table
@@ -304,6 +311,49 @@ def test_a_newer_save_cancels_the_older_one_when_told_to() -> None:
     fresh = opened()
     begun(fresh, keeper.repository.store).restore()
     assert state(fresh) == state(cluster)
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+@pytest.mark.parametrize("fails", [None, 4])
+def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any) -> None:
+    """Cancelled for ever, none would be: at most one is given up until a version is there."""
+    go = threading.Semaphore(0)
+
+    class Slow(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if name.startswith("data/"):
+                assert go.acquire(timeout=60)
+                if step - 1 == fails:  # a step later it is still being written
+                    raise StorageError("broken")
+            return super().put(name, data)
+
+    class Late(Checkpointer):
+        def join(self, timeout: timedelta | None = None) -> bool:
+            go.release()  # what is written goes on once the next save waits for it
+            ended = super().join(timeout)
+            while go.acquire(blocking=False):
+                pass
+            return ended
+
+    store, cluster, random = Slow(), opened([Table("one", rows=50, dim=4)]), np.random.default_rng()
+    events: list[tuple[str, Any]] = []
+    Repository.create(store, schema=cluster.schema())
+    keeper = Late(
+        Repository.open(store), cluster, strategy=Strategy(layout="full"),
+        settings=Settings(retention=KeepAll(), overlap="cancel"),
+        on_event=lambda *told: events.append(told),
+    )  # fmt: skip
+    for step in range(1, 10):
+        train(cluster, random, steps=1)
+        keeper.save(step)
+    keeper.wait()
+    told = [(details["step"], name) for name, details in events]
+    assert [step for step, _ in told] == list(range(1, 10))
+    given_up = [step for step, name in told if name == "save_cancelled"]
+    # After one that was given up, none is until there is a version.
+    assert given_up == ([1, 3, 5, 7] if fails is None else [1, 3, 6, 8])
+    assert [step for step, name in told if name == "save_failed"] == ([] if fails is None else [4])
+    assert [d["cancelled"] for name, d in events if name == "save_cancelled"] == [1, 2, 3, 4]
 
 
 def test_damage_is_refused_or_passed_over_as_asked() -> None:

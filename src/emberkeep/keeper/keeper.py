@@ -61,8 +61,8 @@ class Keeper:
       how they are written (its retention is the strategy's).
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
       on Ctrl-C the same, and `KeyboardInterrupt` is raised. A second signal acts at once.
-    - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "recovered" and
-      "stopped"; the second and third come from the thread that writes.
+    - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "save_cancelled",
+      "recovered" and "stopped"; those of saves come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
     - `batches_per_step` is how many batches the loop takes for each `step`.
     - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
@@ -673,6 +673,8 @@ class Keeper:
             self._ledger.saved(details)
         elif event == "save_failed":
             self._ledger.failed += 1
+        elif event == "save_cancelled":
+            self._ledger.cancelled += 1
         self._tell(event, details)
 
     def _tell(self, event: str, details: Json) -> None:
