@@ -26,11 +26,9 @@ from emberkeep.errors import (
     ConfigError,
     DamageError,
     FencedError,
-    NoVersionError,
     SaveError,
     ShardLostError,
     StateError,
-    StorageError,
 )
 from emberkeep.loading import (
     DENSE,
@@ -140,9 +138,13 @@ LOSSLESS = Strategy(layout="full")
 class Settings:
     """How versions are written.
 
-    `overlap` says what a save does that finds the one before still running. A background save
-    that fails is warned of, and its rows are in the next one; after `max_failures` in a row the
-    next call raises.
+    `overlap` says what a save does that finds the one before still running: "wait" for it, or
+    "cancel" it, told as the event `save_cancelled`; its rows are in the new one. After a save was
+    cancelled none is until a version is committed: where writing takes longer than the interval,
+    every other save is a version, and the one after it waits.
+
+    A background save that fails is warned of, and its rows are in the next one; after
+    `max_failures` in a row the next call raises.
     """
 
     overlap: Literal["wait", "cancel"] = "wait"
@@ -187,6 +189,8 @@ class Saving:
         self.committed: Future[Manifest] = Future()
         self.cancelled = threading.Event()
         self.ended = threading.Event()
+        # Whether a newer save may not give it up.
+        self.spared = False
 
 
 @dataclass(slots=True)
@@ -262,6 +266,8 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._worker = Worker("emberkeep-save", self.settings.nice)
         self._failures: list[BaseException] = []
+        self._cancelled = 0
+        self._cancelled_since_version = False
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
         # Behind saving in everything: training may have to wait for a save, never for a round.
@@ -320,12 +326,13 @@ class Checkpointer:
         snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
         pause = timedelta(seconds=time.perf_counter() - start)
         saving = Saving(step, pause, whole=since != PRIORITISED)
+        saving.spared = self._cancelled_since_version
         self._saving = saving
-        self._worker.do(
-            partial(
-                self._write, saving, snapshots, extras or Extras(), since, codecs, tables, strategy
-            )
-        )
+        write = partial(
+            self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs, tables,
+            strategy,
+        )  # fmt: skip
+        self._worker.do(write, partial(self._ended, saving))
         return saving
 
     def _since(self, strategy: Strategy) -> str | None:
@@ -348,7 +355,7 @@ class Checkpointer:
 
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
-        if self.settings.overlap == "cancel":
+        if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
             self.cancel()
         self.join()
         self._rounds.make_room()
@@ -397,17 +404,13 @@ class Checkpointer:
                 "rows are still in memory and part of the next save"
             ) from failures[-1]
 
-    def _write(
-        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
-    ) -> None:  # fmt: skip
+    def _ended(self, saving: Saving, error: BaseException | None) -> None:
         try:
-            self._write_and_settle(saving, snapshots, extras, since, codecs, tables, strategy)
-        except BaseException as error:
-            # Not a save that failed but one that could not even be cleaned up after.
-            self._failures.append(error)
-            if not saving.committed.done():
-                saving.committed.set_exception(error)
+            if error is not None:
+                # Not a save that failed but one that could not even be cleaned up after.
+                self._failures.append(error)
+                if not saving.committed.done():
+                    saving.committed.set_exception(error)
         finally:
             saving.ended.set()
 
@@ -431,6 +434,7 @@ class Checkpointer:
             snapshot.close(advanced)
         if isinstance(outcome, Manifest):
             self._failures = []
+            self._cancelled_since_version = False
             self._tell_saved(outcome, saving)
             if grid_of(outcome) is None:
                 self._collect()
@@ -440,7 +444,11 @@ class Checkpointer:
             return
         if not saving.copied.done():
             saving.copied.set_exception(outcome)
-        if not isinstance(outcome, CancelledError):
+        if isinstance(outcome, CancelledError):
+            self._cancelled += 1
+            self._cancelled_since_version = True
+            self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
+        else:
             # Rows that were lost are no fault of the store: whoever recovers them saves again.
             if not isinstance(outcome, ShardLostError):
                 self._failures.append(outcome)
@@ -571,7 +579,7 @@ class Checkpointer:
             self._collector.collect()
         except FencedError as error:
             self._failures.append(error)
-        except (StorageError, DamageError, NoVersionError) as error:
+        except Exception as error:
             # Old versions stay a little longer; the one just committed is not in doubt.
             warnings.warn(f"old versions could not be removed: {error}", stacklevel=1)
 
@@ -600,15 +608,21 @@ class Checkpointer:
         lost, whatever the strategy."""
         self.join()
         if step is None:
-            self.settle()
+            self._end()
             self.check()
             return None
         strategy = LOSSLESS if self.strategy.lossy else self.strategy
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
         self.save(step, extras, strategy=strategy)
         manifest = self.wait()
-        self.settle()
+        self._end()
         return manifest
+
+    def _end(self) -> None:
+        """Waits for everything under way and ends the threads; a later save starts them again."""
+        self.join()
+        self._worker.close()
+        self._rounds.close()
 
     def settle(self) -> None:
         """Waits until the rows of every version stand where they are to stay: without a grid, they

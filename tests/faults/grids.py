@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.codecs import Quantized
 from emberkeep.pool import Pool
 from emberkeep.repository import Collector, KeepAll, Manifest, Repository, RetentionPolicy, Writer
-from emberkeep.repository.bundles import streams
+from emberkeep.repository.bundles import BundleStream, streams
 from emberkeep.repository.extraction import Extractor
 from emberkeep.repository.gathering import rows_of_plan
 from emberkeep.repository.grid import grid_of, newest_catalog, plan
@@ -103,10 +104,7 @@ class World:
         before = None if baseline else self.newest
         chosen = set(self.rows) if before is None else self.changed
         with self.writer.begin() as draft:
-            for bundle in streams(
-                self._chunks(chosen), self.codecs, self.pool, birth=draft.version.number,
-                tables=list(IDS), file_nbytes=1500, metadata={"shard": 0},
-            ):  # fmt: skip
+            for bundle in self._bundles(chosen, draft.version.number):
                 draft.add(bundle.stream(), kind=KIND, suffix="grid", metadata=bundle.metadata)
             grid = draft.version if before is None else grid_of(before)
             manifest = draft.commit(
@@ -124,6 +122,12 @@ class World:
         self.newest = manifest
         self.changed = set()
         self.shadows[manifest.version.number] = dict(self.rows)
+
+    def _bundles(self, chosen: set[tuple[str, int]], birth: int) -> Iterator[BundleStream]:
+        return streams(
+            self._chunks(chosen), self.codecs, self.pool, birth=birth, tables=list(IDS),
+            file_nbytes=1500, metadata={"shard": 0},
+        )  # fmt: skip
 
     def _chunks(self, chosen: set[tuple[str, int]]) -> Any:
         for table, dim in DIM.items():

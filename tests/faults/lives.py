@@ -118,6 +118,8 @@ def end_at_step(number: int, *, before: bool, by: int = signal.SIGKILL) -> None:
     from torch.optim import optimizer
 
     left = [number]
+    if by == signal.SIGINT:  # which a process in the background of a shell inherits as ignored
+        signal.signal(by, signal.default_int_handler)
 
     def count(*_: Any) -> None:
         left[0] -= 1
@@ -143,6 +145,7 @@ ENDS: dict[str, Callable[[Any], None]] = {
     "before_step": lambda number: end_at_step(number, before=True),
     "after_step": lambda number: end_at_step(number, before=False),
     "sigterm_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGTERM),
+    "sigint_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGINT),
     "seconds": end_after,
 }
 

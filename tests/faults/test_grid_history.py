@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.errors import FencedError
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, Pin, fork, verify
+from emberkeep.repository.bundles import BundleStream, Part, encoded
 from emberkeep.repository.extraction import Extractor
 from emberkeep.repository.gathering import rows_of_plan
 from emberkeep.repository.grid import StaleError, grid_of, newest_catalog, plan, reading
 from emberkeep.repository.policies import Grid
-from tests.faults.grids import POOL, MemoryStore, World
+from tests.faults.grids import IDS, POOL, MemoryStore, World
 
 POLICIES = [KeepAll(), KeepAll(), KeepLast(n=5), KeepEvery(m=3) | KeepLast(n=2)]
 RULES = st.builds(
@@ -158,3 +162,44 @@ def test_a_pin_keeps_the_files_of_a_plan() -> None:
         assert rows == len(world.shadows[3])
     world.collect()
     assert world.unused_files() == set()
+
+
+class WithEmptyPieces(World):
+    """Writes as earlier releases did once ids had been deleted that were not there: the first
+    piece of the version has no rows, and may be its only one."""
+
+    def _bundles(self, chosen: set[tuple[str, int]], birth: int) -> Iterator[BundleStream]:
+        empty = Part(birth, None, (), np.empty(0, np.int32), np.empty(0, np.int64), ())
+        others = (
+            part
+            for chunk in self._chunks(chosen)
+            for part in encoded(chunk, list(IDS).index(chunk.table), self.codecs, POOL, birth=birth)
+        )
+        parts = itertools.chain([empty], others)
+        yield BundleStream(parts, list(IDS), nbytes=2**62, metadata={"shard": 0})
+
+
+@pytest.mark.parametrize("filters", [("range", "bloom", "true"), ()])
+def test_pieces_without_rows_are_taken_in_and_go(filters: tuple[str, ...]) -> None:
+    old = WithEmptyPieces(11, Grid(ratio=0.1, filters=filters))
+    for trained in (True, False, True, False):
+        if trained:
+            old.train()
+        old.save()
+    old.check()
+    assert verify(old.repository).ok
+    world = World.__new__(World)
+    world.__dict__.update(old.__dict__)
+    world.open()  # this release takes over
+    for number in range(3):
+        if number:
+            world.train()
+            world.save()
+        world.extract()
+        world.collect()
+        world.check()
+    catalog = newest_catalog(world.repository, grid_of(world.newest))  # type: ignore[arg-type]
+    assert min(piece.rows for _, piece in catalog.pieces()) > 0
+    assert world.unused_files() == set()
+    assert verify(world.repository).ok
+    assert verify(fork(world.repository, 2, MemoryStore())).ok

@@ -119,6 +119,23 @@ def test_a_keeper_of_plain_modules_survives_sigkill(nursery: Nursery, tmp_path: 
     check_plain(nursery, tmp_path, 8)
 
 
+@pytest.mark.parametrize(("end", "code"), [("sigterm_at_step", 75), ("sigint_at_step", 130)])
+def test_a_signal_saves_and_the_run_goes_on_from_there(
+    nursery: Nursery, tmp_path: Path, end: str, code: int
+) -> None:
+    whole, log = config(tmp_path, "whole"), tmp_path / "life.log"
+    assert nursery.live("train", whole, "--json", log=log) == 0, log.read_text()
+    expected = told(log)
+    path = config(tmp_path, "signalled")
+    assert nursery.live("train", path, "--json", log=log, end={end: 10}) == code, log.read_text()
+    versions = Repository.open(LocalStore(tmp_path / "signalled")).versions()
+    # Two optimizers step: it is the fifth step that ends, and none is due there.
+    newest = Repository.open(LocalStore(tmp_path / "signalled")).manifest(versions[-1])
+    assert newest.step == 5
+    assert nursery.live("train", path, "--json", log=log) == 0, log.read_text()
+    assert told(log) == expected
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive"])
 @pytest.mark.parametrize("tables", ["", DYNAMIC])

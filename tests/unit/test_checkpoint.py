@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,16 @@ import pytest
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.errors import ConfigError, DamageError, FencedError, SaveError, StateError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    FencedError,
+    SaveError,
+    StateError,
+    StorageError,
+)
 from emberkeep.repository import KeepAll, KeepLast, Repository
+from emberkeep.repository.policies import Grid
 from emberkeep.tables import SGD, Adam, Table
 from tests.contracts.engine import grads_of, state, wanted_of
 
@@ -116,6 +125,29 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
         keeper = begun(cluster, store, strategy=Strategy(layout=layout))
         keeper.restore()
         assert state(cluster) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
+    store = MemoryStore()
+    cluster = opened(EVICTING)
+    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    train(cluster, np.random.default_rng(8))
+    keeper.save(1)
+    keeper.wait()
+    expected = state(cluster)
+    for step in (2, 3):
+        for table in cluster.tables:
+            untrained = np.setdiff1d(np.arange(table.rows or 5000), cluster.touched_ids(table.name))
+            assert cluster.delete(table.name, untrained) == 0
+        keeper.save(step)
+        manifest = keeper.wait()
+        assert manifest is not None
+        assert manifest.files == () or layout == "full"
+    keeper.settle()
+    fresh = opened(EVICTING)
+    begun(fresh, store, strategy=Strategy(layout=layout)).restore()
+    assert state(fresh) == expected
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 5), (4, 4)])
@@ -281,6 +313,49 @@ def test_a_newer_save_cancels_the_older_one_when_told_to() -> None:
     assert state(fresh) == state(cluster)
 
 
+@pytest.mark.filterwarnings("ignore:saving step")
+@pytest.mark.parametrize("fails", [None, 4])
+def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any) -> None:
+    """Cancelled for ever, none would be: at most one is given up until a version is there."""
+    go = threading.Semaphore(0)
+
+    class Slow(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if name.startswith("data/"):
+                assert go.acquire(timeout=60)
+                if step - 1 == fails:  # a step later it is still being written
+                    raise StorageError("broken")
+            return super().put(name, data)
+
+    class Late(Checkpointer):
+        def join(self, timeout: timedelta | None = None) -> bool:
+            go.release()  # what is written goes on once the next save waits for it
+            ended = super().join(timeout)
+            while go.acquire(blocking=False):
+                pass
+            return ended
+
+    store, cluster, random = Slow(), opened([Table("one", rows=50, dim=4)]), np.random.default_rng()
+    events: list[tuple[str, Any]] = []
+    Repository.create(store, schema=cluster.schema())
+    keeper = Late(
+        Repository.open(store), cluster, strategy=Strategy(layout="full"),
+        settings=Settings(retention=KeepAll(), overlap="cancel"),
+        on_event=lambda *told: events.append(told),
+    )  # fmt: skip
+    for step in range(1, 10):
+        train(cluster, random, steps=1)
+        keeper.save(step)
+    keeper.wait()
+    told = [(details["step"], name) for name, details in events]
+    assert [step for step, _ in told] == list(range(1, 10))
+    given_up = [step for step, name in told if name == "save_cancelled"]
+    # After one that was given up, none is until there is a version.
+    assert given_up == ([1, 3, 5, 7] if fails is None else [1, 3, 6, 8])
+    assert [step for step, name in told if name == "save_failed"] == ([] if fails is None else [4])
+    assert [d["cancelled"] for name, d in events if name == "save_cancelled"] == [1, 2, 3, 4]
+
+
 def test_damage_is_refused_or_passed_over_as_asked() -> None:
     cluster, store = opened(), MemoryStore()
     keeper = begun(cluster, store, strategy=Strategy(layout="full"))
@@ -328,3 +403,95 @@ def test_a_model_of_another_shape_is_refused_by_name() -> None:
 def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Strategy(**wrong)
+
+
+# -- extraction that fails -----------------------------------------------------------------------
+
+POINTS = {
+    "before": "emberkeep.repository.rounds.Extractor",
+    "start": "emberkeep.repository.extraction.Extractor._start",
+    "admit": "emberkeep.repository.extraction.Extractor._admit",
+    "choose": "emberkeep.repository.extraction.Extractor._chosen",
+    "split": "emberkeep.repository.extraction.Extractor._split",
+    "divide": "emberkeep.repository.extraction.Extractor._divide",
+    "write": "emberkeep.repository.extraction.Extractor._write",
+    "commit": "emberkeep.repository.extraction.commit",
+    "replace": "emberkeep.repository.extraction.Extractor._replace",
+    "told": "emberkeep.repository.rounds._details",
+}
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OSError, IndexError, KeyboardInterrupt])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_round_that_fails_anywhere_is_told_and_done_again(
+    point: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, cluster, store = np.random.default_rng(4), opened(), MemoryStore()
+    events: list[tuple[str, Any]] = []
+    rules = Strategy(layout="grid", grid=Grid(ratio=0.0, resets=False))
+
+    def keeping() -> Checkpointer:
+        keeper = begun(cluster, store, strategy=rules, on_event=lambda *told: events.append(told))
+        keeper.restore()
+        return keeper
+
+    def save(*steps: int) -> None:
+        for step in steps:
+            train(cluster, random)
+            keeper.save(step)
+            keeper.wait()
+            keeper.settle()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("on purpose")
+
+    keeper = keeping()
+    save(1)
+    keeper = keeping()  # an extractor is made again
+    with monkeypatch.context() as patched:
+        patched.setattr(POINTS[point], fails)
+        with pytest.warns(UserWarning, match="on purpose"):
+            save(2, 3)
+    failed = [details for name, details in events if name == "extraction_failed"]
+    assert [details["in_a_row"] for details in failed] == [1, 2]
+    assert all("on purpose" in details["error"] for details in failed)
+    save(4)
+    keeper.close()
+    done = [details for name, details in events if name == "extracted"]
+    assert done[-1]["covered"] == 4
+    assert len(events) == 4 + 2 + 2  # saved, failed, extracted: no round was tried in between
+    fresh = opened()
+    begun(fresh, store, strategy=rules).restore()
+    assert state(fresh) == state(cluster)
+
+
+@pytest.mark.parametrize("layout", ["intermittent", "grid"])
+@pytest.mark.parametrize("kind", [MemoryError, OSError])
+def test_a_gc_that_fails_fails_no_save(
+    layout: Any, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise kind("on purpose")
+
+    monkeypatch.setattr("emberkeep.checkpoint.Collector.collect", fails)
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout=layout))
+    for step in (1, 2):
+        train(cluster, np.random.default_rng(step))
+        with pytest.warns(UserWarning, match="on purpose"):
+            manifest = keeper.close(step)
+        assert manifest is not None
+        assert manifest.step == step
+
+
+def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    cluster = opened()
+    keeper = begun(cluster, strategy=Strategy(layout="grid"))
+    for step in (1, 3):
+        train(cluster, np.random.default_rng(step))
+        keeper.save(step)
+        keeper.wait()
+        keeper.close(step + 1)
+        names = {thread.name for thread in threading.enumerate()} - before
+        assert not [name for name in names if name in ("emberkeep-save", "emberkeep-extract")]

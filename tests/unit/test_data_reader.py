@@ -199,6 +199,32 @@ def test_a_new_budget_replaces_the_old_one() -> None:
         assert len(list(reader.hand_out(2))) == 2
 
 
+def test_what_was_lent_and_not_renewed_is_refused_not_ended() -> None:
+    with Reader(Numbers(40), batch_size=4) as reader:
+        reader.lend(3, "renew it")
+        taken = [next(reader) for _ in range(3)]
+        assert reader.peek() is None  # nothing beyond it is read ahead
+        for _ in range(2):
+            with pytest.raises(StateError, match="renew it"):
+                next(reader)
+        reader.lend(2, "renew it")
+        taken += [next(reader) for _ in range(2)]
+        reader.lend(None)
+        assert numbers_of([*taken, *reader]) == list(range(40))
+        assert reader.finished
+        reader.lend(0, "renew it")
+        assert list(reader) == []  # the end of the data is one, whatever was lent
+
+
+def test_a_budget_within_what_was_lent_ends_the_iteration() -> None:
+    with Reader(Numbers(40), batch_size=4) as reader:
+        reader.lend(5, "renew it")
+        assert numbers_of(list(reader.hand_out(2))) == list(range(8))
+        assert numbers_of(list(reader.hand_out(3))) == list(range(8, 20))
+        with pytest.raises(StateError, match="renew it"):
+            list(reader.hand_out(None))
+
+
 @pytest.mark.parametrize(("world", "kept"), [(1, 20), (2, 16)])
 def test_drop_last_leaves_out_the_incomplete_global_batch(world: int, kept: int) -> None:
     seen, states = [], []

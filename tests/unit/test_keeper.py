@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 import urllib.request
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -699,6 +701,98 @@ def test_several_batches_for_each_step() -> None:
     assert keeper.steps == 5
 
 
+class _Saves:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"reader": torch.utils.data.DataLoader([1, 2])}, "reader= is a DataLoader.*Stateful"),
+        ({"reader": _Saves()}, "reader= is a _Saves without load_state_dict"),
+        ({"state": {"epoch": 3}}, r"state=\{'epoch': ...\} is an int without state_dict and load_"),
+        (
+            {"state": {"mine": _Saves()}},
+            r"state=\{'mine': ...\} is a _Saves without load_state_dict",
+        ),
+        ({"state": {"mine": None}}, "without state_dict and load_state_dict"),
+        ({"state": {"kind": _Saves}}, "a class, not an object"),
+        ({"state": _Saves()}, r"state= is a _Saves: give a dict"),
+        ({"state": {3: _Saves()}}, "state= has the name 3"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(options: dict[str, Any], reason: str) -> None:
+    store = MemoryStore()
+    with pytest.raises(ConfigError, match=reason):
+        Run().keeper(store, **options)
+    assert list(store.list("")) == []  # nothing was created
+
+
+def test_a_resume_without_a_reader_says_that_the_data_starts_over() -> None:
+    store, run = MemoryStore(), Run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="Sparse")
+        keeper = run.keeper(store)
+        assert keeper.resume() is None  # a fresh start is no resume
+        run.step(keeper)
+        keeper.close()
+    keeper = Run().keeper(store)
+    with pytest.warns(UserWarning, match="the data starts over.*reader="):
+        keeper.resume()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keeper.resume()  # once is enough
+
+
+@pytest.mark.parametrize("every", [3, "30min"])
+@pytest.mark.parametrize("missing", ["skipped", "accumulated"])
+def test_a_loop_with_too_few_steps_does_not_end_in_silence(every: Any, missing: str) -> None:
+    reader = Reader(Synthetic(samples=160, rows_total=200), batch_size=16)
+    run = Run()
+    keeper = run.keeper(MemoryStore(), reader=reader, strategy=ek.incremental(every=every))
+    keeper.resume()
+    taken = 0
+
+    def loop() -> None:
+        nonlocal taken
+        for _ in reader:
+            taken += 1
+            if missing == "skipped" and taken in (1, 2):
+                continue  # as for a loss that is not finite
+            if missing == "accumulated" and taken % 4:
+                continue
+            run.step(keeper)
+
+    with pytest.raises(StateError, match=r"call keeper\.step\(\).*batches_per_step="):
+        loop()
+    assert taken < 10
+    assert not reader.finished
+    # Nothing is lost: once the steps are taken, the reader goes on.
+    while not reader.finished:
+        with contextlib.suppress(StateError):
+            for _ in reader:
+                taken += 1
+                run.step(keeper)
+        keeper.step()
+    assert taken == 10
+    keeper.close()
+
+
+def test_the_budget_of_a_user_is_not_the_keepers() -> None:
+    reader = Reader(Synthetic(samples=160, rows_total=200), batch_size=16)
+    run = Run()
+    keeper = run.keeper(MemoryStore(), reader=reader.hand_out(7), strategy=EACH)
+    keeper.resume()
+    for _ in reader:
+        run.step(keeper)
+    assert keeper.steps == 7
+    keeper.close()
+    assert sum(1 for _ in reader) == 0
+    assert sum(1 for _ in reader.hand_out(None)) == 3
+
+
 def test_a_reader_of_ones_own_with_tensors_in_its_state() -> None:
     class Own:
         place = torch.tensor([1, 2])
@@ -759,6 +853,83 @@ def test_sigterm_finishes_the_step_saves_and_exits(capsys: pytest.CaptureFixture
     assert manifest is not None
     assert manifest.step == 2
     assert fresh.bits() == run.bits()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Any]:
+    """Sends SIGINT as Ctrl-C does, also where this process was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_saves_as_sigterm_does(ctrl_c: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    store, run, events = MemoryStore(), Run(), []
+    keeper = run.keeper(
+        store,
+        strategy=ek.incremental(every=1000),
+        on_event=lambda name, details: events.append((name, details)),
+    )
+
+    def loop() -> None:
+        with keeper:
+            run.step(keeper)
+            ctrl_c()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # for a second one
+            run.step(keeper)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert events[-1] == ("stopped", {"step": 2, "saved_step": 2})
+    told = capfd.readouterr().err
+    assert told.index("Ctrl-C again to end at once") < told.index("SIGINT: stopped after step 2")
+    fresh = Run(seed=3)
+    manifest = fresh.keeper(store).resume()
+    assert manifest is not None
+    assert fresh.bits() == run.bits()
+
+
+def test_a_second_ctrl_c_ends_at_once(ctrl_c: Any) -> None:
+    """Whatever is being written, and in the middle of it."""
+    release = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if name.startswith("data/"):
+                ctrl_c()  # the handler is the main thread's, which waits for this
+                release.wait(60)
+            return super().put(name, data)
+
+    run = Run()
+    keeper = run.keeper(Slow(), strategy=ek.incremental(every=1000))
+
+    def loop() -> None:
+        with keeper:
+            run.step(keeper)
+            ctrl_c()
+            run.step(keeper)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert not release.is_set()
+    release.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_is_not_forgotten(ctrl_c: Any, number: int) -> None:
+    store, run = MemoryStore(), Run()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1000))
+    run.step(keeper)
+    os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        keeper.close()
+    assert [v.number for v in Repository.open(store).versions()] == [1]
+
+
+def test_an_ignored_sigint_stays_ignored(ctrl_c: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Run().keeper(MemoryStore()):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:

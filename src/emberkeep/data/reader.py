@@ -8,6 +8,8 @@ Guarantees:
   was only prefetched. It resumes with another worker count and another batch size.
 - A budget is exact: after `hand_out(n)` come n batches and then `StopIteration`, and nothing beyond
   them is read ahead. The next budget goes on with the next batch.
+- What is lent is as exact, but its end is no end of the data: after `lend(n)` come at most n
+  batches and then `StateError`, until it is renewed.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class Reader:
         self._prefetch = prefetch
         self._place = _Place(samples=0, mark=None)
         self._budget: int | None = None
+        self._lent: int | None = None
+        self._unless_renewed = ""
         self._finished = False
         self._stream: _Feed | _Prefetcher | None = None
         self._stop: weakref.finalize[..., Reader] | None = None
@@ -98,10 +102,20 @@ class Reader:
         if batches is not None and batches < 0:
             raise ConfigError(f"a budget is 0 or more batches, not {batches}")
         self._budget = batches
-        stream = self._own_stream()
-        if isinstance(stream, _Prefetcher):
-            stream.allow(self._allowance())
+        self._allow()
         return self
+
+    def lend(self, batches: int | None, unless_renewed: str = "") -> None:
+        """So many batches may be taken until this is called again; None takes the limit away.
+
+        For whoever acts between batches, as a keeper does: a loop that takes more has forgotten
+        it, and would end early without a word if that were an end. It gets `StateError` with the
+        message `unless_renewed`. The budget of `hand_out` is another and stays as it is.
+        """
+        if batches is not None and batches < 0:
+            raise ConfigError(f"0 or more batches can be lent, not {batches}")
+        self._lent, self._unless_renewed = batches, unless_renewed
+        self._allow()
 
     def __iter__(self) -> Reader:
         return self
@@ -109,14 +123,14 @@ class Reader:
     def __next__(self) -> Batch:
         if self._budget == 0 or self._finished:
             raise StopIteration
+        if self._lent == 0:
+            raise StateError(self._unless_renewed)
         stream = self._own_stream() or self._start()
-        if self._budget is not None:
-            self._budget -= 1
+        self._spend(1)
         try:
             item = stream.take(self._allowance())
         except BaseException:
-            if self._budget is not None:
-                self._budget += 1
+            self._spend(-1)
             self._drop_stream()
             raise
         if item is None:
@@ -129,10 +143,12 @@ class Reader:
     def peek(self) -> Batch | None:
         """The batch that `next` will hand out, if it lies ready; it does not count as handed out.
 
-        None where it would have to be waited for, or the budget does not cover it.
+        None where it would have to be waited for, or neither the budget nor what was lent covers
+        it.
         """
         stream = self._own_stream()
-        return stream.peek() if isinstance(stream, _Prefetcher) and self._budget != 0 else None
+        covered = self._budget != 0 and self._lent != 0
+        return stream.peek() if isinstance(stream, _Prefetcher) and covered else None
 
     def state_dict(self) -> dict[str, Any]:
         """A small dict of plain values; the same on every worker after the same step."""
@@ -193,10 +209,20 @@ class Reader:
         return _Place(samples=samples, mark=None if mark is None else dict(mark))
 
     def _allowance(self) -> int:
-        """How many batches may lie ready: none that the budget does not cover."""
-        if self._budget is None:
-            return self._prefetch
-        return min(self._prefetch, self._budget)
+        """How many batches may lie ready: none that may not be taken."""
+        limits = (self._budget, self._lent)
+        return min([self._prefetch, *(limit for limit in limits if limit is not None)])
+
+    def _allow(self) -> None:
+        stream = self._own_stream()
+        if isinstance(stream, _Prefetcher):
+            stream.allow(self._allowance())
+
+    def _spend(self, batches: int) -> None:
+        if self._budget is not None:
+            self._budget -= batches
+        if self._lent is not None:
+            self._lent -= batches
 
     def _own_stream(self) -> _Feed | _Prefetcher | None:
         if self._pid != os.getpid():

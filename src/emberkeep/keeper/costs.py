@@ -43,6 +43,7 @@ class Ledger:
         self.stall_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
+        self.cancelled = 0
         self.resumed = 0
         self.step = 0
         self.version = 0
@@ -84,6 +85,8 @@ class Ledger:
             told = [
                 ("versions_total", "counter", "versions committed", len(self._commits_ms)),
                 ("failed_saves_total", "counter", "saves that failed", self.failed),
+                ("cancelled_saves_total", "counter", "saves given up for newer ones",
+                 self.cancelled),
                 ("resumes_total", "counter", "versions restored", self.resumed),
                 ("written_bytes_total", "counter", "bytes written", self.written_nbytes),
                 ("pause_seconds_sum", "counter", "training stood still while versions were cut",

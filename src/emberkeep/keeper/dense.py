@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from emberkeep.errors import StateError
+from emberkeep.errors import ConfigError, StateError
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.loading import shortened
 
@@ -27,6 +27,35 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def check_stateful(what: str, value: Any, remedy: str) -> None:
+    """Refuses at once what the first version, maybe an hour later, could not be made of."""
+    needed = ("state_dict", "load_state_dict")
+    missing = [name for name in needed if not callable(getattr(value, name, None))]
+    if isinstance(value, type):
+        raise ConfigError(f"{what} is {value.__name__}, a class, not an object: {remedy}")
+    if missing:
+        kind = type(value).__name__
+        article = "an" if kind[0] in "aeiouAEIOU" else "a"
+        raise ConfigError(f"{what} is {article} {kind} without {' and '.join(missing)}: {remedy}")
+
+
+def check_states(states: Any) -> None:
+    """Refuses a `state=` of a keeper that could not be saved."""
+    if not isinstance(states, Mapping):
+        raise ConfigError(
+            f"state= is a {type(states).__name__}: give a dict that names what to save, such as "
+            '{"schedule": scheduler}'
+        )
+    for name, state in states.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"state= has the name {name!r}: names are strings")
+        check_stateful(
+            f"state={{{name!r}: ...}}", state,
+            "a version stores what state_dict() returns and gives it to load_state_dict(); put "
+            "plain values in an object that has both",
+        )  # fmt: skip
 
 
 class Dense:

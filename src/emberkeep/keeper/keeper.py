@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 from torch import nn
@@ -26,12 +27,12 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.keeper.costs import Costs, Ledger
-from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
+from emberkeep.keeper.dense import Json, Stateful, check_stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
-from emberkeep.keeper.signals import Termination
+from emberkeep.keeper.signals import Termination, end
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
 from emberkeep.pool import Pool
@@ -39,9 +40,6 @@ from emberkeep.prometheus import MetricsServer, exposition
 from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.strategies import Preset, incremental
-
-EXIT_CODE = 75
-"""Of a process that was asked to stop: "try again later", as `sysexits.h` has it."""
 
 
 class Keeper:
@@ -68,9 +66,10 @@ class Keeper:
     - `about` is plain data that every manifest carries, for whoever looks at the repository.
     - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
       how they are written (its retention is the strategy's).
-    - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75.
-    - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "recovered" and
-      "stopped"; the second and third come from the thread that writes.
+    - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
+      on Ctrl-C the same, and `KeyboardInterrupt` is raised. A second signal acts at once.
+    - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "save_cancelled",
+      "recovered" and "stopped"; those of saves come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
     - `must_exist` refuses a repository that is not there or has no version, instead of starting
       over: a mount that is missing looks like a first start.
@@ -105,6 +104,12 @@ class Keeper:
     ) -> None:
         if batches_per_step < 1:
             raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
+        if reader is not None:
+            check_stateful(
+                "reader=", reader,
+                "a version holds the reader's place; use emberkeep.data.Reader or torchdata's "
+                "StatefulDataLoader, or leave reader= out, and the data starts over after a resume",
+            )  # fmt: skip
         self.steps = 0
         self.reader = reader
         self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
@@ -122,6 +127,7 @@ class Keeper:
         self._checkpointer = self._open(exclusive, must_exist) if self._ranks.leads else None
         self._recoverer = self._make_recoverer(total_steps)
         self._went_back = False
+        self._told_of_data = False
         self._begun = False
         self._closed = False
         self._exact_step = 0
@@ -216,7 +222,7 @@ class Keeper:
                 [self._termination.asked, due and self._ranks.leads]
             )
             if asked:
-                self._stop()
+                self._stop(asked)
             if due_for_all:
                 self._save(whole=False)
             if look:
@@ -241,19 +247,25 @@ class Keeper:
         does, in float32, whatever the strategy; returns it when it is durable.
 
         If shards are lost that only a full recovery brings back, it raises `ShardLostError` and
-        stays open: `recover`, train on, and close again.
+        stays open: `recover`, train on, and close again. A signal that came after the last step
+        ends the process once everything is saved.
         """
         if self._closed:
             return None
+        asked = 0
         try:
             with self._stalling():
                 manifest = self._last_version(save)
+                if save:
+                    (asked,) = self._ranks.largest([self._termination.asked])
         except ShardLostError:
             raise  # it stays open: recover, train on, close
         except BaseException:
             self._release()
             raise
         self._release()
+        if asked:
+            self._leave(asked, self.steps)
         return manifest
 
     def _last_version(self, save: bool) -> Manifest | None:
@@ -285,6 +297,11 @@ class Keeper:
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
+            return
+        if isinstance(error, KeyboardInterrupt) and self._checkpointer is not None:
+            # At once: what is being written is given up, and nobody waits for it.
+            self._checkpointer.cancel()
+            self._release()
             return
         # The step that failed may have changed rows and not the rest: it is not saved.
         try:
@@ -384,6 +401,14 @@ class Keeper:
         with self._stalling():
             manifest = self._resume(version, fall_back)
             self._begun = True
+            if manifest is not None and self.reader is None and not self._told_of_data:
+                self._told_of_data = True
+                warnings.warn(
+                    f"step {manifest.step} was resumed and the keeper has no reader: the data "
+                    "starts over, unless you see to its place yourself; give the keeper reader= "
+                    "from the start to go on where the version ends",
+                    stacklevel=2,
+                )
             if manifest is None and self._preset.recovery is not None:
                 self._first_version()
             self._start_clock()
@@ -587,8 +612,8 @@ class Keeper:
                 self._exact_step = newest
         return self._exact_step
 
-    def _stop(self) -> None:
-        """Saves within the grace period and exits; every rank, together."""
+    def _stop(self, asked: int) -> NoReturn:
+        """Saves within the grace period and ends the process; every rank, together."""
         deadline = time.monotonic() + self._grace.total_seconds()
 
         def left() -> timedelta:
@@ -604,13 +629,18 @@ class Keeper:
                     self._checkpointer.save(self.steps, extras)
                     self._checkpointer.join(left())
                 saved = self._checkpointer.committed_step
-            kept = f"version of step {saved}" if saved is not None else "no version of this run"
-            message = f"SIGTERM: stopped after step {self.steps}; {kept} was saved"
-            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
         self._ranks.barrier()
         self._release()
+        self._leave(asked, saved)
+
+    def _leave(self, asked: int, saved: int | None) -> NoReturn:
+        if self._checkpointer is not None:
+            kept = f"version of step {saved}" if saved is not None else "no version of this run"
+            name = signal.Signals(asked).name
+            message = f"{name}: stopped after step {self.steps}; {kept} was saved"
+            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
         self._tell("stopped", {"step": self.steps, "saved_step": saved})
-        raise SystemExit(EXIT_CODE)
+        end(asked)
 
     # -- when ------------------------------------------------------------------------------------
 
@@ -629,8 +659,15 @@ class Keeper:
         (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
         self._looked_at, self._looked_step = now, self.steps
         self._next_look = self.steps + ahead
-        if hasattr(self.reader, "hand_out"):
-            self.reader.hand_out(ahead * self._batches_per_step)
+        if hasattr(self.reader, "lend"):
+            each = self._batches_per_step
+            self.reader.lend(
+                ahead * each,
+                f"the loop has taken {ahead * each} batches since step {self.steps} and called "
+                f"keeper.step() fewer than {ahead} times, so no further batch was handed out: call "
+                "keeper.step() after every batch, also after one that you skip, or give the keeper "
+                f"batches_per_step= (it is {each}) if your loop takes several for a step",
+            )
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -657,6 +694,8 @@ class Keeper:
             self._ledger.saved(details)
         elif event == "save_failed":
             self._ledger.failed += 1
+        elif event == "save_cancelled":
+            self._ledger.cancelled += 1
         self._tell(event, details)
 
     def _tell(self, event: str, details: Json) -> None:
@@ -677,7 +716,7 @@ class Keeper:
         self._parts.tables.stop_following()
         for handle in self._handles:
             handle.remove()
-        if hasattr(self.reader, "hand_out"):
-            self.reader.hand_out(None)
+        if hasattr(self.reader, "lend"):
+            self.reader.lend(None)
         if self._server is not None:
             self._server.close()

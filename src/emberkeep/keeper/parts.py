@@ -12,7 +12,7 @@ from torch import nn
 
 from emberkeep.errors import ConfigError
 from emberkeep.keeper import following
-from emberkeep.keeper.dense import Dense, Stateful
+from emberkeep.keeper.dense import Dense, Stateful, check_states
 from emberkeep.keeper.subjects import Together
 from emberkeep.keeper.tables import TorchTables, embeddings
 from emberkeep.loading import Subject
@@ -43,6 +43,7 @@ def take_apart(
 ) -> Parts:
     """Finds everything that must be saved. Tables that cannot be followed are told once, or refused
     if `strict`."""
+    check_states(states)
     model = unwrapped(model)
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     own = [

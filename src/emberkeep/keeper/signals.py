@@ -1,33 +1,53 @@
-"""SIGTERM as a request that is granted at the end of a step."""
+"""SIGTERM and Ctrl-C as requests that are granted at the end of a step."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from typing import Any
+from typing import Any, NoReturn
+
+EXIT_CODE = 75
+"""Of a process that was asked to stop: "try again later", as `sysexits.h` has it."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HINT = b"\nemberkeep: stopping after this step, with a version; Ctrl-C again to end at once\n"
 
 
 class Termination:
-    """Notes the first SIGTERM; a second one acts as if nobody had listened.
+    """Notes the first SIGTERM or SIGINT; a second one acts as if nobody had listened.
 
+    A SIGINT that the process was started to ignore, as in the background of a shell, stays ignored.
     Signals belong to the main thread: made elsewhere, this notes nothing and changes nothing.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
-        self._listening = threading.current_thread() is threading.main_thread()
-        if self._listening:
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self.asked = 0
+        """The number of the signal; 0 as long as there was none."""
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
+                self._before[number] = signal.signal(number, self._note)
 
-    def _note(self, _signal: int, _frame: Any) -> None:
-        self.asked = True
+    def _note(self, number: int, _frame: Any) -> None:
+        self.asked = number
         self.close()
+        if number == signal.SIGINT:
+            # Not print: the signal may have come while this thread was writing to the same stream.
+            os.write(2, _HINT)
 
     def close(self) -> None:
         """Puts back what was there before."""
-        if self._listening:
-            self._listening = False
+        while self._before:
+            number, before = self._before.popitem()
             # None stands for a handler that was not installed from Python: it cannot be put back.
-            before = signal.SIG_DFL if self._before is None else self._before
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def end(asked: int) -> NoReturn:
+    """Ends the process after a signal: SIGTERM with `EXIT_CODE`, Ctrl-C as it ever does."""
+    if asked == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(EXIT_CODE)

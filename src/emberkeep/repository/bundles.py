@@ -365,11 +365,14 @@ def streams(
     chunks: Iterable[Chunk], codecs: Codecs, pool: Pool, *, birth: int, tables: Sequence[str],
     file_nbytes: int, metadata: Json,
 ) -> Iterator[BundleStream]:  # fmt: skip
-    """Cuts the chunks of a version into files; each must be streamed before the next."""
+    """Cuts the chunks of a version into files; each must be streamed before the next.
+
+    A chunk without rows says nothing and is left out: no piece is empty.
+    """
     numbers = {name: number for number, name in enumerate(tables)}
 
     def parts() -> Iterator[Part]:
-        for chunk in chunks:
+        for chunk in (chunk for chunk in chunks if chunk.ids.size):
             yield from encoded(chunk, numbers[chunk.table], codecs, pool, birth=birth)
 
     rest = parts()

@@ -72,7 +72,9 @@ class Keys:
     def of(cls, tables: I32, ids: I64) -> Keys:
         """Keys from sorted arrays."""
         present, firsts = np.unique(tables, return_index=True)
-        lasts = np.append(firsts[1:], ids.size) - 1
+        # One end for each beginning, also where there is none: earlier releases wrote pieces
+        # without rows.
+        lasts = np.append(firsts, ids.size)[1:] - 1
         return cls(tables, ids, present, ids[firsts], ids[lasts])
 
     def hashes(self) -> U64:
@@ -339,11 +341,14 @@ class Extractor:
     def _chosen(
         self, catalog: Catalog, taken: Iterable[Bundle]
     ) -> list[tuple[Key, tuple[Bundle, Piece]]]:
-        """The pieces to be split, and those that stand in files which are mostly unused."""
+        """The pieces to be split, those without rows, and those that stand in files which are
+        mostly unused."""
         found: dict[Key, tuple[Bundle, Piece]] = {}
         for living in self._living.values():
             enough = self.settings.ratio * living.piece.rows
-            if living.dead and ("true" not in self.settings.filters or living.dead >= enough):
+            dying = living.dead and ("true" not in self.settings.filters or living.dead >= enough)
+            # A piece without rows, as earlier releases wrote them, leaves nothing behind.
+            if dying or not living.piece.rows:
                 found[living.key] = living.bundle, living.piece
         for bundle in (*catalog.bundles, *taken):
             keys = [(bundle.name, piece.head) for piece in bundle.pieces]

@@ -115,8 +115,11 @@ class Piece:
 def pieces(
     chunks: Iterable[Chunk], codecs: Codecs, pool: Pool, *, piece_nbytes: int, metadata: Json
 ) -> Iterator[Piece]:
-    """Cuts chunks into files of about `piece_nbytes`; each must be streamed before the next."""
-    rest = iter(chunks)
+    """Cuts chunks into files of about `piece_nbytes`; each must be streamed before the next.
+
+    A chunk without rows says nothing and is left out: no file holds nothing.
+    """
+    rest = (chunk for chunk in chunks if chunk.ids.size)
     first = next(rest, None)
     while first is not None:
         piece = Piece(first, rest, codecs, piece_nbytes, pool, metadata)

@@ -11,7 +11,7 @@ from emberkeep.errors import DamageError, EmberkeepError, FencedError
 from emberkeep.repository.ahead import Worker
 from emberkeep.repository.documents import Json
 from emberkeep.repository.extraction import Extracted, Extractor
-from emberkeep.repository.grid import StaleError, grid_of
+from emberkeep.repository.grid import grid_of
 from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
@@ -20,8 +20,12 @@ from emberkeep.repository.writer import Writer
 
 class Rounds:
     """Runs a round of extraction whenever versions have been committed; several at once if it
-    must. A round that fails is told and done again with the next version: nothing depends on it.
-    After each, `collect` removes what is not needed any more: the next save waits for neither.
+    must. After each, `collect` removes what is not needed any more. The next save waits for
+    neither.
+
+    A round that fails, whatever the error, is warned of, told as `extraction_failed`, and done
+    again with the next version that is committed, once for each: nothing depends on it. Whoever
+    waits for a round waits no longer than it takes, however it ends.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Rounds:
         self.rules = rules
         self._collect = collect
         self.failure: FencedError | None = None
+        self.failed_in_a_row = 0
         self._writer = writer
         self._tell = tell
         self._worker = Worker("emberkeep-extract", nice)
@@ -50,8 +55,11 @@ class Rounds:
         with self._changed:
             self._waiting.append(manifest)
             if not self._busy:
-                self._busy = True
-                self._worker.do(self._work)
+                self._start()
+
+    def _start(self) -> None:
+        self._worker.do(self._work, self._ended)
+        self._busy = True
 
     def make_room(self) -> None:
         """Called before a version is saved: waits while extraction is too far behind."""
@@ -70,6 +78,11 @@ class Rounds:
         """Waits until no round is under way."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy)
+
+    def close(self) -> None:
+        """Waits until no round is under way, and ends the thread."""
+        self.join()
+        self._worker.close()
 
     def restored(self, seconds: float, nbytes: int) -> None:
         """A restore took so long: the best there is to predict the next one."""
@@ -105,18 +118,24 @@ class Rounds:
             with self._changed:
                 waiting = list(self._waiting)
                 if not waiting and self._passed_over is None:
-                    self._busy = False
-                    self._changed.notify_all()
                     return
-            try:
-                done = self._round(waiting)
-            except BaseException as error:
-                self._failed(error)
-                return
+            done = self._round(waiting)
+            self.failed_in_a_row = 0
             with self._changed:
                 self._waiting = self._waiting[done:]
                 self._changed.notify_all()
             self._collect()
+
+    def _ended(self, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                self._failed(error)
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                if self._waiting:  # it came after the last look
+                    self._start()
 
     def _round(self, waiting: list[Manifest]) -> int:
         """Takes in the versions of the first grid that waits, or, if none does, splits what was
@@ -140,18 +159,20 @@ class Rounds:
 
     def _failed(self, error: BaseException) -> None:
         with self._changed:
-            self._busy = False
             # The next version brings them back: it names the one before it.
             self._waiting, self._passed_over = [], None
-            self._changed.notify_all()
         if isinstance(error, FencedError):
             self.failure = error
-        elif isinstance(error, StaleError | EmberkeepError):
-            what = "damage" if isinstance(error, DamageError) else "failure"
-            warnings.warn(f"extraction ended with a {what}: {error}", stacklevel=1)
-            self._tell("extraction_failed", {"error": str(error)})
-        else:
-            raise error
+            return
+        self.failed_in_a_row += 1
+        what = "damage" if isinstance(error, DamageError) else "a failure"
+        told = str(error) if isinstance(error, EmberkeepError) else repr(error)
+        self._tell("extraction_failed", {"error": told, "in_a_row": self.failed_in_a_row})
+        warnings.warn(
+            f"extraction ended with {what}, {self.failed_in_a_row} in a row by now: {told}; no "
+            "version is in danger, and the next one tries again",
+            stacklevel=1,
+        )
 
 
 def _details(extracted: Extracted, seconds: float) -> Json:
