@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -410,18 +411,33 @@ def _as_chunks(table: TableRange, parts: Sequence[Part]) -> Iterator[Chunk]:
         yield Chunk(table.name, ids, planes)
 
 
+@contextmanager
+def closed_if_raised() -> Iterator[list[Any]]:
+    """A list for frozen rows. What raises while more are frozen, or before somebody has taken
+    them over, ends those in it as if nothing had been frozen: an open snapshot that nobody reads
+    refuses the next one, and holds up whoever changes its rows."""
+    taken: list[Any] = []
+    try:
+        yield taken
+    except BaseException:
+        for frozen in taken:
+            frozen.close(())
+        raise
+
+
 def freeze(
     holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20
 ) -> list[Snapshot]:
     """Freezes several slabs at one instant: the caller keeps pushes out between them.
 
-    `since=None` selects every touched row, a cursor's name the rows that changed for it.
+    `since=None` selects every touched row, a cursor's name the rows that changed for it. If one
+    cannot be frozen, none is.
     """
-    taken = []
-    for holder in holders:
-        with holder.lock:
-            if holder.snapshot is not None:
-                raise AssertionError("a slab has one snapshot at a time")
-            holder.snapshot = Snapshot(holder, since, buffer_nbytes)
-            taken.append(holder.snapshot)
+    with closed_if_raised() as taken:
+        for holder in holders:
+            with holder.lock:
+                if holder.snapshot is not None:
+                    raise AssertionError("a slab has one snapshot at a time")
+                holder.snapshot = Snapshot(holder, since, buffer_nbytes)
+                taken.append(holder.snapshot)
     return taken

@@ -16,7 +16,7 @@ from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.recovery import Home
 from emberkeep.repository import Manifest, Repository
-from emberkeep.snapshot import FrozenShards
+from emberkeep.snapshot import FrozenShards, closed_if_raised
 
 I64 = npt.NDArray[np.int64]
 
@@ -102,10 +102,13 @@ class Together:
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
         share = buffer_nbytes // max(1, len(self._parts))
-        frozen = [subject.freeze(since, share) for subject in self._parts]
-        for shards, names in zip(frozen, self._names, strict=True):
-            for snapshot in (snapshot for shard in shards for snapshot in shard):
-                snapshot.rename(names)
+        frozen: list[FrozenShards] = []
+        with closed_if_raised() as taken:
+            for subject, names in zip(self._parts, self._names, strict=True):
+                frozen.append(subject.freeze(since, share))
+                taken.extend(snapshot for shard in frozen[-1] for snapshot in shard)
+                for snapshot in (snapshot for shard in frozen[-1] for snapshot in shard):
+                    snapshot.rename(names)
         return [
             [snapshot for shard in shards for snapshot in shard]
             for shards in zip_longest(*frozen, fillvalue=[])
