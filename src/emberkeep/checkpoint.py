@@ -321,7 +321,6 @@ class Checkpointer:
         if not whole and not self.due_whole:
             since = PRIORITISED
         start = time.perf_counter()
-        tables = self.subject.table_state()
         # Until the write has them, which ends them.
         with closed_if_raised() as taken:
             snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
@@ -331,7 +330,7 @@ class Checkpointer:
             saving.spared = self._cancelled_since_version
             write = partial(
                 self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs,
-                tables, strategy,
+                snapshots.tables, strategy,
             )  # fmt: skip
             ended = partial(self._ended, saving)
         before, self._saving = self._saving, saving

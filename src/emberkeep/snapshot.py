@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ _SLICE_WORDS = 65536
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
 _NONE: U64 = np.empty(0, np.uint64)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,19 @@ class FrozenRows(Protocol):
     def close(self, advanced: Collection[str]) -> None:
         """Ends it: the cursors that advanced forget the rows, the others keep them."""
         ...
+
+
+class Cut(list[_T]):
+    """What was frozen, with what its tables knew beside their rows at the same instant.
+
+    Read apart, before or after, the step of a table could be another than that of its rows: pushes
+    of other threads and workers do not wait in between.
+    """
+
+    def __init__(self, frozen: Iterable[_T], tables: dict[str, Any]) -> None:
+        super().__init__(frozen)
+        self.tables = tables
+        """Of each table its step and ticks, by name."""
 
 
 FrozenShards: TypeAlias = Sequence[Sequence[FrozenRows]]
