@@ -63,7 +63,7 @@ from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
 from emberkeep.repository.rounds import Rounds
 from emberkeep.repository.writer import FileWriter
-from emberkeep.snapshot import FrozenRows, FrozenShards
+from emberkeep.snapshot import FrozenRows, FrozenShards, closed_if_raised
 from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
@@ -321,18 +321,26 @@ class Checkpointer:
         if not whole and not self.due_whole:
             since = PRIORITISED
         start = time.perf_counter()
-        # Nothing may raise between the freeze and the write, which ends the snapshots.
-        tables = self.subject.table_state()
-        snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
-        pause = timedelta(seconds=time.perf_counter() - start)
-        saving = Saving(step, pause, whole=since != PRIORITISED)
-        saving.spared = self._cancelled_since_version
-        self._saving = saving
-        write = partial(
-            self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs, tables,
-            strategy,
-        )  # fmt: skip
-        self._worker.do(write, partial(self._ended, saving))
+        # Until the write has them, which ends them.
+        with closed_if_raised() as taken:
+            snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
+            taken.extend(snapshot for shard in snapshots for snapshot in shard)
+            pause = timedelta(seconds=time.perf_counter() - start)
+            saving = Saving(step, pause, whole=since != PRIORITISED)
+            saving.spared = self._cancelled_since_version
+            write = partial(
+                self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs,
+                snapshots.tables, strategy,
+            )  # fmt: skip
+            ended = partial(self._ended, saving)
+        before, self._saving = self._saving, saving
+        try:
+            self._worker.do(write, ended)
+        except Exception:  # no interrupt: the write may have begun, and its rows are its own then
+            self._saving = before
+            for snapshot in taken:
+                snapshot.close(())
+            raise
         return saving
 
     def _since(self, strategy: Strategy) -> str | None:

@@ -19,7 +19,7 @@ from emberkeep.repository.documents import Json
 from emberkeep.repository.gathering import rows_apart, rows_of_plan
 from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND, read_chunks
-from emberkeep.snapshot import Chunk, FrozenShards
+from emberkeep.snapshot import Chunk, Cut, FrozenRows
 
 I64 = npt.NDArray[np.int64]
 
@@ -60,12 +60,9 @@ class Subject(Target, Protocol):
         """Starts to follow changes, and if asked to which rows matter most."""
         ...
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
-        """Freezes all rows at one instant; snapshots by shard. Returns at once."""
-        ...
-
-    def table_state(self) -> Json:
-        """What tables know beside their rows, such as their step."""
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
+        """Freezes all rows at one instant; snapshots by shard, with what tables know beside their
+        rows, such as their step, of the same instant. Returns at once."""
         ...
 
     def forgot_changes(self) -> bool:

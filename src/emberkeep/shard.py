@@ -17,7 +17,7 @@ from emberkeep.memory import Values
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
 from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
-from emberkeep.snapshot import FrozenRows, freeze
+from emberkeep.snapshot import Cut, FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiered.opening import open_slab
 from emberkeep.tiered.slab import TieredSlab
@@ -384,15 +384,16 @@ class Shard:
         """What it takes to know which rows matter most."""
         return sum(slab.ranking.nbytes for slab in self.slabs if slab.ranking is not None)
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]:
-        """Freezes the rows of every slab; the cluster keeps pushes out meanwhile."""
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
+        """Freezes the rows of every slab, and the state of their tables: no push comes between."""
         for table in self.tables:
             self._need_table(table.name)
         with self._lock:
             self._must_serve()
+            tables = self.table_state()
             if since == PRIORITISED:
-                return [slab.prioritised(buffer_nbytes) for slab in self.slabs]
-            return freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes)
+                return Cut((slab.prioritised(buffer_nbytes) for slab in self.slabs), tables)
+            return Cut(freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes), tables)
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""

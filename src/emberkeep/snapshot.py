@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ _SLICE_WORDS = 65536
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
 _NONE: U64 = np.empty(0, np.uint64)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,19 @@ class FrozenRows(Protocol):
     def close(self, advanced: Collection[str]) -> None:
         """Ends it: the cursors that advanced forget the rows, the others keep them."""
         ...
+
+
+class Cut(list[_T]):
+    """What was frozen, with what its tables knew beside their rows at the same instant.
+
+    Read apart, before or after, the step of a table could be another than that of its rows: pushes
+    of other threads and workers do not wait in between.
+    """
+
+    def __init__(self, frozen: Iterable[_T], tables: dict[str, Any]) -> None:
+        super().__init__(frozen)
+        self.tables = tables
+        """Of each table its step and ticks, by name."""
 
 
 FrozenShards: TypeAlias = Sequence[Sequence[FrozenRows]]
@@ -410,18 +425,33 @@ def _as_chunks(table: TableRange, parts: Sequence[Part]) -> Iterator[Chunk]:
         yield Chunk(table.name, ids, planes)
 
 
+@contextmanager
+def closed_if_raised() -> Iterator[list[Any]]:
+    """A list for frozen rows. What raises while more are frozen, or before somebody has taken
+    them over, ends those in it as if nothing had been frozen: an open snapshot that nobody reads
+    refuses the next one, and holds up whoever changes its rows."""
+    taken: list[Any] = []
+    try:
+        yield taken
+    except BaseException:
+        for frozen in taken:
+            frozen.close(())
+        raise
+
+
 def freeze(
     holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20
 ) -> list[Snapshot]:
     """Freezes several slabs at one instant: the caller keeps pushes out between them.
 
-    `since=None` selects every touched row, a cursor's name the rows that changed for it.
+    `since=None` selects every touched row, a cursor's name the rows that changed for it. If one
+    cannot be frozen, none is.
     """
-    taken = []
-    for holder in holders:
-        with holder.lock:
-            if holder.snapshot is not None:
-                raise AssertionError("a slab has one snapshot at a time")
-            holder.snapshot = Snapshot(holder, since, buffer_nbytes)
-            taken.append(holder.snapshot)
+    with closed_if_raised() as taken:
+        for holder in holders:
+            with holder.lock:
+                if holder.snapshot is not None:
+                    raise AssertionError("a slab has one snapshot at a time")
+                holder.snapshot = Snapshot(holder, since, buffer_nbytes)
+                taken.append(holder.snapshot)
     return taken

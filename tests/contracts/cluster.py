@@ -261,6 +261,17 @@ class ClusterContract:
         for rows in (rows for shard in again for rows in shard):
             rows.close((SINCE_VERSION, SINCE_BASELINE))
 
+    def test_frozen_rows_come_with_what_their_tables_knew(self) -> None:
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
+        cluster.track()
+        push(cluster, np.random.default_rng(0), 4)
+        known = cluster.table_state()
+        frozen = cluster.freeze(None, BUFFER_NBYTES)
+        push(cluster, np.random.default_rng(1), 1)
+        assert frozen.tables == known != cluster.table_state()
+        for rows in (rows for shard in frozen for rows in shard):
+            rows.close(())
+
     def test_a_shard_that_dies_after_it_was_copied_harms_no_copy(self) -> None:
         cluster = self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
         cluster.track()

@@ -106,6 +106,27 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
         assert state(cluster) == state(twin)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_steps_of_a_version_are_those_of_its_rows(shards: int) -> None:
+    """A push of another thread or worker that comes right before the rows are frozen counts."""
+    cluster, store = opened(EVICTING, shards=shards), MemoryStore()
+    keeper, random = begun(cluster, store), np.random.default_rng(2)
+    train(cluster, random)
+    frozen = cluster.freeze
+
+    def freeze(*given: Any) -> Any:
+        train(cluster, random)
+        return frozen(*given)
+
+    cluster.freeze = freeze  # type: ignore[method-assign]
+    keeper.save(1)
+    keeper.wait()
+    fresh = opened(EVICTING, shards=shards)
+    begun(fresh, store).restore()
+    assert state(fresh) == state(cluster)
+    assert fresh.table_state() == cluster.table_state()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> None:
     store = MemoryStore()

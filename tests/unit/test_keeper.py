@@ -34,6 +34,7 @@ from emberkeep.errors import (
     NoRepositoryError,
     NoVersionError,
     SaveError,
+    ShardLostError,
     StateError,
 )
 from emberkeep.keeper.plain import Packed, pack, unpack
@@ -827,6 +828,71 @@ def test_versions_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         run.step(keeper)
         keeper.wait()
     assert saved == [12, 24, 36]
+
+
+class Both(nn.Module):
+    """A table of torch's and one on shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Embedding(ROWS, DIM, sparse=True)
+        self.bags = ek.EmbeddingBags(
+            [ek.Table("user", rows=60, dim=DIM)], optimizer=ek.SGD(lr=0.1),
+            cluster=ek.local(shards=2),
+        )  # fmt: skip
+
+    def train(self, optimizers: list[Any]) -> None:
+        ids = torch.randint(0, 60, (8,))
+        (self.plain(ids).sum() + self.bags({"user": ids}).sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["shard", "cluster", "worker"])
+def test_a_freeze_that_fails_leaves_nothing_frozen(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, store = Both(), MemoryStore()
+    optimizers = [torch.optim.SGD(model.plain.parameters(), lr=0.1), model.bags.optimizer]
+    keeper = ek.Keeper(
+        store, model, optimizers, strategy=ek.incremental(every=1000, layout="consecutive")
+    )
+    keeper.resume()
+    model.train(optimizers)
+    keeper.save()
+    keeper.wait()
+    model.train(optimizers)
+    if where == "shard":
+        model.bags.cluster.kill(1)  # type: ignore[attr-defined]
+        with pytest.raises(ShardLostError):
+            keeper.save()
+        keeper.recover()
+    else:
+
+        def fails(*_: Any) -> None:
+            raise MemoryError("on purpose")
+
+        with monkeypatch.context() as patched:
+            if where == "cluster":
+                patched.setattr(model.bags.cluster, "freeze", fails)
+            else:
+                patched.setattr("emberkeep.repository.ahead.Worker.do", fails)
+            with pytest.raises(MemoryError):
+                keeper.save()
+    model.train(optimizers)
+    keeper.save()
+    assert keeper.wait() is not None
+    keeper.close()
+    torch.manual_seed(1)
+    other = Both()
+    fresh = [torch.optim.SGD(other.plain.parameters(), lr=0.1), other.bags.optimizer]
+    ek.Keeper(store, other, fresh).resume()
+    assert torch.equal(other.plain.weight, model.plain.weight)
+    (ids, planes), (_, expected) = (it.bags.cluster.read_all("user") for it in (other, model))
+    assert ids.size
+    assert planes["weight"].tobytes() == expected["weight"].tobytes()
 
 
 # -- SIGTERM, metrics ----------------------------------------------------------------------------

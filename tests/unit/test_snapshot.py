@@ -14,7 +14,7 @@ from emberkeep import snapshot as snapshots
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import CancelledError
 from emberkeep.snapshot import Chunk, Snapshot, freeze
-from emberkeep.tables import Adam, Table
+from emberkeep.tables import SGD, Adam, Table
 from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
 from tests.contracts.engine import grads_of, wanted_of
 
@@ -170,3 +170,18 @@ def test_a_cancelled_snapshot_keeps_the_changes_for_the_next() -> None:
     state: Any = rows_of(cluster)
     again = frozen(cluster, SINCE_VERSION)
     assert apply({t.name: {} for t in TABLES}, list(again.chunks(64))) == state
+
+
+def test_slabs_that_cannot_all_be_frozen_are_not_frozen_at_all() -> None:
+    cluster = local(shards=1, threads=1).open(
+        [Table("narrow", rows=60, dim=4), Table("wide", rows=60, dim=8)], SGD(lr=0.1), seed=0
+    )
+    first, second = cluster.shards[0].slabs
+    for slab in (first, second):
+        slab.track()
+    (open_one,) = freeze([second], since=None)
+    with pytest.raises(AssertionError, match="one snapshot at a time"):
+        freeze([first, second], since=None)
+    open_one.close(())
+    for taken in freeze([first, second], since=None):
+        taken.close(())

@@ -25,7 +25,7 @@ from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
 from emberkeep.shard import State, plane_shapes, slab_groups
 from emberkeep.slab import F32, I64, Planes, RowIds
-from emberkeep.snapshot import FrozenRows
+from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table, check_tables
 
 Json = dict[str, Any]
@@ -79,7 +79,7 @@ class ShardHandle(Protocol):
 
     def track(self, priority: Priority | None = None) -> None: ...
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[FrozenRows]: ...
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]: ...
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
 
@@ -412,9 +412,14 @@ class Cluster:
                 shard.track(priority)
 
     @surviving
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[Sequence[FrozenRows]]:
-        """Freezes the rows of all shards at one instant; returns at once."""
-        taken: dict[int, Sequence[FrozenRows]] = {}
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
+        """Freezes the rows of all shards at one instant; returns at once.
+
+        Pushes of this process do not come between. Those of other workers may, from shard to
+        shard, where they are asynchronous; the state of a shard's tables is always that of its
+        rows, because the shard reads it under the lock under which it freezes.
+        """
+        taken: dict[int, Cut[FrozenRows]] = {}
 
         def take(shard: ShardHandle) -> None:
             taken[shard.index] = shard.freeze(since, buffer_nbytes)
@@ -423,11 +428,12 @@ class Cluster:
             shards = self._serving()
             try:
                 self._each([functools.partial(take, shard) for shard in shards])
+                cuts = [taken[shard.index] for shard in shards]
+                return Cut(cuts, _joined([cut.tables for cut in cuts]))
             except BaseException:
                 for frozen in (frozen for part in taken.values() for frozen in part):
                     frozen.close(())
                 raise
-        return [taken[shard.index] for shard in shards]
 
     @surviving
     def table_state(self) -> Json:

@@ -38,7 +38,7 @@ from emberkeep.errors import (
 from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository
 from emberkeep.slab import I64, slab_rows
-from emberkeep.snapshot import FrozenRows
+from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table
 
 _T = TypeVar("_T")
@@ -418,7 +418,7 @@ class CoordinatedCluster(Cluster):
         self._settle_writes()
 
     @surviving
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[Sequence[FrozenRows]]:
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
         if self._protection is not None:
             self._protection.wait(lambda status: not status.missing_rows or bool(self.lost()))
         return super().freeze(since, buffer_nbytes)

@@ -30,7 +30,7 @@ from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
 from emberkeep.shard import State
 from emberkeep.slab import F32, I64, Planes, RowIds
-from emberkeep.snapshot import Chunk
+from emberkeep.snapshot import Chunk, Cut, FrozenRows
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -264,9 +264,10 @@ class RemoteShard:
     def track(self, priority: Priority | None = None) -> None:
         self._act("track", {"priority": None if priority is None else asdict(priority)})
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Sequence[RemoteRows]:
-        self._act("freeze", {"since": since, "buffer_nbytes": buffer_nbytes}, serving=True)
-        return [RemoteRows(self)]
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
+        header = {"since": since, "buffer_nbytes": buffer_nbytes}
+        reply, _ = self._act("freeze", header, serving=True)
+        return Cut([RemoteRows(self)], reply["tables"])
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})

@@ -16,7 +16,7 @@ from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.recovery import Home
 from emberkeep.repository import Manifest, Repository
-from emberkeep.snapshot import FrozenShards
+from emberkeep.snapshot import Cut, FrozenRows, closed_if_raised
 
 I64 = npt.NDArray[np.int64]
 
@@ -100,23 +100,25 @@ class Together:
         for subject in self._parts:
             subject.track(priority)
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> FrozenShards:
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
         share = buffer_nbytes // max(1, len(self._parts))
-        frozen = [subject.freeze(since, share) for subject in self._parts]
-        for shards, names in zip(frozen, self._names, strict=True):
-            for snapshot in (snapshot for shard in shards for snapshot in shard):
-                snapshot.rename(names)
-        return [
-            [snapshot for shard in shards for snapshot in shard]
-            for shards in zip_longest(*frozen, fillvalue=[])
-        ]
-
-    def table_state(self) -> dict[str, Any]:
-        return {
-            names[name]: state
-            for subject, names in zip(self._parts, self._names, strict=True)
-            for name, state in subject.table_state().items()
-        }
+        cuts: list[Cut[Sequence[FrozenRows]]] = []
+        tables: dict[str, Any] = {}
+        with closed_if_raised() as taken:
+            for subject, names in zip(self._parts, self._names, strict=True):
+                cut = subject.freeze(since, share)
+                cuts.append(cut)
+                taken.extend(snapshot for shard in cut for snapshot in shard)
+                for snapshot in (snapshot for shard in cut for snapshot in shard):
+                    snapshot.rename(names)
+                tables |= {names[name]: state for name, state in cut.tables.items()}
+        return Cut(
+            (
+                [snapshot for shard in shards for snapshot in shard]
+                for shards in zip_longest(*cuts, fillvalue=[])
+            ),
+            tables,
+        )
 
     def load_table_state(self, state: dict[str, Any]) -> None:
         for subject, names in zip(self._parts, self._names, strict=True):

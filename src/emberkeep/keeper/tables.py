@@ -22,7 +22,7 @@ from emberkeep.kernels import rows as bits
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
 from emberkeep.priority import Priority, Ranking
-from emberkeep.snapshot import Arrays, Planes, Snapshot, TableRange, freeze
+from emberkeep.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
 from emberkeep.tracking import Tracker
 
 I64 = npt.NDArray[np.int64]
@@ -254,13 +254,11 @@ class TorchTables:
         for table in self.tables.values():
             table.track()
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> list[list[Snapshot]]:
+    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
         self.look_again()
         tables = list(self.tables.values())
-        return [freeze(tables, since=since, buffer_nbytes=buffer_nbytes // max(1, len(tables)))]
-
-    def table_state(self) -> dict[str, Any]:
-        return {}
+        share = buffer_nbytes // max(1, len(tables))
+        return Cut([freeze(tables, since=since, buffer_nbytes=share)], {})
 
     def load_table_state(self, state: dict[str, Any]) -> None:
         for table in self.tables.values():

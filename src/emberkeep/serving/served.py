@@ -348,10 +348,11 @@ class ServedShard:
             if self._snapshot_epoch == epoch.number:
                 for snapshot in self._snapshots:
                     snapshot.close(())
-            self._snapshots = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
+            cut = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
+            self._snapshots = cut
             self._snapshot_epoch = epoch.number
             self._cancelled = threading.Event()
-        yield {}, _NONE
+        yield {"tables": cut.tables}, _NONE
 
     def _chunks(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The frozen rows themselves, for a coordinator whose store is its own."""
