@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.blobs.local import Disk
-from emberkeep.errors import StateError, TierError
+from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import tier as kernels
 from emberkeep.tiered.superblock import (
     SLOT_NBYTES,
@@ -144,6 +144,7 @@ class RowLog:
         self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
+        self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
         self._active = -1
         self._filled = 0
         self.sequence = 1
@@ -333,8 +334,13 @@ class RowLog:
         self._deaths = kept
 
     def release(self, segment: int) -> None:
-        """A sealed segment without needed records may be used again, once its readers are gone."""
+        """A sealed segment without needed records may be used again, once its readers are gone.
+
+        One that is damaged is not: its next bytes might not last either.
+        """
         self.states[segment] = _FREE
+        if self._damaged.pop(segment, None) is not None:
+            return
         self._limbo.append((segment, self._turn))
         self._turn += 1
         self._drain_limbo()
@@ -381,11 +387,22 @@ class RowLog:
         slots = int(sealed.sum()) * self.slots
         if slots <= 2 * int(self.live[sealed].sum()) + 4 * self.slots:
             return None
+        sealed[list(self._damaged)] = False
         candidates = np.flatnonzero(sealed & (self.undecided == 0))
         if not candidates.size:
             return None
         best = int(candidates[np.argmin(self.live[candidates])])
         return best if self.live[best] * 4 <= self.slots * 3 else None
+
+    def set_aside(self, segment: int, error: DamageError) -> None:
+        """Leaves a damaged segment where it is: for the rest of this life it is not cleaned, and
+        nothing is declared durable while it holds rows. Needs no lock."""
+        self._damaged[segment] = error
+
+    def check_whole(self) -> None:
+        """Raises if rows are known to be damaged: a batch that holds them would not come back."""
+        for error in list(self._damaged.values()):
+            raise error
 
     # -- reading ---------------------------------------------------------------------------------
 

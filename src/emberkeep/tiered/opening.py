@@ -221,7 +221,9 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
             words[:] = 0
             log.read_segment(segment, words)
             first_block = segment * log.segment_blocks
-            kernels.check_blocks(words, block_words, first_block, log.salt, generations, sequences)
+            kernels.check_blocks(
+                words, block_words, log.per_block, first_block, log.salt, generations, sequences
+            )
             generation = int(generations.max(initial=-1))
             whole = generations >= 0
             if needed[segment]:
