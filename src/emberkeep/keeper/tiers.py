@@ -22,9 +22,10 @@ from torch import nn
 from emberkeep.blobs.local import LocalStore
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import ConfigError, DamageError, MissingObjectError, ShardLostError
+from emberkeep.keeper import tier_state
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.plain import Packed
 from emberkeep.keeper.recovering import Recovered, Recoveries
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.recovery import Losses, steps_of
@@ -96,25 +97,26 @@ class TierKeeper:
     def resume(self) -> int | None:
         """Goes on from the last durable step, to which the rows are back already; None if new.
 
-        A state that does not fit the model is refused before anything of the model is changed.
+        A state that is damaged, is another step's or does not fit the model is refused before
+        anything of the model is changed.
         """
         batch = self.durable
         if batch is None:
             return None
         try:
-            packed = Packed.decode(self._store.get(_name(batch)))
+            content = self._store.get(_name(batch))
         except MissingObjectError:
             raise DamageError(
                 f"the tier holds the rows of step {batch}, and {self._store.url} not what belongs "
                 "to them; bring that directory back, or restore a version of a repository",
                 name=_name(batch),
             ) from None
-        content = unpack(packed)
-        saved = self._dense.check(Packed.decode(content["dense"]))
+        dense, beside = tier_state.decode(_name(batch), content)
+        saved = self._dense.check(dense)
         if self.reader is not None:
-            self.reader.load_state_dict(content["reader"])
+            self.reader.load_state_dict(beside["reader"])
         self._dense.load(saved)
-        self._losses = Losses.from_dict(content["losses"])
+        self._losses = Losses.from_dict(beside["losses"])
         set_generators(saved["generators"][0])
         self.steps = batch
         return batch
@@ -135,8 +137,8 @@ class TierKeeper:
         self._join()
         self._raise()
         started = time.monotonic()
+        dense = self._dense.capture([generators()])
         beside = {
-            "dense": self._dense.capture([generators()]),
             "reader": {} if self.reader is None else self.reader.state_dict(),
             "losses": self._losses.to_dict(),
         }
@@ -145,7 +147,7 @@ class TierKeeper:
         saving: Future[int] = Future()
         self._saving, self._saved_at = saving, started
         self._thread = threading.Thread(
-            target=self._finish, args=(self.steps, prepared, beside, saving, pause_ms),
+            target=self._finish, args=(self.steps, prepared, dense, beside, saving, pause_ms),
             name="emberkeep-tier-commit", daemon=True,
         )  # fmt: skip
         self._thread.start()
@@ -235,15 +237,14 @@ class TierKeeper:
     # -- details ---------------------------------------------------------------------------------
 
     def _finish(
-        self, step: int, prepared: list[Future[Any]], beside: Json, saving: Future[int],
-        pause_ms: float,
+        self, step: int, prepared: list[Future[Any]], dense: Packed, beside: Json,
+        saving: Future[int], pause_ms: float,
     ) -> None:  # fmt: skip
         started = time.monotonic()
         try:
             for future in prepared:
                 future.result()
-            content = pack({**beside, "dense": beside["dense"].encode()}, what="tier")
-            self._store.put(_name(step), content.encode())
+            self._store.put(_name(step), tier_state.encode(_name(step), dense, beside))
             self._cluster.commit_tiers()
             old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
             self._store.delete(old)
