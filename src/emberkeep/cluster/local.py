@@ -113,10 +113,15 @@ class LocalCluster(Cluster):
         seed: int = 0,
         pool: pools.Pool,
     ) -> None:
-        self.shards: list[Shard] = [
-            Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
-            for i in range(shards)
-        ]
+        self.shards: list[Shard] = []
+        try:
+            for i in range(shards):
+                shard = Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
+                self.shards.append(shard)
+        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
+            for shard in self.shards:
+                shard.kill()
+            raise
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._tracked = False

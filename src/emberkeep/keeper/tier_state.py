@@ -57,9 +57,8 @@ def decode(name: str, content: bytes) -> tuple[Packed, Json]:
     if _digest(name, content[:_AT] + _NONE, view[_AT + len(_NONE) :]) != stated:
         raise damaged(name, "its content does not match its digest, which also names the step")
     both = _decoded(name, content)
-    dense, others = {}, {}
-    for key, tensor in both.tensors.items():
-        (others if key.startswith(_BESIDE) else dense)[key] = tensor
+    others = {key: t for key, t in both.tensors.items() if key.startswith(_BESIDE)}
+    dense = {key: t for key, t in both.tensors.items() if key not in others}
     beside: Json = unpack(Packed(both.plain["beside"], others))
     return Packed(both.plain["dense"], dense), beside
 

@@ -12,7 +12,7 @@ Nothing here looks at rows: which of them move where, and when, is the slab's bu
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import mmap
 import os
 import secrets
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from emberkeep.blobs.local import Disk
 from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import tier as kernels
+from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (
     SLOT_NBYTES,
     Json,
@@ -110,7 +111,10 @@ class Extent:
 
 
 class RowLog:
-    """One file. The slab's lock covers every method but `write`, `read` and `sync`."""
+    """One file, which `claim` makes ours.
+
+    The slab's lock covers every method but `write`, `read` and `sync`.
+    """
 
     def __init__(
         self,
@@ -119,8 +123,10 @@ class RowLog:
         sequence: int,
         layout: Layout,
         disk: Disk,
+        claim: Claim,
     ) -> None:
         self.path = path
+        self._claim = claim
         self.disk = disk
         self.head = head
         self.layout = layout
@@ -161,7 +167,7 @@ class RowLog:
         """A new file without rows; it stands under its name once it is whole."""
         head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
         staged = f"{path}.new"
-        if os.path.exists(staged):
+        with contextlib.suppress(FileNotFoundError):
             disk.unlink(staged)
         handle = disk.create(staged)
         try:
@@ -193,14 +199,6 @@ class RowLog:
                 if not direct:
                     raise
                 continue
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(handle)
-                raise TierError(
-                    f"{self.path} is in use by another process or another model: end that one "
-                    "first, or name another path"
-                ) from None
             return handle, direct
         raise AssertionError("either way returns or raises")
 
@@ -215,6 +213,7 @@ class RowLog:
             handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
+        self._claim.release()
 
     def __del__(self) -> None:
         if getattr(self, "handle", -1) >= 0:

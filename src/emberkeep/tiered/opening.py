@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,7 @@ from emberkeep.kernels import tier as kernels
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered import upkeep
+from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
 from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Json, Point, Superblock, pack_bits, unpack_bits
@@ -57,15 +58,27 @@ def open_slab(
     slab = TieredSlab(
         mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
-        open_log=lambda layout: _open_log(path, files, wanted, layout),
+        open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
-        slab.batch = _recover(slab, files)
+        with _opening(path):
+            slab.batch = _recover(slab, files)
     except BaseException:
         slab.close()
         raise
     return slab
+
+
+@contextmanager
+def _opening(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierError(
+            f"{path} cannot be opened: {error.strerror}; nothing was created or changed. Check the "
+            "disk and what is mounted, or name a path on a disk that can be written"
+        ) from error
 
 
 def _file(shard: int, slab: int) -> str:
@@ -96,10 +109,20 @@ def _schema(
 
 def durable_batch(path: str, files: Sequence[str]) -> int | None:
     """The batch that the files of a tier come back to; None if there is none yet."""
+    top = os.path.dirname(path)
     heads: dict[str, Superblock | None] = {}
     for name in files:
-        whole = os.path.join(os.path.dirname(path), name)
-        heads[name] = RowLog.read_head(whole)[0] if os.path.exists(whole) else None
+        whole = os.path.join(top, name)
+        heads[name] = RowLog.read_head(whole)[0] if directory.is_there(whole) else None
+    missing = [name for name, head in heads.items() if head is None]
+    states = directory.states(top) if missing else []
+    if states:
+        raise DamageError(
+            f"{os.path.join(top, missing[0])} is missing, although {os.path.join(top, 'state')} "
+            f"has {states[-1]}, so there were rows; nothing was changed. Mount the disk or bring "
+            f"the file back; to start over, remove {os.path.join(top, 'state')}",
+            name=missing[0],
+        )
     committed = [
         head.committed.batch for head in heads.values() if head is not None and head.committed
     ]
@@ -109,7 +132,7 @@ def durable_batch(path: str, files: Sequence[str]) -> int | None:
     for name, head in heads.items():
         if head is None or head.point(batch) is None:
             raise DamageError(
-                f"{os.path.join(os.path.dirname(path), name)} is missing or does not hold batch "
+                f"{os.path.join(top, name)} is missing or does not hold batch "
                 f"{batch}, which the other files of this tier have committed; nothing was changed. "
                 "Bring it back, or restore a version of a repository into a new tier",
                 name=name,
@@ -117,35 +140,25 @@ def durable_batch(path: str, files: Sequence[str]) -> int | None:
     return batch
 
 
-def _open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> RowLog:
+def _open_log(
+    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool
+) -> RowLog:
     """The file at `path`, made if need be. One that never had a durable batch is made anew."""
     disk = DISK()
-    try:
-        _make_directory(os.path.dirname(path), disk)
-        if os.path.exists(path):
-            head, sequence = RowLog.read_head(path)
-            check_schema(path, head.schema, wanted)
-            log = RowLog(path, head, sequence, layout, disk)
-            if durable_batch(path, files) is not None:
-                return log
-            log.close()
-        else:
-            durable_batch(path, files)
-        head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, disk)
-        return RowLog(path, head, sequence, layout, disk)
-    except OSError as error:
-        raise TierError(
-            f"{path} cannot be opened: {error.strerror}; name a path on a disk that can be written"
-        ) from error
-
-
-def _make_directory(path: str, disk: Disk) -> None:
-    """Makes a directory and those above it, durably."""
-    if not os.path.isdir(path):
-        above = os.path.dirname(path)
-        _make_directory(above, disk)
-        disk.make_directory(path)
-        disk.sync_directory(above)
+    with _opening(path):
+        claim = directory.claim(path, exclusive=exclusive, disk=disk)
+        try:
+            there = directory.is_there(path)
+            if there:
+                directory.check_unlocked(path)
+                head, sequence = RowLog.read_head(path)
+                check_schema(path, head.schema, wanted)
+            if durable_batch(path, files) is None:
+                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, disk)
+            return RowLog(path, head, sequence, layout, disk, claim)
+        except BaseException:
+            claim.release()
+            raise
 
 
 def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
