@@ -97,9 +97,7 @@ class Shard:
                 )  # fmt: skip
                 self.slabs.append(slab)
         except BaseException:  # whoever sees the error keeps this alive: let go of files at once
-            for slab in self.slabs:
-                if isinstance(slab, TieredSlab):
-                    slab.close()
+            self.kill()
             raise
         self._places = {
             self.tables[t].name: (self.slabs[g], i)

@@ -141,20 +141,26 @@ def test_a_new_tier_is_locked_before_anything_is_there(tmp_path: Path) -> None:
     assert "opened" in other_process(tmp_path / "t")
 
 
+PARENT = """
+import os, sys
+from tests.faults.test_tier_faults import start
+cluster = start(sys.argv[1])
+ready, up = os.pipe()
+if os.fork():
+    os.read(ready, 1)
+    os._exit(0)
+os.write(up, b"1")
+sys.stdin.read()
+"""
+
+
 def test_children_do_not_inherit_the_lock(tmp_path: Path) -> None:
-    cluster = start(tmp_path / "t")
-    go, told = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(told)
-        os.read(go, 1)  # until the parent has seen what there is to see
-        os._exit(0)
-    end(cluster)
-    again = start(tmp_path / "t")  # although the child is alive
-    end(again)
-    os.close(told)
-    os.waitpid(child, 0)
-    os.close(go)
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "t")], stdin=subprocess.PIPE
+    ) as parent:
+        assert parent.wait(120) == 0
+        cluster = start(tmp_path / "t")  # although the child is alive, until its input ends
+        end(cluster)
 
 
 def test_a_file_system_without_locks_is_refused_unless_one_process_alone_is_promised(
@@ -188,4 +194,4 @@ def test_a_failed_opening_lets_go_of_what_it_had_opened(tmp_path: Path) -> None:
     assert again.tier_batch() == 1
     end(again)
     assert held.value.__traceback__ is not None
-    assert not directory._held
+    assert str(tmp_path / "t") not in directory._held

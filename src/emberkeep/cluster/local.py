@@ -18,14 +18,14 @@ from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
 from emberkeep.memory import Values
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered.slab import TieredSlab
+from emberkeep.tiered.slab import TieredSlab, TierStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +205,15 @@ class LocalCluster(Cluster):
         """
         with self._push_lock:
             self._serving()
-            return [
-                slab.checkpoint(batch, shard.table_state())
-                for shard in self.shards
-                for slab in shard.tiers()
-            ]
+            begun: list[Future[Any]] = []
+            try:
+                for shard in self.shards:
+                    for slab in shard.tiers():
+                        begun.append(slab.checkpoint(batch, shard.table_state()))
+            except BaseException:  # under way in all of them, or in none
+                self.abandon_tiers()
+                raise
+            return begun
 
     def commit_tiers(self) -> None:
         """Makes the batch that every file has prepared the one to come back to."""
@@ -223,6 +227,10 @@ class LocalCluster(Cluster):
     def tier_batch(self) -> int | None:
         """The batch that the tiers come back to, or None."""
         return min((slab.batch or 0 for slab in self._tiers()), default=0) or None
+
+    def tier_status(self) -> list[TierStatus]:
+        """How the files of tiers are doing, one entry for each."""
+        return [slab.status() for slab in self._tiers()]
 
     def _tiers(self) -> list[TieredSlab]:
         return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
@@ -259,8 +267,14 @@ class LocalCluster(Cluster):
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
         if self._protection is not None:
             self._protection.close()
+        errors = []
         for slab in self._tiers():
-            slab.close()
+            try:
+                slab.close()
+            except EmberkeepError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _from_parity(self) -> bool:
         protection = self._protection

@@ -145,12 +145,16 @@ class TierKeeper:
         prepared = self._cluster.prepare_tiers(self.steps)
         pause_ms = (time.monotonic() - started) * 1e3
         saving: Future[int] = Future()
-        self._saving, self._saved_at = saving, started
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._finish, args=(self.steps, prepared, dense, beside, saving, pause_ms),
             name="emberkeep-tier-commit", daemon=True,
         )  # fmt: skip
-        self._thread.start()
+        try:
+            thread.start()
+        except BaseException:  # the system has no thread to give: nobody would ever commit
+            self._cluster.abandon_tiers()
+            raise
+        self._saving, self._saved_at, self._thread = saving, started, thread
         return saving
 
     def wait(self) -> int | None:
@@ -249,10 +253,12 @@ class TierKeeper:
             old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
             self._store.delete(old)
         except BaseException as error:
-            self._cluster.abandon_tiers()
-            if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
-                self._error = error
-            saving.set_exception(error)
+            try:
+                self._cluster.abandon_tiers()
+            finally:
+                if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
+                    self._error = error
+                saving.set_exception(error)
             self._tell("save_failed", {"step": step, "error": str(error)})
             return
         saving.set_result(step)

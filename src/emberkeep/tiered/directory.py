@@ -6,11 +6,13 @@ names by a rename, and a lock on the one that was replaced would hold nobody off
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import threading
+import warnings
 import weakref
 
 from emberkeep.blobs.local import Disk
@@ -24,12 +26,16 @@ _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 class _Held:
     """The lock of one directory, for as long as somebody in this process has a claim."""
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    def __init__(self, path: str, handle: int) -> None:
+        self.path, self.handle = path, handle
+        self.warned = False
         self.claims: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 
     def __del__(self) -> None:
         if self.handle >= 0:
+            with contextlib.suppress(OSError):  # it has no locks
+                # Said, because a child that was forked just now may still have the handle.
+                fcntl.flock(self.handle, fcntl.LOCK_UN)
             os.close(self.handle)
 
 
@@ -45,6 +51,19 @@ class Claim:
         held, self._held = self._held, None
         if held is not None:
             held.claims.pop(self._name, None)
+
+    def missing(self) -> str | None:
+        """The path of the lock, if that is not the file any more that is locked."""
+        held = self._held
+        if held is None or held.handle < 0 or names(held.path, held.handle):
+            return None
+        return held.path
+
+    def warn_once(self, message: str) -> None:
+        """Warns, unless another file of the directory has done so."""
+        if self._held is not None and not self._held.warned:
+            self._held.warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 _held: weakref.WeakValueDictionary[str, _Held] = weakref.WeakValueDictionary()
@@ -79,7 +98,7 @@ def claim(path: str, *, exclusive: bool, disk: Disk) -> Claim:
         key = os.path.realpath(top)
         held = _held.get(key)
         if held is None:
-            held = _held[key] = _Held(_locked(top, exclusive))
+            held = _held[key] = _Held(os.path.join(top, _LOCK), _locked(top, exclusive))
         if name in held.claims:
             raise _in_use(path)
         return Claim(held, name)

@@ -13,6 +13,7 @@ Nothing here looks at rows: which of them move where, and when, is the slab's bu
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from emberkeep.blobs.local import Disk
 from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import tier as kernels
+from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (
     SLOT_NBYTES,
@@ -48,6 +50,8 @@ Bool = npt.NDArray[np.bool_]
 BLOCK = 4096
 START = 2 * SLOT_NBYTES
 _FREE, _ACTIVE, _SEALED = 0, 1, 2
+# How file systems say that they have no direct access.
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOST_RECORDS = 2**32 - 2
 
 
@@ -185,22 +189,24 @@ class RowLog:
             return decode(file.read(2 * SLOT_NBYTES), path)
 
     def _open(self) -> tuple[int, bool]:
-        for direct in (True, False):
+        if hasattr(os, "O_DIRECT"):
             try:
-                handle = self.disk.open(self.path, direct=direct)
-            except OSError:
-                if not direct:
+                handle = self.disk.open(self.path, direct=True)
+                try:
+                    os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
+                except BaseException:
+                    os.close(handle)
                     raise
-                continue
-            try:
-                os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
-            except OSError:  # a file system that opens files for direct reads and refuses them
-                os.close(handle)
-                if not direct:
+                return handle, True
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT:
                     raise
-                continue
-            return handle, direct
-        raise AssertionError("either way returns or raises")
+                self._claim.warn_once(
+                    f"the file system of {self.path} has no direct reads and writes "
+                    f"({error.strerror}): rows also take memory of the page cache, and reads are "
+                    "slower; keep tiers on a local disk"
+                )
+        return self.disk.open(self.path, direct=False), False
 
     def close(self) -> None:
         """Waits for reads and writes under way, refuses later ones, and lets the file go.
@@ -260,12 +266,12 @@ class RowLog:
 
     def write(self, extent: Extent) -> None:
         """Brings an extent that was filled to the file. Its bytes can be read then; see `sync`."""
-        kernels.seal(
-            extent.words, self.block_nbytes // 8, self.per_block, extent.records, self.head.life,
-            extent.sequence, extent.generation, extent.block, self.salt,
-        )  # fmt: skip
         offset = START + extent.block * self.block_nbytes
         with self._ending("written"):
+            kernels.seal(
+                extent.words, self.block_nbytes // 8, self.per_block, extent.records,
+                self.head.life, extent.sequence, extent.generation, extent.block, self.salt,
+            )  # fmt: skip
             self.disk.write_at(self.handle, _bytes(extent.words), offset)
 
     def written(self, extent: Extent) -> None:
@@ -442,6 +448,7 @@ class RowLog:
         """
         listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
+        self.check_named()
         self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
         for segment in listed:
             self._unlisted.remove(segment)
@@ -454,16 +461,53 @@ class RowLog:
         """The prepared point becomes the one to come back to; what it made superfluous dies."""
         point = self.head.prepared
         assert point is not None
+        self.check_named()
         self.write_head(prepared=None, committed=point)
+        self.check_named()
         self.horizon = point.stamp
+
+    def check_named(self) -> None:
+        """Raises if the file, or the lock beside it, was removed or replaced: what is in it then
+        would be durable under no name."""
+        with self._ending("found again"):
+            gone = self._claim.missing()
+            if not directory.names(self.path, self.handle):
+                gone = self.path
+        if gone is not None:
+            error = TierError(
+                f"{gone} was removed or replaced while it was in use; this shard has ended, and "
+                "what was not durable before is lost. Bring the file back, then resume"
+            )
+            self.fail(error)
+            raise error
+
+    @property
+    def damaged(self) -> int:
+        """Segments that are known to be damaged and still hold rows."""
+        return len(self._damaged)
 
     def check(self) -> None:
         """Raises once the file has failed."""
         if self.failed is not None:
+            why = str(self.failed) or type(self.failed).__name__
             raise TierError(
-                f"{self.path} has failed ({self.failed}) and takes no more rows: end this process, "
-                "check the disk, and resume from the last durable batch"
+                f"{self.path} has failed ({why}) and takes no more rows: end this process, check "
+                "the disk, and resume from the last durable batch"
             ) from self.failed
+
+    def fail(self, error: BaseException) -> None:
+        """Takes nothing more, for good: it is not known what is in the file, or in its index."""
+        self.failed = self.failed or error
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What happens meanwhile happens as a whole, or the file fails: records that the index
+        names and nobody writes would be taken for rows."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -485,11 +529,14 @@ class RowLog:
             try:
                 yield
             except OSError as error:
-                self.failed = error
+                self.fail(error)
                 raise TierError(
                     f"{self.path} could not be {what}: {error.strerror}; this shard has ended. The "
                     "last durable batch is safe: check the disk, then resume from it"
                 ) from error
+            except BaseException as error:
+                self.fail(error)
+                raise
 
 
 def check_schema(path: str, written: Json, wanted: Json) -> None:

@@ -12,8 +12,9 @@ before any row changes. Upkeep runs in threads of its own between the calls; see
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +50,27 @@ class Saving:
     floor: int
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatus:
+    """One file of a tier, and the cache before it.
+
+    `batch` is durable; `direct` says whether reads and writes pass by the page cache, `deep`
+    whether many are under way from one thread. `waits` counts how often a caller had to make room
+    itself, `reads` and `appended` records, `damaged` segments that hold rows and cannot be read.
+    """
+
+    path: str
+    batch: int | None
+    direct: bool
+    deep: bool
+    frames: int
+    waits: int
+    reads: int
+    appended: int
+    segments: int
+    damaged: int
 
 
 class TieredSlab(Slab):
@@ -96,23 +118,56 @@ class TieredSlab(Slab):
         self._fetched = False
         self._gone: list[I64] = []
         self.batch: int | None = None
-        self._upkeep = Background(self, upkeep, name="emberkeep-tier-upkeep", nice=5)
+        self._upkeep = Background(
+            self, upkeep, TieredSlab.fail, name="emberkeep-tier-upkeep", nice=5
+        )
 
     @property
     def direct(self) -> bool:
         return False
 
     def drop(self, lost: ShardLostError) -> None:
-        self.close()
+        self._let_go()
         super().drop(lost)
 
     def close(self) -> None:
-        """Lets the file go; what is not durable is lost."""
+        """Lets the file go; what is not durable is lost. Raises what ended the work beside it."""
+        self._let_go()
+        error = self._upkeep.error or self.loads.error
+        if error is not None:
+            raise TierError(
+                f"{self.log.path}: the work beside training had ended with "
+                f"{str(error) or type(error).__name__}; what was durable before is safe: resume "
+                "from it"
+            ) from error
+
+    def _let_go(self) -> None:
         self.loads.stop()
         self._upkeep.stop()
-        if self.saving is not None and not self.saving.prepared.done():
-            self.saving.prepared.set_exception(TierError(f"{self.log.path} was closed"))
+        self._give_up(TierError(f"{self.log.path} was closed"))
         self.log.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the slab: whoever waits is told now, everybody else at the next call."""
+        self.log.fail(error)
+        self.flushes.wake()
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        saving = self.saving
+        if saving is not None:
+            # It may be done this very moment, by upkeep.
+            with contextlib.suppress(InvalidStateError):
+                saving.prepared.set_exception(error)
+
+    def status(self) -> TierStatus:
+        """How the slab and its file are doing."""
+        log = self.log
+        return TierStatus(
+            path=log.path, batch=self.batch, direct=log.direct, deep=self.loads.reads.deep,
+            frames=self.frames.count, waits=self.waits, reads=log.reads, appended=log.appended,
+            segments=log.states.size, damaged=log.damaged,
+        )  # fmt: skip
 
     def _wake(self) -> None:
         """Has upkeep do a round, if it would find anything to do."""
@@ -439,5 +494,6 @@ class TieredSlab(Slab):
             saving, self.saving = self.saving, None
             self.frames.unsaved |= self.frames.frozen
             self.frames.frozen = np.zeros_like(self.frames.frozen)
-        if saving is not None and not saving.prepared.done():
-            saving.prepared.set_exception(CancelledError(f"batch {saving.batch} was given up"))
+        if saving is not None:
+            with contextlib.suppress(InvalidStateError):
+                saving.prepared.set_exception(CancelledError(f"batch {saving.batch} was given up"))

@@ -6,7 +6,9 @@ waits for longer than a slice.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from concurrent.futures import InvalidStateError
 
 import numpy as np
 
@@ -33,7 +35,8 @@ def run(slab: TieredSlab) -> bool:
         # under way is given up, but never half of one declared whole.
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
-            saving.prepared.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # given up this very moment
+                saving.prepared.set_exception(error)
             slab.abandon()
         return False
 
@@ -108,7 +111,8 @@ def _save(slab: TieredSlab) -> bool:
     slab.log.prepare(point, free)
     with slab.lock:
         if slab.saving is saving:
-            saving.prepared.set_result(point)
+            with contextlib.suppress(InvalidStateError):  # closed this very moment
+                saving.prepared.set_result(point)
     return False
 
 
