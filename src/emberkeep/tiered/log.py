@@ -33,6 +33,7 @@ from emberkeep.kernels import tier as kernels
 from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (
+    ROOM,
     SLOT_NBYTES,
     Json,
     Point,
@@ -40,6 +41,7 @@ from emberkeep.tiered.superblock import (
     decode,
     encode,
     pack_bits,
+    slot,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -49,10 +51,14 @@ Bool = npt.NDArray[np.bool_]
 
 BLOCK = 4096
 START = 2 * SLOT_NBYTES
-_FREE, _ACTIVE, _SEALED = 0, 1, 2
+_FREE, _ACTIVE, _SEALED, _AREA = 0, 1, 2, 3
+# Room that a head has for what changes until it is written: a few numbers.
+_SPARE = 4096
 # How file systems say that they have no direct access.
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOST_RECORDS = 2**32 - 2
+MOST_ROWS = _MOST_RECORDS // 2
+"""Rows of one file: until a batch is committed, its records stand beside those of the last one."""
 
 
 def aligned(nbytes: int) -> U64:
@@ -80,6 +86,13 @@ class Layout:
     @property
     def record_words(self) -> int:
         return 2 + -(-int(self.widths.sum()) // 8)
+
+    @property
+    def block_nbytes(self) -> int:
+        return -(-(kernels.HEADER + 8 * self.record_words) // BLOCK) * BLOCK
+
+    def segment_blocks(self, segment_nbytes: int) -> int:
+        return max(1, segment_nbytes // self.block_nbytes)
 
     def onto(self, arrays: Sequence[npt.NDArray[Any]]) -> Layout:
         """The same records, read to other arrays; for planes that are not by row."""
@@ -138,17 +151,18 @@ class RowLog:
         self._users = 0
         self._idle = threading.Condition()
         self._head_sequence = sequence
-        self.block_nbytes = -(-(kernels.HEADER + 8 * layout.record_words) // BLOCK) * BLOCK
+        self.block_nbytes = layout.block_nbytes
         self.per_block = (self.block_nbytes - kernels.HEADER) // (8 * layout.record_words)
-        self.segment_blocks = max(1, head.segment_nbytes // self.block_nbytes)
+        self.segment_blocks = layout.segment_blocks(head.segment_nbytes)
         self.slots = self.segment_blocks * self.per_block
         self.salt = np.uint64(head.salt)
         self.handle, self.direct = self._open()
-        self.generations: I64 = np.zeros(head.segments, np.int64)
-        self.live: I64 = np.zeros(head.segments, np.int64)
-        self.states = np.zeros(head.segments, np.uint8)
-        self.undecided: I64 = np.zeros(head.segments, np.int64)
-        self._unwritten: I64 = np.zeros(head.segments, np.int64)
+        self.generations: I64
+        self.live: I64
+        self.undecided: I64
+        self._unwritten: I64
+        self.states: npt.NDArray[np.uint8]
+        self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
         self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
@@ -167,15 +181,25 @@ class RowLog:
     # -- opening ---------------------------------------------------------------------------------
 
     @staticmethod
-    def create(path: str, schema: Json, segment_nbytes: int, disk: Disk) -> tuple[Superblock, int]:
+    def create(
+        path: str, schema: Json, segment_nbytes: int, layout: Layout, disk: Disk
+    ) -> tuple[Superblock, int]:
         """A new file without rows; it stands under its name once it is whole."""
         head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
+        nbytes = layout.segment_blocks(segment_nbytes) * layout.block_nbytes
+        while len(encode(head)) > max(ROOM, head.segments * nbytes):
+            area = tuple(range(head.segments + 1))
+            head = replace(head, areas=(area, ()), segments=len(area))
+        text = encode(head)
+        extents = _extents(head.areas[0], nbytes, len(text))
+        content = slot(text, 1, extents).ljust(START, b"\0")
+        content += (text if extents else b"").ljust(head.segments * nbytes, b"\0")
         staged = f"{path}.new"
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(staged)
         handle = disk.create(staged)
         try:
-            disk.write(handle, memoryview(encode(head, 1).ljust(START, b"\0")))
+            disk.write(handle, memoryview(content))
             disk.sync(handle)
         finally:
             disk.close(handle)
@@ -186,7 +210,7 @@ class RowLog:
     @staticmethod
     def read_head(path: str) -> tuple[Superblock, int]:
         with open(path, "rb") as file:
-            return decode(file.read(2 * SLOT_NBYTES), path)
+            return decode(file, path)
 
     def _open(self) -> tuple[int, bool]:
         if hasattr(os, "O_DIRECT"):
@@ -302,12 +326,18 @@ class RowLog:
         for name in ("generations", "live", "undecided", "_unwritten"):
             setattr(self, name, np.zeros(segments, np.int64))
         self.states = np.zeros(segments, np.uint8)
+        for area in self.head.areas:
+            self.states[list(area)] = _AREA
+
+    def holds_head(self, segment: int) -> bool:
+        """Whether a segment has a head in place of rows."""
+        return bool(self.states[segment] == _AREA)
 
     def adopt(self, segment: int) -> None:
         """Of a file that was just opened: keeps a segment that has rows, frees one that has not."""
         if self.live[segment]:
             self.states[segment] = _SEALED
-        else:
+        elif not self.holds_head(segment):
             self._free.append(segment)
 
     # -- which records are needed ----------------------------------------------------------------
@@ -433,13 +463,46 @@ class RowLog:
         """Changes the head, durably. Bytes that it speaks of were synced before."""
         head = replace(self.head, **changes)
         sequence = self._head_sequence + 1
-        slot = aligned(SLOT_NBYTES)
-        _bytes(slot)[:] = encode(head, sequence)
-        offset = ((sequence - 1) % 2) * SLOT_NBYTES  # never the slot that is the newest
+        which = (sequence - 1) % 2  # never the slot that is the newest, nor its area
+        text = encode(head)
+        nbytes = self.segment_blocks * self.block_nbytes
+        extents = _extents(head.areas[which], nbytes, len(text))
+        done = 0
         with self._ending("written"):
-            self.disk.write_at(self.handle, _bytes(slot), offset)
+            for offset, count in extents:
+                self._write_padded(text[done : done + count], offset)
+                done += count
+            self._write_padded(slot(text, sequence, extents), which * SLOT_NBYTES)
         self.sync()
         self.head, self._head_sequence = head, sequence
+
+    def _write_padded(self, content: bytes, offset: int) -> None:
+        words = aligned(-(-len(content) // BLOCK) * BLOCK)
+        _bytes(words)[: len(content)] = content
+        self.disk.write_at(self.handle, _bytes(words), offset)
+
+    def reserve_head(self, **changes: Any) -> None:
+        """Makes sure that a head with these changes can be written, and the one after it.
+
+        Under the lock: it may take segments, so that those that are free are told after it.
+        """
+        nbytes = self.segment_blocks * self.block_nbytes
+        while True:
+            wanted = len(encode(replace(self.head, **changes))) + _SPARE
+            short = [
+                which
+                for which in (0, 1)
+                if wanted > max(ROOM, len(self.head.areas[which]) * nbytes)
+            ]
+            if not short:
+                return
+            if not self._free:
+                self._add_segment()
+            segment = self._free.pop()
+            self.states[segment] = _AREA
+            areas = list(self.head.areas)
+            areas[short[0]] += (segment,)
+            self.head = replace(self.head, areas=(areas[0], areas[1]))
 
     def prepare(self, point: Point, free: Bool) -> None:
         """From now on the file can be taken to `point`, should everybody else get there.
@@ -456,6 +519,11 @@ class RowLog:
 
     def free_segments(self) -> Bool:
         return np.equal(self.states, _FREE)
+
+    def free_now(self) -> Json:
+        """What a head says of segments as they are now."""
+        free = self.free_segments()
+        return {"segments": int(free.size), "free": pack_bits(free)}
 
     def commit(self) -> None:
         """The prepared point becomes the one to come back to; what it made superfluous dies."""
@@ -537,6 +605,18 @@ class RowLog:
             except BaseException as error:
                 self.fail(error)
                 raise
+
+
+def _extents(area: Sequence[int], segment_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where a head of so many bytes lies in the segments of its area; nowhere if its slot does."""
+    if nbytes <= ROOM:
+        return []
+    extents = []
+    for place, segment in enumerate(area):
+        count = min(segment_nbytes, nbytes - place * segment_nbytes)
+        if count > 0:
+            extents.append((START + segment * segment_nbytes, count))
+    return extents
 
 
 def check_schema(path: str, written: Json, wanted: Json) -> None:

@@ -11,21 +11,22 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
 from emberkeep.blobs.local import Disk
-from emberkeep.errors import DamageError, TierError
+from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import rows
 from emberkeep.kernels import tier as kernels
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
-from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
+from emberkeep.tiered.log import I64, MOST_ROWS, START, Layout, RowLog, aligned, check_schema
 from emberkeep.tiered.slab import TieredSlab
-from emberkeep.tiered.superblock import Json, Point, Superblock, pack_bits, unpack_bits
+from emberkeep.tiered.superblock import Json, Point, Superblock, unpack_bits
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20
@@ -52,12 +53,18 @@ def open_slab(
             width = table.dim + sum(optimizer.planes(table.dim).values())
             nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
     dim = mine[0].dim
+    rows_here = sum(table.slots_on(shard, shards) for table in mine)
+    if rows_here > MOST_ROWS:
+        raise ConfigError(
+            f"the tables of dim {dim} have {rows_here} rows on shard {shard}, and one file of a "
+            f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
+        )
     files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
     wanted = _schema(mine, optimizer, shard, shards, seed)
     slab = TieredSlab(
         mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
-        memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
+        memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
         open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
         upkeep=upkeep.run,
     )  # fmt: skip
@@ -154,7 +161,7 @@ def _open_log(
                 head, sequence = RowLog.read_head(path)
                 check_schema(path, head.schema, wanted)
             if durable_batch(path, files) is None:
-                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, disk)
+                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, layout, disk)
             return RowLog(path, head, sequence, layout, disk, claim)
         except BaseException:
             claim.release()
@@ -189,11 +196,9 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)
     kept = lives[first_life - log.head.first_life :]
-    free = log.free_segments()
-    log.write_head(
-        prepared=None, committed=point, first_life=first_life, lives=kept,
-        segments=int(free.size), free=pack_bits(free),
-    )  # fmt: skip
+    changes = {"prepared": None, "committed": point, "first_life": first_life, "lives": kept}
+    log.reserve_head(**changes, **log.free_now())
+    log.write_head(**changes, **log.free_now())
     log.horizon = point.stamp
     return batch
 
@@ -222,6 +227,8 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
     ends, last = (np.array(part, np.int64) for part in zip(*lives, strict=True))
     needed = np.zeros(log.states.size, np.bool_)
     needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
+    for area in log.head.areas:
+        needed[list(area)] = False
     merging = threading.Lock()
     oldest, newest = [log.head.life + 1], [point.sequence]
 
@@ -231,6 +238,8 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
         sequences = np.empty(log.segment_blocks, np.int64)
         block_words = log.block_nbytes // 8
         for segment in segments:
+            if log.holds_head(segment):
+                continue
             words[:] = 0
             log.read_segment(segment, words)
             first_block = segment * log.segment_blocks

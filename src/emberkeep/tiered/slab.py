@@ -13,9 +13,11 @@ before any row changes. Upkeep runs in threads of its own between the calls; see
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -74,7 +76,7 @@ class TierStatus:
 
 
 class TieredSlab(Slab):
-    """The rows of some tables on one shard, behind a cache of `memory` bytes.
+    """The rows of some tables on one shard, behind a cache: its `share` of the tier's `memory`.
 
     `batch` is the last durable batch of its file. `upkeep` does a round of it and says whether
     there is more to do. Make it with `opening.open_slab`.
@@ -86,6 +88,7 @@ class TieredSlab(Slab):
         optimizer: Optimizer,
         *,
         memory: int,
+        share: Fraction,
         open_log: Callable[[Layout], RowLog],
         upkeep: Callable[[TieredSlab], bool],
         shard: int = 0,
@@ -94,7 +97,7 @@ class TieredSlab(Slab):
         pool: Pool,
         lock: ForkLock | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory, self._share = memory, share
         super().__init__(
             tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
@@ -182,8 +185,11 @@ class TieredSlab(Slab):
     # -- where rows stand ------------------------------------------------------------------------
 
     def _place_count(self) -> int:
-        widths = 4 * (self.dim + sum(self.optimizer.planes(self.dim).values()))
-        return max(1, min(self.rows, self._memory // (widths + _FRAME_NBYTES)))
+        return max(1, min(self.rows, int(self._memory * self._share / self._frame_nbytes)))
+
+    @property
+    def _frame_nbytes(self) -> int:
+        return _FRAME_NBYTES + 4 * (self.dim + sum(self.optimizer.planes(self.dim).values()))
 
     @property
     def _filled(self) -> U64:
@@ -350,14 +356,12 @@ class TieredSlab(Slab):
         frames, missing = self._look(found, turn)
         needed = found.size + new
         if needed > self.frames.count:
-            tier = self.tables[0].tier
-            assert tier is not None
-            # The tier's memory grows for all its slabs alike.
-            enough = 1.05 * needed / self.frames.count * tier.memory
+            # The tier's memory grows for all its slabs alike. Rounded up, so that it is enough.
+            enough = Fraction(21, 20) * needed * self._frame_nbytes / self._share
             raise ConfigError(
                 f"a batch of {needed} rows on shard {self.shard} does not fit its cache of "
-                f"{self.frames.count}: raise memory= of the tier to {enough / 2**20:.1f} MiB or "
-                "more; no row was changed"
+                f"{self.frames.count}: raise memory= of the tier to "
+                f"{math.ceil(enough * 10 / 2**20) / 10:.1f} MiB or more; no row was changed"
             )
         here = frames[frames >= 0]
         self.loads.wait(here)
