@@ -105,6 +105,9 @@ def live(path: Path, random: np.random.Generator, models: dict[int, Any], shards
             train(cluster, random)  # pushes go on while the batch is on its way
             for future in prepared:
                 future.result(60)
+            if random.random() < 0.2:
+                cluster.abandon_tiers()  # as when a shard is lost meanwhile
+                continue
             cluster.commit_tiers()
             told.append((len(make_disk().calls), batch))
     end(cluster)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,7 @@ from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
+from emberkeep.tiered import decisions
 from emberkeep.tiered.slab import TieredSlab, TierStatus
 
 
@@ -206,23 +210,38 @@ class LocalCluster(Cluster):
         with self._push_lock:
             self._serving()
             begun: list[Future[Any]] = []
+            nonce = secrets.token_hex(8)
+            if any(slab.saving is not None for slab in self._tiers()):
+                raise AssertionError("there is one checkpoint of tiers under way at a time")
+            self.abandon_tiers()  # where the outcome of the last batch could not be recorded
             try:
                 for shard in self.shards:
                     for slab in shard.tiers():
-                        begun.append(slab.checkpoint(batch, shard.table_state()))
+                        begun.append(slab.checkpoint(batch, shard.table_state(), nonce))
             except BaseException:  # under way in all of them, or in none
-                self.abandon_tiers()
+                with suppress(EmberkeepError):  # said above: the next one tries again
+                    self.abandon_tiers()
                 raise
             return begun
 
     def commit_tiers(self) -> None:
-        """Makes the batch that every file has prepared the one to come back to."""
-        for slab in self._tiers():
-            slab.commit()
+        """Makes the batch that every file has prepared the one to come back to.
+
+        If it raises, `abandon_tiers` finds out whether that happened.
+        """
+        for slabs in self._slabs_by_tier():
+            decisions.commit(slabs)
 
     def abandon_tiers(self) -> None:
+        """Gives up the batch under way; one that turns out to be committed is recorded as such."""
+        for slabs in self._slabs_by_tier():
+            decisions.abandon(slabs)
+
+    def _slabs_by_tier(self) -> list[list[TieredSlab]]:
+        tiers: dict[str, list[TieredSlab]] = {}
         for slab in self._tiers():
-            slab.abandon()
+            tiers.setdefault(os.path.dirname(slab.log.path), []).append(slab)
+        return list(tiers.values())
 
     def tier_batch(self) -> int | None:
         """The batch that the tiers come back to, or None."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,13 @@ from torch import nn
 
 from emberkeep.blobs.local import LocalStore
 from emberkeep.cluster.local import LocalCluster
-from emberkeep.errors import ConfigError, DamageError, MissingObjectError, ShardLostError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    EmberkeepError,
+    MissingObjectError,
+    ShardLostError,
+)
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
@@ -30,6 +37,8 @@ from emberkeep.keeper.recovering import Recovered, Recoveries
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.recovery import Losses, steps_of
 from emberkeep.strategies import Interval, schedule
+
+_STATES = "step-"
 
 
 class TierKeeper:
@@ -152,7 +161,8 @@ class TierKeeper:
         try:
             thread.start()
         except BaseException:  # the system has no thread to give: nobody would ever commit
-            self._cluster.abandon_tiers()
+            with suppress(EmberkeepError):
+                self._cluster.abandon_tiers()
             raise
         self._saving, self._saved_at, self._thread = saving, started, thread
         return saving
@@ -250,15 +260,14 @@ class TierKeeper:
                 future.result()
             self._store.put(_name(step), tier_state.encode(_name(step), dense, beside))
             self._cluster.commit_tiers()
-            old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
-            self._store.delete(old)
+            states = [b.name for b in self._store.list() if b.name.startswith(_STATES)]
+            self._store.delete([name for name in states if name != _name(step)])
         except BaseException as error:
-            try:
+            with suppress(EmberkeepError):  # the next checkpoint tries again, before it begins
                 self._cluster.abandon_tiers()
-            finally:
-                if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
-                    self._error = error
-                saving.set_exception(error)
+            if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
+                self._error = error
+            saving.set_exception(error)
             self._tell("save_failed", {"step": step, "error": str(error)})
             return
         saving.set_result(step)
@@ -280,7 +289,7 @@ class TierKeeper:
 
 
 def _name(step: int) -> str:
-    return f"step-{step}.safetensors"
+    return f"{_STATES}{step}.safetensors"
 
 
 def _tiered(model: nn.Module) -> tuple[LocalCluster, str]:

@@ -186,9 +186,9 @@ def make_directory(path: str, disk: Disk) -> None:
 
 
 def states(path: str) -> list[str]:
-    """The files that say, beside the rows of a tier, what belongs to them."""
+    """The files beside the rows of a tier that only come into being where there are rows."""
     try:
         found = os.listdir(os.path.join(path, _STATE))
     except FileNotFoundError:
         return []
-    return sorted(name for name in found if name.startswith("step-"))
+    return sorted(name for name in found if name.startswith(("decision-", "step-")))

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,6 +151,7 @@ class RowLog:
         self._users = 0
         self._idle = threading.Condition()
         self._head_sequence = sequence
+        self._heads = threading.RLock()  # one change of the head at a time
         self.block_nbytes = layout.block_nbytes
         self.per_block = (self.block_nbytes - kernels.HEADER) // (8 * layout.record_words)
         self.segment_blocks = layout.segment_blocks(head.segment_nbytes)
@@ -461,6 +462,10 @@ class RowLog:
 
     def write_head(self, **changes: Any) -> None:
         """Changes the head, durably. Bytes that it speaks of were synced before."""
+        with self._heads:
+            self._write_head(changes)
+
+    def _write_head(self, changes: Json) -> None:
         head = replace(self.head, **changes)
         sequence = self._head_sequence + 1
         which = (sequence - 1) % 2  # never the slot that is the newest, nor its area
@@ -486,6 +491,10 @@ class RowLog:
 
         Under the lock: it may take segments, so that those that are free are told after it.
         """
+        with self._heads:
+            self._reserve_head(changes)
+
+    def _reserve_head(self, changes: Json) -> None:
         nbytes = self.segment_blocks * self.block_nbytes
         while True:
             wanted = len(encode(replace(self.head, **changes))) + _SPARE
@@ -504,18 +513,40 @@ class RowLog:
             areas[short[0]] += (segment,)
             self.head = replace(self.head, areas=(areas[0], areas[1]))
 
-    def prepare(self, point: Point, free: Bool) -> None:
+    def prepare(self, point: Point, free: Bool, wanted: Callable[[], bool]) -> None:
         """From now on the file can be taken to `point`, should everybody else get there.
 
-        `free` are the segments that were free when the point was made; see `free_segments`.
+        `free` are the segments that were free when the point was made; see `free_segments`. Does
+        nothing if it is not `wanted` any more.
         """
         listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
         self.check_named()
-        self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
+        with self._heads:
+            if not wanted():
+                return
+            # The outcome of the batch before would be lost with it.
+            assert self.head.prepared is None
+            self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
         for segment in listed:
             self._unlisted.remove(segment)
         self._free.extend(listed)
+
+    @property
+    def prepared(self) -> Point | None:
+        """The batch whose outcome the file has not recorded."""
+        with self._heads:
+            return self.head.prepared
+
+    def unprepare(self) -> None:
+        """Records that the prepared batch was given up.
+
+        Its blocks stay: among them are the cleaner's copies, whose originals may be gone.
+        """
+        with self._heads:
+            point = self.head.prepared
+            assert point is not None
+            self.write_head(prepared=None, synced=max(self.head.synced, point.sequence))
 
     def free_segments(self) -> Bool:
         return np.equal(self.states, _FREE)

@@ -1,8 +1,8 @@
 """Opening a tier's file: as it is new, or back at its last durable batch.
 
 Several files make up one tier: each shard has one per slab. A checkpoint is *prepared* in every
-file before it is *committed* in any. So the batch to come back to is the newest that any file has
-committed, and every other file has it committed or prepared.
+file before it is *committed* in any, and `decisions` say whether it was. So every file comes back
+at the same batch: what it has committed last, or what it has prepared if that was decided.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
+from emberkeep.tiered.decisions import Decisions
 from emberkeep.tiered.log import I64, MOST_ROWS, START, Layout, RowLog, aligned, check_schema
 from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Json, Point, Superblock, unpack_bits
@@ -69,8 +70,12 @@ def open_slab(
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
+        slab.files = files
         with _opening(path):
             slab.batch = _recover(slab, files)
+            decisions = Decisions(tier.path, slab.log.disk)
+            if decisions.all():
+                decisions.forget_others(_read_heads(tier.path, files).values())
     except BaseException:
         slab.close()
         raise
@@ -114,14 +119,22 @@ def _schema(
     }
 
 
-def durable_batch(path: str, files: Sequence[str]) -> int | None:
-    """The batch that the files of a tier come back to; None if there is none yet."""
-    top = os.path.dirname(path)
-    heads: dict[str, Superblock | None] = {}
-    for name in files:
-        whole = os.path.join(top, name)
-        heads[name] = RowLog.read_head(whole)[0] if directory.is_there(whole) else None
-    missing = [name for name, head in heads.items() if head is None]
+def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
+    """The heads of those files of a tier that are there."""
+    paths = {name: os.path.join(top, name) for name in files}
+    return {
+        name: RowLog.read_head(path)[0] for name, path in paths.items() if directory.is_there(path)
+    }
+
+
+def durable_points(top: str, files: Sequence[str], disk: Disk) -> dict[str, Point]:
+    """The batch that the files of a tier come back to, as each of them has it; none if there is no
+    such batch yet.
+
+    A batch that was prepared and not decided is given up here, durably, before any file goes back.
+    """
+    heads = _read_heads(top, files)
+    missing = [name for name in files if name not in heads]
     states = directory.states(top) if missing else []
     if states:
         raise DamageError(
@@ -130,21 +143,48 @@ def durable_batch(path: str, files: Sequence[str]) -> int | None:
             f"the file back; to start over, remove {os.path.join(top, 'state')}",
             name=missing[0],
         )
-    committed = [
-        head.committed.batch for head in heads.values() if head is not None and head.committed
-    ]
-    if not committed:
-        return None
-    batch = max(committed)
-    for name, head in heads.items():
-        if head is None or head.point(batch) is None:
+    points = _decided(top, heads, files, disk)
+    if not points:
+        return {}
+    last = max(points.values(), key=lambda point: point.batch)
+    for name in files:
+        point = points.get(name)
+        if point is None or (point.batch, point.nonce) != (last.batch, last.nonce):
             raise DamageError(
                 f"{os.path.join(top, name)} is missing or does not hold batch "
-                f"{batch}, which the other files of this tier have committed; nothing was changed. "
-                "Bring it back, or restore a version of a repository into a new tier",
+                f"{last.batch}, which the other files of this tier have committed; nothing was "
+                "changed. Bring it back, or restore a version of a repository into a new tier",
                 name=name,
             )
-    return batch
+    return points
+
+
+def _decided(
+    top: str, heads: dict[str, Superblock], files: Sequence[str], disk: Disk
+) -> dict[str, Point]:
+    """For each file the batch that it has committed, or has prepared and was committed."""
+    recorded = {h.committed.nonce for h in heads.values() if h.committed is not None}
+    batches = [h.committed.batch for h in heads.values() if h.committed is not None]
+    lives = {name: heads[name].life if name in heads else 0 for name in files}
+    outcomes: dict[str, bool] = {}
+    points = {}
+    for name, head in heads.items():
+        prepared = head.prepared
+        point = head.committed
+        if prepared is not None and not prepared.nonce:
+            # From before there were decisions: what one file has committed is committed.
+            if prepared.batch == max(batches, default=None):
+                point = prepared
+        elif prepared is not None:
+            if prepared.nonce not in outcomes:
+                outcomes[prepared.nonce] = prepared.nonce in recorded or Decisions(top, disk).abort(
+                    prepared, lives
+                )
+            if outcomes[prepared.nonce]:
+                point = prepared
+        if point is not None:
+            points[name] = point
+    return points
 
 
 def _open_log(
@@ -160,7 +200,7 @@ def _open_log(
                 directory.check_unlocked(path)
                 head, sequence = RowLog.read_head(path)
                 check_schema(path, head.schema, wanted)
-            if durable_batch(path, files) is None:
+            if not durable_points(os.path.dirname(path), files, disk):
                 head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, layout, disk)
             return RowLog(path, head, sequence, layout, disk, claim)
         except BaseException:
@@ -171,22 +211,26 @@ def _open_log(
 def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     """Takes a slab that was just made to the durable batch of its file, if there is one."""
     log = slab.log
-    batch = durable_batch(log.path, files)
-    if batch is None:
+    top, name = os.path.split(log.path)
+    points = durable_points(top, files, log.disk)
+    if not points:
         return None
-    point = log.head.point(batch)
-    assert point is not None
+    point = points[name]
     # Blocks up to here were synced before the head was written: the cleaner's copies among them
     # count, although they may be younger than the point, because their originals may be gone.
-    synced = max(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None)
+    synced = max(
+        log.head.synced,
+        *(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None),
+    )
     lives = (*log.head.lives, (point.stamp, synced))
     _check_length(log, point)
     first_life, last = _scan(slab, point, lives)
     found = int(rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
         raise DamageError(
-            f"{log.path} holds {found} rows of batch {batch}, which had {point.rows}: blocks of it "
-            "are lost; nothing was changed. Restore a version of a repository into a new tier",
+            f"{log.path} holds {found} rows of batch {point.batch}, which had {point.rows}: blocks "
+            "of it are lost; nothing was changed. Restore a version of a repository into a new "
+            "tier",
             name=log.path,
         )
     kernels.count_live(slab.positions, log.slots, log.live)
@@ -196,11 +240,14 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)
     kept = lives[first_life - log.head.first_life :]
-    changes = {"prepared": None, "committed": point, "first_life": first_life, "lives": kept}
+    changes = {
+        "prepared": None, "committed": point, "first_life": first_life, "lives": kept,
+        "synced": synced,
+    }  # fmt: skip
     log.reserve_head(**changes, **log.free_now())
     log.write_head(**changes, **log.free_now())
     log.horizon = point.stamp
-    return batch
+    return point.batch
 
 
 def _check_length(log: RowLog, point: Point) -> None:

@@ -50,6 +50,7 @@ class Saving:
     rows: int
     tables: Json
     floor: int
+    nonce: str
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
@@ -78,8 +79,8 @@ class TierStatus:
 class TieredSlab(Slab):
     """The rows of some tables on one shard, behind a cache: its `share` of the tier's `memory`.
 
-    `batch` is the last durable batch of its file. `upkeep` does a round of it and says whether
-    there is more to do. Make it with `opening.open_slab`.
+    `batch` is the last durable batch of its file, `files` are all those of the tier. `upkeep` does
+    a round of it and says whether there is more to do. Make it with `opening.open_slab`.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class TieredSlab(Slab):
         self._fetched = False
         self._gone: list[I64] = []
         self.batch: int | None = None
+        self.files: Sequence[str] = ()
         self._upkeep = Background(
             self, upkeep, TieredSlab.fail, name="emberkeep-tier-upkeep", nice=5
         )
@@ -460,11 +462,12 @@ class TieredSlab(Slab):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint(self, batch: int, tables: Json) -> Future[Point]:
+    def checkpoint(self, batch: int, tables: Json, nonce: str) -> Future[Point]:
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
-        come back to.
+        come back to. `nonce` names the decision about it, which is the same for all files; see
+        `decisions`.
         """
         with self.lock:
             self.log.check()
@@ -476,7 +479,7 @@ class TieredSlab(Slab):
             frames.unsaved = np.zeros_like(frames.unsaved)
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
-            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor)
+            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor, nonce)
             saving = self.saving
         self._wake()
         return saving.prepared

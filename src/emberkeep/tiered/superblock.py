@@ -45,7 +45,7 @@ class Point:
 
     Records up to `stamp` belong to it, and blocks up to `sequence` must all be there; `rows` counts
     its trained rows, records up to `floor` were cleared before it. `tables` holds what rows do not:
-    steps and ticks.
+    steps and ticks. `nonce` names its decision; points of the first format have none.
     """
 
     batch: int
@@ -54,6 +54,7 @@ class Point:
     rows: int
     floor: int
     tables: Json
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,10 @@ class Superblock:
     """The state of one file.
 
     `lives[l - first_life]` says where life l ended: the last stamp and the last sequence that
-    count. The present life is `first_life + len(lives)`. Segments that `free` does not name, of the
-    first `segments`, hold blocks that must all be there, except `areas`: those hold heads, one
-    list for each slot.
+    count. The present life is `first_life + len(lives)`. Blocks up to `synced` are there although
+    no point may say so, as those of a batch that was given up. Segments that `free` does not name,
+    of the first `segments`, hold blocks that must all be there, except `areas`: those hold heads,
+    one list for each slot.
     """
 
     schema: Json
@@ -75,18 +77,12 @@ class Superblock:
     lives: tuple[tuple[int, int], ...] = ()
     prepared: Point | None = None
     committed: Point | None = None
+    synced: int = 0
     areas: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @property
     def life(self) -> int:
         return self.first_life + len(self.lives)
-
-    def point(self, batch: int) -> Point | None:
-        """The point of that batch, prepared or committed."""
-        for point in (self.committed, self.prepared):
-            if point is not None and point.batch == batch:
-                return point
-        return None
 
 
 def pack_bits(bits: npt.NDArray[np.bool_]) -> str:

@@ -105,11 +105,11 @@ def _save(slab: TieredSlab) -> bool:
         slab.log.check_whole()
         point = Point(
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
-            rows=saving.rows, floor=saving.floor, tables=saving.tables,
+            rows=saving.rows, floor=saving.floor, tables=saving.tables, nonce=saving.nonce,
         )  # fmt: skip
         slab.log.reserve_head(prepared=point, **slab.log.free_now())
         free = slab.log.free_segments()
-    slab.log.prepare(point, free)
+    slab.log.prepare(point, free, lambda: slab.saving is saving)
     with slab.lock:
         if slab.saving is saving:
             with contextlib.suppress(InvalidStateError):  # closed this very moment
