@@ -88,13 +88,17 @@ class Shard:
         self.tables = check_tables(tables)
         self.groups = slab_groups(self.tables)
         self._lock = ForkLock()
-        self.slabs = [
-            open_slab(
-                self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
-                lock=self._lock,
-            )
-            for group in self.groups
-        ]  # fmt: skip
+        self.slabs: list[Slab] = []
+        try:
+            for group in self.groups:
+                slab = open_slab(
+                    self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
+                    lock=self._lock,
+                )  # fmt: skip
+                self.slabs.append(slab)
+        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
+            self.kill()
+            raise
         self._places = {
             self.tables[t].name: (self.slabs[g], i)
             for g, group in enumerate(self.groups)

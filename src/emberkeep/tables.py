@@ -55,13 +55,19 @@ class Tier:
     `memory` (bytes, or "2GB", "512 MiB") is shared by all tables that name the same tier, over all
     shards, by the size of their rows. It must hold the rows of one batch. Beside it every row
     costs 8 bytes in memory, whether it is hot or not.
+
+    One process uses a path at a time: its lock keeps others out. A file system without locks is
+    refused unless `exclusive` says that no other process will ever use that path.
     """
 
     path: str
     _: KW_ONLY
     memory: int
+    exclusive: bool = False
 
-    def __init__(self, path: str | os.PathLike[str], *, memory: int | str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, memory: int | str, exclusive: bool = False
+    ) -> None:
         if isinstance(memory, str):
             try:
                 memory = size(memory)
@@ -75,6 +81,7 @@ class Tier:
             raise ConfigError("Tier: path must name a directory, not be empty")
         object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(os.fspath(path))))
         object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "exclusive", bool(exclusive))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from emberkeep.blobs.local import Disk
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
-from emberkeep.tiered import opening
+from emberkeep.tiered import log, opening, superblock
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.unit.test_tiered import tiered
 
@@ -105,6 +105,9 @@ def live(path: Path, random: np.random.Generator, models: dict[int, Any], shards
             train(cluster, random)  # pushes go on while the batch is on its way
             for future in prepared:
                 future.result(60)
+            if random.random() < 0.2:
+                cluster.abandon_tiers()  # as when a shard is lost meanwhile
+                continue
             cluster.commit_tiers()
             told.append((len(make_disk().calls), batch))
     end(cluster)
@@ -138,6 +141,16 @@ def check_lives(base: Path, seed: int, lives: int, shards: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_comes_back_is_a_batch_that_was_durable_bit_for_bit(tmp_path: Path, seed: int) -> None:
+    check_lives(tmp_path / "tier", seed, lives=5, shards=1 + seed % 2)
+
+
+@pytest.mark.parametrize("seed", range(20, 24))
+def test_long_heads_are_torn_one_at_a_time(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that lie in segments, as those of many tables do."""
+    for module in (superblock, log):
+        monkeypatch.setattr(module, "ROOM", 300)
     check_lives(tmp_path / "tier", seed, lives=5, shards=1 + seed % 2)
 
 

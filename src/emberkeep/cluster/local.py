@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +21,15 @@ from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
 from emberkeep.memory import Values
 from emberkeep.priority import Priority
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered.slab import TieredSlab
+from emberkeep.tiered import decisions
+from emberkeep.tiered.slab import TieredSlab, TierStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +117,15 @@ class LocalCluster(Cluster):
         seed: int = 0,
         pool: pools.Pool,
     ) -> None:
-        self.shards: list[Shard] = [
-            Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
-            for i in range(shards)
-        ]
+        self.shards: list[Shard] = []
+        try:
+            for i in range(shards):
+                shard = Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
+                self.shards.append(shard)
+        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
+            for shard in self.shards:
+                shard.kill()
+            raise
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._tracked = False
@@ -200,24 +209,47 @@ class LocalCluster(Cluster):
         """
         with self._push_lock:
             self._serving()
-            return [
-                slab.checkpoint(batch, shard.table_state())
-                for shard in self.shards
-                for slab in shard.tiers()
-            ]
+            begun: list[Future[Any]] = []
+            nonce = secrets.token_hex(8)
+            if any(slab.saving is not None for slab in self._tiers()):
+                raise AssertionError("there is one checkpoint of tiers under way at a time")
+            self.abandon_tiers()  # where the outcome of the last batch could not be recorded
+            try:
+                for shard in self.shards:
+                    for slab in shard.tiers():
+                        begun.append(slab.checkpoint(batch, shard.table_state(), nonce))
+            except BaseException:  # under way in all of them, or in none
+                with suppress(EmberkeepError):  # said above: the next one tries again
+                    self.abandon_tiers()
+                raise
+            return begun
 
     def commit_tiers(self) -> None:
-        """Makes the batch that every file has prepared the one to come back to."""
-        for slab in self._tiers():
-            slab.commit()
+        """Makes the batch that every file has prepared the one to come back to.
+
+        If it raises, `abandon_tiers` finds out whether that happened.
+        """
+        for slabs in self._slabs_by_tier():
+            decisions.commit(slabs)
 
     def abandon_tiers(self) -> None:
+        """Gives up the batch under way; one that turns out to be committed is recorded as such."""
+        for slabs in self._slabs_by_tier():
+            decisions.abandon(slabs)
+
+    def _slabs_by_tier(self) -> list[list[TieredSlab]]:
+        tiers: dict[str, list[TieredSlab]] = {}
         for slab in self._tiers():
-            slab.abandon()
+            tiers.setdefault(os.path.dirname(slab.log.path), []).append(slab)
+        return list(tiers.values())
 
     def tier_batch(self) -> int | None:
         """The batch that the tiers come back to, or None."""
         return min((slab.batch or 0 for slab in self._tiers()), default=0) or None
+
+    def tier_status(self) -> list[TierStatus]:
+        """How the files of tiers are doing, one entry for each."""
+        return [slab.status() for slab in self._tiers()]
 
     def _tiers(self) -> list[TieredSlab]:
         return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
@@ -254,8 +286,14 @@ class LocalCluster(Cluster):
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
         if self._protection is not None:
             self._protection.close()
+        errors = []
         for slab in self._tiers():
-            slab.close()
+            try:
+                slab.close()
+            except EmberkeepError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _from_parity(self) -> bool:
         protection = self._protection

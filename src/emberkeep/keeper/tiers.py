@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -21,14 +22,23 @@ from torch import nn
 
 from emberkeep.blobs.local import LocalStore
 from emberkeep.cluster.local import LocalCluster
-from emberkeep.errors import ConfigError, DamageError, MissingObjectError, ShardLostError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    EmberkeepError,
+    MissingObjectError,
+    ShardLostError,
+)
+from emberkeep.keeper import tier_state
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.plain import Packed
 from emberkeep.keeper.recovering import Recovered, Recoveries
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.recovery import Losses, steps_of
 from emberkeep.strategies import Interval, schedule
+
+_STATES = "step-"
 
 
 class TierKeeper:
@@ -96,25 +106,26 @@ class TierKeeper:
     def resume(self) -> int | None:
         """Goes on from the last durable step, to which the rows are back already; None if new.
 
-        A state that does not fit the model is refused before anything of the model is changed.
+        A state that is damaged, is another step's or does not fit the model is refused before
+        anything of the model is changed.
         """
         batch = self.durable
         if batch is None:
             return None
         try:
-            packed = Packed.decode(self._store.get(_name(batch)))
+            content = self._store.get(_name(batch))
         except MissingObjectError:
             raise DamageError(
                 f"the tier holds the rows of step {batch}, and {self._store.url} not what belongs "
                 "to them; bring that directory back, or restore a version of a repository",
                 name=_name(batch),
             ) from None
-        content = unpack(packed)
-        saved = self._dense.check(Packed.decode(content["dense"]))
+        dense, beside = tier_state.decode(_name(batch), content)
+        saved = self._dense.check(dense)
         if self.reader is not None:
-            self.reader.load_state_dict(content["reader"])
+            self.reader.load_state_dict(beside["reader"])
         self._dense.load(saved)
-        self._losses = Losses.from_dict(content["losses"])
+        self._losses = Losses.from_dict(beside["losses"])
         set_generators(saved["generators"][0])
         self.steps = batch
         return batch
@@ -135,20 +146,25 @@ class TierKeeper:
         self._join()
         self._raise()
         started = time.monotonic()
+        dense = self._dense.capture([generators()])
         beside = {
-            "dense": self._dense.capture([generators()]),
             "reader": {} if self.reader is None else self.reader.state_dict(),
             "losses": self._losses.to_dict(),
         }
         prepared = self._cluster.prepare_tiers(self.steps)
         pause_ms = (time.monotonic() - started) * 1e3
         saving: Future[int] = Future()
-        self._saving, self._saved_at = saving, started
-        self._thread = threading.Thread(
-            target=self._finish, args=(self.steps, prepared, beside, saving, pause_ms),
+        thread = threading.Thread(
+            target=self._finish, args=(self.steps, prepared, dense, beside, saving, pause_ms),
             name="emberkeep-tier-commit", daemon=True,
         )  # fmt: skip
-        self._thread.start()
+        try:
+            thread.start()
+        except BaseException:  # the system has no thread to give: nobody would ever commit
+            with suppress(EmberkeepError):
+                self._cluster.abandon_tiers()
+            raise
+        self._saving, self._saved_at, self._thread = saving, started, thread
         return saving
 
     def wait(self) -> int | None:
@@ -235,20 +251,20 @@ class TierKeeper:
     # -- details ---------------------------------------------------------------------------------
 
     def _finish(
-        self, step: int, prepared: list[Future[Any]], beside: Json, saving: Future[int],
-        pause_ms: float,
+        self, step: int, prepared: list[Future[Any]], dense: Packed, beside: Json,
+        saving: Future[int], pause_ms: float,
     ) -> None:  # fmt: skip
         started = time.monotonic()
         try:
             for future in prepared:
                 future.result()
-            content = pack({**beside, "dense": beside["dense"].encode()}, what="tier")
-            self._store.put(_name(step), content.encode())
+            self._store.put(_name(step), tier_state.encode(_name(step), dense, beside))
             self._cluster.commit_tiers()
-            old = [blob.name for blob in self._store.list() if blob.name != _name(step)]
-            self._store.delete(old)
+            states = [b.name for b in self._store.list() if b.name.startswith(_STATES)]
+            self._store.delete([name for name in states if name != _name(step)])
         except BaseException as error:
-            self._cluster.abandon_tiers()
+            with suppress(EmberkeepError):  # the next checkpoint tries again, before it begins
+                self._cluster.abandon_tiers()
             if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
                 self._error = error
             saving.set_exception(error)
@@ -273,7 +289,7 @@ class TierKeeper:
 
 
 def _name(step: int) -> str:
-    return f"step-{step}.safetensors"
+    return f"{_STATES}{step}.safetensors"
 
 
 def _tiered(model: nn.Module) -> tuple[LocalCluster, str]:

@@ -113,14 +113,30 @@ def seal(
 
 
 @kernel
+def block_checksum(words: U64, salt: np.uint64, block: int, generation: int) -> int:
+    """The checksum of one block, as `seal` writes it."""
+    return int(checksum(words, salt, block, generation))
+
+
+@kernel
 def check_blocks(
-    words: U64, block_words: int, block: int, salt: np.uint64, generations: I64, sequences: I64
+    words: U64,
+    block_words: int,
+    per_block: int,
+    block: int,
+    salt: np.uint64,
+    generations: I64,
+    sequences: I64,
 ) -> None:
-    """For each block of a segment its generation and sequence; -1 where it is not whole."""
+    """For each block of a segment its generation and sequence; -1 where it is not whole.
+
+    A whole block holds as many records as it says: nothing that it says leads out of it.
+    """
     for b in range(generations.size):
         mine = words[b * block_words : (b + 1) * block_words]
         generation = np.int64(mine[3])
-        whole = generation > 0 and mine[0] == checksum(mine, salt, block + b, int(generation))
+        whole = generation > 0 and np.int64(mine[1] & LOW) <= per_block
+        whole = whole and mine[0] == checksum(mine, salt, block + b, int(generation))
         generations[b] = generation if whole else -1
         sequences[b] = np.int64(mine[2]) if whole else -1
 
@@ -200,14 +216,20 @@ def list_live(
     per_block: int,
     record_words: int,
     first_block: int,
-    blocks: int,
+    generations: I64,
+    generation: int,
     positions_R: U32,
     rows: I64,
     sources: I64,
 ) -> int:
-    """The records of a segment that are the newest of their row: which rows, at which words."""
+    """The records of a segment that are the newest of their row: which rows, at which words.
+
+    Only blocks of that generation are looked at; `check_blocks` has found them whole.
+    """
     found = 0
-    for b in range(blocks):
+    for b in range(generations.size):
+        if generations[b] != generation:
+            continue
         base = b * block_words
         for slot in range(np.int64(words[base + 1] & LOW)):
             word = base + HEADER_WORDS + slot * record_words

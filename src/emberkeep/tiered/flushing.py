@@ -54,23 +54,30 @@ class Flushes:
             self._frames.unbind(frames[~dirty])
         if not unsaved.size:
             return None
-        found, stamps = self._frames.row_of[unsaved], self._frames.stamps[unsaved]
-        extents = self._append(found, unsaved, stamps, deleted=False)
-        for bitmap in (self._frames.unsaved, self._frames.frozen):
-            bits.clear_bits(bitmap, unsaved)
-        self._number += 1
-        self._frames.busy[unsaved] |= FLUSHING
-        self._frames.flush_of[unsaved] = self._number
-        flush = Flush(self._number, extents, unsaved, self._frames.used[unsaved], evict)
-        self._under_way.append(flush)
+        with self._log.whole():
+            found, stamps = self._frames.row_of[unsaved], self._frames.stamps[unsaved]
+            extents = self._append(found, unsaved, stamps, deleted=False)
+            for bitmap in (self._frames.unsaved, self._frames.frozen):
+                bits.clear_bits(bitmap, unsaved)
+            self._number += 1
+            self._frames.busy[unsaved] |= FLUSHING
+            self._frames.flush_of[unsaved] = self._number
+            flush = Flush(self._number, extents, unsaved, self._frames.used[unsaved], evict)
+            self._under_way.append(flush)
         return flush
 
     def write(self, flush: Flush) -> None:
         """Brings a flush to the file; needs no lock."""
         try:
-            for extent in flush.extents:
-                self._log.write(extent)
+            with self._log.whole():
+                for extent in flush.extents:
+                    self._log.write(extent)
         finally:
+            flush.done.set()
+
+    def wake(self) -> None:
+        """Wakes whoever waits for a flush; for a log that has failed."""
+        for flush in list(self._under_way):
             flush.done.set()
 
     def settle(self, flush: Flush) -> None:
@@ -103,16 +110,18 @@ class Flushes:
 
     def append_later(self, found: I64, frames: I64, stamps: I64, *, deleted: bool) -> None:
         """Copies rows to the end of the log at once; upkeep writes them, unless they are many."""
-        self.waiting += self._append(found, frames, stamps, deleted=deleted)
+        with self._log.whole():
+            self.waiting += self._append(found, frames, stamps, deleted=deleted)
         if sum(extent.words.nbytes for extent in self.waiting) > _MOST_WAITING_NBYTES:
             self.write_waiting()
 
     def write_waiting(self) -> None:
         """Writes what pushes had to copy, in this thread and under the lock."""
-        waiting, self.waiting = self.waiting, []
-        for extent in waiting:
-            self._log.write(extent)
-            self._log.written(extent)
+        with self._log.whole():
+            waiting, self.waiting = self.waiting, []
+            for extent in waiting:
+                self._log.write(extent)
+                self._log.written(extent)
 
     def _append(self, found: I64, frames: I64, stamps: I64, *, deleted: bool) -> list[Extent]:
         """Copies rows to the end of the log, in memory so far; they are its newest records."""

@@ -39,7 +39,15 @@ class Loads:
         self._frames, self._positions, self._log, self._lock = frames, positions, log, lock
         self._under_way: list[Load] = []
         self._left: list[Load] = []
-        self._reader = Background(self, Loads._read_left, name="emberkeep-tier-read")
+        self._reader = Background(self, Loads._read_left, Loads._fail, name="emberkeep-tier-read")
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended reading ahead."""
+        return self._reader.error
+
+    def _fail(self, error: BaseException) -> None:
+        self._log.fail(error)
 
     def stop(self) -> None:
         self._reader.stop()

@@ -12,13 +12,14 @@ Nothing here looks at rows: which of them move where, and when, is the slab's bu
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import errno
 import mmap
 import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.blobs.local import Disk
-from emberkeep.errors import StateError, TierError
+from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import tier as kernels
+from emberkeep.tiered import directory
+from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (
+    ROOM,
     SLOT_NBYTES,
     Json,
     Point,
@@ -37,6 +41,7 @@ from emberkeep.tiered.superblock import (
     decode,
     encode,
     pack_bits,
+    slot,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -46,8 +51,14 @@ Bool = npt.NDArray[np.bool_]
 
 BLOCK = 4096
 START = 2 * SLOT_NBYTES
-_FREE, _ACTIVE, _SEALED = 0, 1, 2
+_FREE, _ACTIVE, _SEALED, _AREA = 0, 1, 2, 3
+# Room that a head has for what changes until it is written: a few numbers.
+_SPARE = 4096
+# How file systems say that they have no direct access.
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOST_RECORDS = 2**32 - 2
+MOST_ROWS = _MOST_RECORDS // 2
+"""Rows of one file: until a batch is committed, its records stand beside those of the last one."""
 
 
 def aligned(nbytes: int) -> U64:
@@ -75,6 +86,13 @@ class Layout:
     @property
     def record_words(self) -> int:
         return 2 + -(-int(self.widths.sum()) // 8)
+
+    @property
+    def block_nbytes(self) -> int:
+        return -(-(kernels.HEADER + 8 * self.record_words) // BLOCK) * BLOCK
+
+    def segment_blocks(self, segment_nbytes: int) -> int:
+        return max(1, segment_nbytes // self.block_nbytes)
 
     def onto(self, arrays: Sequence[npt.NDArray[Any]]) -> Layout:
         """The same records, read to other arrays; for planes that are not by row."""
@@ -110,7 +128,10 @@ class Extent:
 
 
 class RowLog:
-    """One file. The slab's lock covers every method but `write`, `read` and `sync`."""
+    """One file, which `claim` makes ours.
+
+    The slab's lock covers every method but `write`, `read` and `sync`.
+    """
 
     def __init__(
         self,
@@ -119,8 +140,10 @@ class RowLog:
         sequence: int,
         layout: Layout,
         disk: Disk,
+        claim: Claim,
     ) -> None:
         self.path = path
+        self._claim = claim
         self.disk = disk
         self.head = head
         self.layout = layout
@@ -128,22 +151,25 @@ class RowLog:
         self._users = 0
         self._idle = threading.Condition()
         self._head_sequence = sequence
-        self.block_nbytes = -(-(kernels.HEADER + 8 * layout.record_words) // BLOCK) * BLOCK
+        self._heads = threading.RLock()  # one change of the head at a time
+        self.block_nbytes = layout.block_nbytes
         self.per_block = (self.block_nbytes - kernels.HEADER) // (8 * layout.record_words)
-        self.segment_blocks = max(1, head.segment_nbytes // self.block_nbytes)
+        self.segment_blocks = layout.segment_blocks(head.segment_nbytes)
         self.slots = self.segment_blocks * self.per_block
         self.salt = np.uint64(head.salt)
         self.handle, self.direct = self._open()
-        self.generations: I64 = np.zeros(head.segments, np.int64)
-        self.live: I64 = np.zeros(head.segments, np.int64)
-        self.states = np.zeros(head.segments, np.uint8)
-        self.undecided: I64 = np.zeros(head.segments, np.int64)
-        self._unwritten: I64 = np.zeros(head.segments, np.int64)
+        self.generations: I64
+        self.live: I64
+        self.undecided: I64
+        self._unwritten: I64
+        self.states: npt.NDArray[np.uint8]
+        self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
         self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
+        self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
         self._active = -1
         self._filled = 0
         self.sequence = 1
@@ -156,15 +182,25 @@ class RowLog:
     # -- opening ---------------------------------------------------------------------------------
 
     @staticmethod
-    def create(path: str, schema: Json, segment_nbytes: int, disk: Disk) -> tuple[Superblock, int]:
+    def create(
+        path: str, schema: Json, segment_nbytes: int, layout: Layout, disk: Disk
+    ) -> tuple[Superblock, int]:
         """A new file without rows; it stands under its name once it is whole."""
         head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
+        nbytes = layout.segment_blocks(segment_nbytes) * layout.block_nbytes
+        while len(encode(head)) > max(ROOM, head.segments * nbytes):
+            area = tuple(range(head.segments + 1))
+            head = replace(head, areas=(area, ()), segments=len(area))
+        text = encode(head)
+        extents = _extents(head.areas[0], nbytes, len(text))
+        content = slot(text, 1, extents).ljust(START, b"\0")
+        content += (text if extents else b"").ljust(head.segments * nbytes, b"\0")
         staged = f"{path}.new"
-        if os.path.exists(staged):
+        with contextlib.suppress(FileNotFoundError):
             disk.unlink(staged)
         handle = disk.create(staged)
         try:
-            disk.write(handle, memoryview(encode(head, 1).ljust(START, b"\0")))
+            disk.write(handle, memoryview(content))
             disk.sync(handle)
         finally:
             disk.close(handle)
@@ -175,33 +211,27 @@ class RowLog:
     @staticmethod
     def read_head(path: str) -> tuple[Superblock, int]:
         with open(path, "rb") as file:
-            return decode(file.read(2 * SLOT_NBYTES), path)
+            return decode(file, path)
 
     def _open(self) -> tuple[int, bool]:
-        for direct in (True, False):
+        if hasattr(os, "O_DIRECT"):
             try:
-                handle = self.disk.open(self.path, direct=direct)
-            except OSError:
-                if not direct:
+                handle = self.disk.open(self.path, direct=True)
+                try:
+                    os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
+                except BaseException:
+                    os.close(handle)
                     raise
-                continue
-            try:
-                os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
-            except OSError:  # a file system that opens files for direct reads and refuses them
-                os.close(handle)
-                if not direct:
+                return handle, True
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT:
                     raise
-                continue
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(handle)
-                raise TierError(
-                    f"{self.path} is in use by another process or another model: end that one "
-                    "first, or name another path"
-                ) from None
-            return handle, direct
-        raise AssertionError("either way returns or raises")
+                self._claim.warn_once(
+                    f"the file system of {self.path} has no direct reads and writes "
+                    f"({error.strerror}): rows also take memory of the page cache, and reads are "
+                    "slower; keep tiers on a local disk"
+                )
+        return self.disk.open(self.path, direct=False), False
 
     def close(self) -> None:
         """Waits for reads and writes under way, refuses later ones, and lets the file go.
@@ -214,6 +244,7 @@ class RowLog:
             handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
+        self._claim.release()
 
     def __del__(self) -> None:
         if getattr(self, "handle", -1) >= 0:
@@ -260,12 +291,12 @@ class RowLog:
 
     def write(self, extent: Extent) -> None:
         """Brings an extent that was filled to the file. Its bytes can be read then; see `sync`."""
-        kernels.seal(
-            extent.words, self.block_nbytes // 8, self.per_block, extent.records, self.head.life,
-            extent.sequence, extent.generation, extent.block, self.salt,
-        )  # fmt: skip
         offset = START + extent.block * self.block_nbytes
         with self._ending("written"):
+            kernels.seal(
+                extent.words, self.block_nbytes // 8, self.per_block, extent.records,
+                self.head.life, extent.sequence, extent.generation, extent.block, self.salt,
+            )  # fmt: skip
             self.disk.write_at(self.handle, _bytes(extent.words), offset)
 
     def written(self, extent: Extent) -> None:
@@ -296,12 +327,18 @@ class RowLog:
         for name in ("generations", "live", "undecided", "_unwritten"):
             setattr(self, name, np.zeros(segments, np.int64))
         self.states = np.zeros(segments, np.uint8)
+        for area in self.head.areas:
+            self.states[list(area)] = _AREA
+
+    def holds_head(self, segment: int) -> bool:
+        """Whether a segment has a head in place of rows."""
+        return bool(self.states[segment] == _AREA)
 
     def adopt(self, segment: int) -> None:
         """Of a file that was just opened: keeps a segment that has rows, frees one that has not."""
         if self.live[segment]:
             self.states[segment] = _SEALED
-        else:
+        elif not self.holds_head(segment):
             self._free.append(segment)
 
     # -- which records are needed ----------------------------------------------------------------
@@ -333,8 +370,13 @@ class RowLog:
         self._deaths = kept
 
     def release(self, segment: int) -> None:
-        """A sealed segment without needed records may be used again, once its readers are gone."""
+        """A sealed segment without needed records may be used again, once its readers are gone.
+
+        One that is damaged is not: its next bytes might not last either.
+        """
         self.states[segment] = _FREE
+        if self._damaged.pop(segment, None) is not None:
+            return
         self._limbo.append((segment, self._turn))
         self._turn += 1
         self._drain_limbo()
@@ -381,11 +423,22 @@ class RowLog:
         slots = int(sealed.sum()) * self.slots
         if slots <= 2 * int(self.live[sealed].sum()) + 4 * self.slots:
             return None
+        sealed[list(self._damaged)] = False
         candidates = np.flatnonzero(sealed & (self.undecided == 0))
         if not candidates.size:
             return None
         best = int(candidates[np.argmin(self.live[candidates])])
         return best if self.live[best] * 4 <= self.slots * 3 else None
+
+    def set_aside(self, segment: int, error: DamageError) -> None:
+        """Leaves a damaged segment where it is: for the rest of this life it is not cleaned, and
+        nothing is declared durable while it holds rows. Needs no lock."""
+        self._damaged[segment] = error
+
+    def check_whole(self) -> None:
+        """Raises if rows are known to be damaged: a batch that holds them would not come back."""
+        for error in list(self._damaged.values()):
+            raise error
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -409,45 +462,151 @@ class RowLog:
 
     def write_head(self, **changes: Any) -> None:
         """Changes the head, durably. Bytes that it speaks of were synced before."""
+        with self._heads:
+            self._write_head(changes)
+
+    def _write_head(self, changes: Json) -> None:
         head = replace(self.head, **changes)
         sequence = self._head_sequence + 1
-        slot = aligned(SLOT_NBYTES)
-        _bytes(slot)[:] = encode(head, sequence)
-        offset = ((sequence - 1) % 2) * SLOT_NBYTES  # never the slot that is the newest
+        which = (sequence - 1) % 2  # never the slot that is the newest, nor its area
+        text = encode(head)
+        nbytes = self.segment_blocks * self.block_nbytes
+        extents = _extents(head.areas[which], nbytes, len(text))
+        done = 0
         with self._ending("written"):
-            self.disk.write_at(self.handle, _bytes(slot), offset)
+            for offset, count in extents:
+                self._write_padded(text[done : done + count], offset)
+                done += count
+            self._write_padded(slot(text, sequence, extents), which * SLOT_NBYTES)
         self.sync()
         self.head, self._head_sequence = head, sequence
 
-    def prepare(self, point: Point, free: Bool) -> None:
+    def _write_padded(self, content: bytes, offset: int) -> None:
+        words = aligned(-(-len(content) // BLOCK) * BLOCK)
+        _bytes(words)[: len(content)] = content
+        self.disk.write_at(self.handle, _bytes(words), offset)
+
+    def reserve_head(self, **changes: Any) -> None:
+        """Makes sure that a head with these changes can be written, and the one after it.
+
+        Under the lock: it may take segments, so that those that are free are told after it.
+        """
+        with self._heads:
+            self._reserve_head(changes)
+
+    def _reserve_head(self, changes: Json) -> None:
+        nbytes = self.segment_blocks * self.block_nbytes
+        while True:
+            wanted = len(encode(replace(self.head, **changes))) + _SPARE
+            short = [
+                which
+                for which in (0, 1)
+                if wanted > max(ROOM, len(self.head.areas[which]) * nbytes)
+            ]
+            if not short:
+                return
+            if not self._free:
+                self._add_segment()
+            segment = self._free.pop()
+            self.states[segment] = _AREA
+            areas = list(self.head.areas)
+            areas[short[0]] += (segment,)
+            self.head = replace(self.head, areas=(areas[0], areas[1]))
+
+    def prepare(self, point: Point, free: Bool, wanted: Callable[[], bool]) -> None:
         """From now on the file can be taken to `point`, should everybody else get there.
 
-        `free` are the segments that were free when the point was made; see `free_segments`.
+        `free` are the segments that were free when the point was made; see `free_segments`. Does
+        nothing if it is not `wanted` any more.
         """
         listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
-        self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
+        self.check_named()
+        with self._heads:
+            if not wanted():
+                return
+            # The outcome of the batch before would be lost with it.
+            assert self.head.prepared is None
+            self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
         for segment in listed:
             self._unlisted.remove(segment)
         self._free.extend(listed)
 
+    @property
+    def prepared(self) -> Point | None:
+        """The batch whose outcome the file has not recorded."""
+        with self._heads:
+            return self.head.prepared
+
+    def unprepare(self) -> None:
+        """Records that the prepared batch was given up.
+
+        Its blocks stay: among them are the cleaner's copies, whose originals may be gone.
+        """
+        with self._heads:
+            point = self.head.prepared
+            assert point is not None
+            self.write_head(prepared=None, synced=max(self.head.synced, point.sequence))
+
     def free_segments(self) -> Bool:
         return np.equal(self.states, _FREE)
+
+    def free_now(self) -> Json:
+        """What a head says of segments as they are now."""
+        free = self.free_segments()
+        return {"segments": int(free.size), "free": pack_bits(free)}
 
     def commit(self) -> None:
         """The prepared point becomes the one to come back to; what it made superfluous dies."""
         point = self.head.prepared
         assert point is not None
+        self.check_named()
         self.write_head(prepared=None, committed=point)
+        self.check_named()
         self.horizon = point.stamp
+
+    def check_named(self) -> None:
+        """Raises if the file, or the lock beside it, was removed or replaced: what is in it then
+        would be durable under no name."""
+        with self._ending("found again"):
+            gone = self._claim.missing()
+            if not directory.names(self.path, self.handle):
+                gone = self.path
+        if gone is not None:
+            error = TierError(
+                f"{gone} was removed or replaced while it was in use; this shard has ended, and "
+                "what was not durable before is lost. Bring the file back, then resume"
+            )
+            self.fail(error)
+            raise error
+
+    @property
+    def damaged(self) -> int:
+        """Segments that are known to be damaged and still hold rows."""
+        return len(self._damaged)
 
     def check(self) -> None:
         """Raises once the file has failed."""
         if self.failed is not None:
+            why = str(self.failed) or type(self.failed).__name__
             raise TierError(
-                f"{self.path} has failed ({self.failed}) and takes no more rows: end this process, "
-                "check the disk, and resume from the last durable batch"
+                f"{self.path} has failed ({why}) and takes no more rows: end this process, check "
+                "the disk, and resume from the last durable batch"
             ) from self.failed
+
+    def fail(self, error: BaseException) -> None:
+        """Takes nothing more, for good: it is not known what is in the file, or in its index."""
+        self.failed = self.failed or error
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What happens meanwhile happens as a whole, or the file fails: records that the index
+        names and nobody writes would be taken for rows."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -469,11 +628,26 @@ class RowLog:
             try:
                 yield
             except OSError as error:
-                self.failed = error
+                self.fail(error)
                 raise TierError(
                     f"{self.path} could not be {what}: {error.strerror}; this shard has ended. The "
                     "last durable batch is safe: check the disk, then resume from it"
                 ) from error
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+
+def _extents(area: Sequence[int], segment_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where a head of so many bytes lies in the segments of its area; nowhere if its slot does."""
+    if nbytes <= ROOM:
+        return []
+    extents = []
+    for place, segment in enumerate(area):
+        count = min(segment_nbytes, nbytes - place * segment_nbytes)
+        if count > 0:
+            extents.append((START + segment * segment_nbytes, count))
+    return extents
 
 
 def check_schema(path: str, written: Json, wanted: Json) -> None:

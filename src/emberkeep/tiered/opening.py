@@ -1,30 +1,33 @@
 """Opening a tier's file: as it is new, or back at its last durable batch.
 
 Several files make up one tier: each shard has one per slab. A checkpoint is *prepared* in every
-file before it is *committed* in any. So the batch to come back to is the newest that any file has
-committed, and every other file has it committed or prepared.
+file before it is *committed* in any, and `decisions` say whether it was. So every file comes back
+at the same batch: what it has committed last, or what it has prepared if that was decided.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
 from emberkeep.blobs.local import Disk
-from emberkeep.errors import DamageError, TierError
+from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import rows
 from emberkeep.kernels import tier as kernels
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered import upkeep
-from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned, check_schema
+from emberkeep.tiered import directory, upkeep
+from emberkeep.tiered.decisions import Decisions
+from emberkeep.tiered.log import I64, MOST_ROWS, START, Layout, RowLog, aligned, check_schema
 from emberkeep.tiered.slab import TieredSlab
-from emberkeep.tiered.superblock import Json, Point, Superblock, pack_bits, unpack_bits
+from emberkeep.tiered.superblock import Json, Point, Superblock, unpack_bits
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20
@@ -51,21 +54,43 @@ def open_slab(
             width = table.dim + sum(optimizer.planes(table.dim).values())
             nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
     dim = mine[0].dim
+    rows_here = sum(table.slots_on(shard, shards) for table in mine)
+    if rows_here > MOST_ROWS:
+        raise ConfigError(
+            f"the tables of dim {dim} have {rows_here} rows on shard {shard}, and one file of a "
+            f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
+        )
     files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
     wanted = _schema(mine, optimizer, shard, shards, seed)
     slab = TieredSlab(
         mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
-        memory=tier.memory * nbytes[dim] // sum(nbytes.values()) // shards,
-        open_log=lambda layout: _open_log(path, files, wanted, layout),
+        memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
+        open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
-        slab.batch = _recover(slab, files)
+        slab.files = files
+        with _opening(path):
+            slab.batch = _recover(slab, files)
+            decisions = Decisions(tier.path, slab.log.disk)
+            if decisions.all():
+                decisions.forget_others(_read_heads(tier.path, files).values())
     except BaseException:
         slab.close()
         raise
     return slab
+
+
+@contextmanager
+def _opening(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierError(
+            f"{path} cannot be opened: {error.strerror}; nothing was created or changed. Check the "
+            "disk and what is mounted, or name a path on a disk that can be written"
+        ) from error
 
 
 def _file(shard: int, slab: int) -> str:
@@ -94,79 +119,118 @@ def _schema(
     }
 
 
-def durable_batch(path: str, files: Sequence[str]) -> int | None:
-    """The batch that the files of a tier come back to; None if there is none yet."""
-    heads: dict[str, Superblock | None] = {}
+def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
+    """The heads of those files of a tier that are there."""
+    paths = {name: os.path.join(top, name) for name in files}
+    return {
+        name: RowLog.read_head(path)[0] for name, path in paths.items() if directory.is_there(path)
+    }
+
+
+def durable_points(top: str, files: Sequence[str], disk: Disk) -> dict[str, Point]:
+    """The batch that the files of a tier come back to, as each of them has it; none if there is no
+    such batch yet.
+
+    A batch that was prepared and not decided is given up here, durably, before any file goes back.
+    """
+    heads = _read_heads(top, files)
+    missing = [name for name in files if name not in heads]
+    states = directory.states(top) if missing else []
+    if states:
+        raise DamageError(
+            f"{os.path.join(top, missing[0])} is missing, although {os.path.join(top, 'state')} "
+            f"has {states[-1]}, so there were rows; nothing was changed. Mount the disk or bring "
+            f"the file back; to start over, remove {os.path.join(top, 'state')}",
+            name=missing[0],
+        )
+    points = _decided(top, heads, files, disk)
+    if not points:
+        return {}
+    last = max(points.values(), key=lambda point: point.batch)
     for name in files:
-        whole = os.path.join(os.path.dirname(path), name)
-        heads[name] = RowLog.read_head(whole)[0] if os.path.exists(whole) else None
-    committed = [
-        head.committed.batch for head in heads.values() if head is not None and head.committed
-    ]
-    if not committed:
-        return None
-    batch = max(committed)
-    for name, head in heads.items():
-        if head is None or head.point(batch) is None:
+        point = points.get(name)
+        if point is None or (point.batch, point.nonce) != (last.batch, last.nonce):
             raise DamageError(
-                f"{os.path.join(os.path.dirname(path), name)} is missing or does not hold batch "
-                f"{batch}, which the other files of this tier have committed; nothing was changed. "
-                "Bring it back, or restore a version of a repository into a new tier",
+                f"{os.path.join(top, name)} is missing or does not hold batch "
+                f"{last.batch}, which the other files of this tier have committed; nothing was "
+                "changed. Bring it back, or restore a version of a repository into a new tier",
                 name=name,
             )
-    return batch
+    return points
 
 
-def _open_log(path: str, files: Sequence[str], wanted: Json, layout: Layout) -> RowLog:
+def _decided(
+    top: str, heads: dict[str, Superblock], files: Sequence[str], disk: Disk
+) -> dict[str, Point]:
+    """For each file the batch that it has committed, or has prepared and was committed."""
+    recorded = {h.committed.nonce for h in heads.values() if h.committed is not None}
+    batches = [h.committed.batch for h in heads.values() if h.committed is not None]
+    lives = {name: heads[name].life if name in heads else 0 for name in files}
+    outcomes: dict[str, bool] = {}
+    points = {}
+    for name, head in heads.items():
+        prepared = head.prepared
+        point = head.committed
+        if prepared is not None and not prepared.nonce:
+            # From before there were decisions: what one file has committed is committed.
+            if prepared.batch == max(batches, default=None):
+                point = prepared
+        elif prepared is not None:
+            if prepared.nonce not in outcomes:
+                outcomes[prepared.nonce] = prepared.nonce in recorded or Decisions(top, disk).abort(
+                    prepared, lives
+                )
+            if outcomes[prepared.nonce]:
+                point = prepared
+        if point is not None:
+            points[name] = point
+    return points
+
+
+def _open_log(
+    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool
+) -> RowLog:
     """The file at `path`, made if need be. One that never had a durable batch is made anew."""
     disk = DISK()
-    try:
-        _make_directory(os.path.dirname(path), disk)
-        if os.path.exists(path):
-            head, sequence = RowLog.read_head(path)
-            check_schema(path, head.schema, wanted)
-            log = RowLog(path, head, sequence, layout, disk)
-            if durable_batch(path, files) is not None:
-                return log
-            log.close()
-        else:
-            durable_batch(path, files)
-        head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, disk)
-        return RowLog(path, head, sequence, layout, disk)
-    except OSError as error:
-        raise TierError(
-            f"{path} cannot be opened: {error.strerror}; name a path on a disk that can be written"
-        ) from error
-
-
-def _make_directory(path: str, disk: Disk) -> None:
-    """Makes a directory and those above it, durably."""
-    if not os.path.isdir(path):
-        above = os.path.dirname(path)
-        _make_directory(above, disk)
-        disk.make_directory(path)
-        disk.sync_directory(above)
+    with _opening(path):
+        claim = directory.claim(path, exclusive=exclusive, disk=disk)
+        try:
+            there = directory.is_there(path)
+            if there:
+                directory.check_unlocked(path)
+                head, sequence = RowLog.read_head(path)
+                check_schema(path, head.schema, wanted)
+            if not durable_points(os.path.dirname(path), files, disk):
+                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, layout, disk)
+            return RowLog(path, head, sequence, layout, disk, claim)
+        except BaseException:
+            claim.release()
+            raise
 
 
 def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     """Takes a slab that was just made to the durable batch of its file, if there is one."""
     log = slab.log
-    batch = durable_batch(log.path, files)
-    if batch is None:
+    top, name = os.path.split(log.path)
+    points = durable_points(top, files, log.disk)
+    if not points:
         return None
-    point = log.head.point(batch)
-    assert point is not None
+    point = points[name]
     # Blocks up to here were synced before the head was written: the cleaner's copies among them
     # count, although they may be younger than the point, because their originals may be gone.
-    synced = max(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None)
+    synced = max(
+        log.head.synced,
+        *(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None),
+    )
     lives = (*log.head.lives, (point.stamp, synced))
     _check_length(log, point)
     first_life, last = _scan(slab, point, lives)
     found = int(rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
         raise DamageError(
-            f"{log.path} holds {found} rows of batch {batch}, which had {point.rows}: blocks of it "
-            "are lost; nothing was changed. Restore a version of a repository into a new tier",
+            f"{log.path} holds {found} rows of batch {point.batch}, which had {point.rows}: blocks "
+            "of it are lost; nothing was changed. Restore a version of a repository into a new "
+            "tier",
             name=log.path,
         )
     kernels.count_live(slab.positions, log.slots, log.live)
@@ -176,13 +240,14 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)
     kept = lives[first_life - log.head.first_life :]
-    free = log.free_segments()
-    log.write_head(
-        prepared=None, committed=point, first_life=first_life, lives=kept,
-        segments=int(free.size), free=pack_bits(free),
-    )  # fmt: skip
+    changes = {
+        "prepared": None, "committed": point, "first_life": first_life, "lives": kept,
+        "synced": synced,
+    }  # fmt: skip
+    log.reserve_head(**changes, **log.free_now())
+    log.write_head(**changes, **log.free_now())
     log.horizon = point.stamp
-    return batch
+    return point.batch
 
 
 def _check_length(log: RowLog, point: Point) -> None:
@@ -209,6 +274,8 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
     ends, last = (np.array(part, np.int64) for part in zip(*lives, strict=True))
     needed = np.zeros(log.states.size, np.bool_)
     needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
+    for area in log.head.areas:
+        needed[list(area)] = False
     merging = threading.Lock()
     oldest, newest = [log.head.life + 1], [point.sequence]
 
@@ -218,10 +285,14 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
         sequences = np.empty(log.segment_blocks, np.int64)
         block_words = log.block_nbytes // 8
         for segment in segments:
+            if log.holds_head(segment):
+                continue
             words[:] = 0
             log.read_segment(segment, words)
             first_block = segment * log.segment_blocks
-            kernels.check_blocks(words, block_words, first_block, log.salt, generations, sequences)
+            kernels.check_blocks(
+                words, block_words, log.per_block, first_block, log.salt, generations, sequences
+            )
             generation = int(generations.max(initial=-1))
             whole = generations >= 0
             if needed[segment]:

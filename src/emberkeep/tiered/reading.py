@@ -102,12 +102,15 @@ class Reads:
         with self._lock:
             log.reads += records.size
         if bad >= 0:
-            raise DamageError(
-                f"{log.path}, segment {records[bad] // log.slots}: the record of a row is not what "
-                "was written; nothing of it was used. End this process, check the disk, and resume "
-                "from the last durable batch or from a repository",
+            segment = int(records[bad]) // log.slots
+            error = DamageError(
+                f"{log.path}, segment {segment}: the record of a row is not what was written; "
+                "nothing of it was used. End this process, check the disk, and resume from the "
+                "last durable batch or from a repository",
                 name=log.path,
             )
+            log.set_aside(segment, error)
+            raise error
 
     def _by_threads(self, run: Callable[[int, int], int], count: int) -> int:
         with self._lock:

@@ -12,9 +12,12 @@ before any row changes. Upkeep runs in threads of its own between the calls; see
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -47,15 +50,37 @@ class Saving:
     rows: int
     tables: Json
     floor: int
+    nonce: str
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
 
-class TieredSlab(Slab):
-    """The rows of some tables on one shard, behind a cache of `memory` bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatus:
+    """One file of a tier, and the cache before it.
 
-    `batch` is the last durable batch of its file. `upkeep` does a round of it and says whether
-    there is more to do. Make it with `opening.open_slab`.
+    `batch` is durable; `direct` says whether reads and writes pass by the page cache, `deep`
+    whether many are under way from one thread. `waits` counts how often a caller had to make room
+    itself, `reads` and `appended` records, `damaged` segments that hold rows and cannot be read.
+    """
+
+    path: str
+    batch: int | None
+    direct: bool
+    deep: bool
+    frames: int
+    waits: int
+    reads: int
+    appended: int
+    segments: int
+    damaged: int
+
+
+class TieredSlab(Slab):
+    """The rows of some tables on one shard, behind a cache: its `share` of the tier's `memory`.
+
+    `batch` is the last durable batch of its file, `files` are all those of the tier. `upkeep` does
+    a round of it and says whether there is more to do. Make it with `opening.open_slab`.
     """
 
     def __init__(
@@ -64,6 +89,7 @@ class TieredSlab(Slab):
         optimizer: Optimizer,
         *,
         memory: int,
+        share: Fraction,
         open_log: Callable[[Layout], RowLog],
         upkeep: Callable[[TieredSlab], bool],
         shard: int = 0,
@@ -72,7 +98,7 @@ class TieredSlab(Slab):
         pool: Pool,
         lock: ForkLock | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory, self._share = memory, share
         super().__init__(
             tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
@@ -96,23 +122,57 @@ class TieredSlab(Slab):
         self._fetched = False
         self._gone: list[I64] = []
         self.batch: int | None = None
-        self._upkeep = Background(self, upkeep, name="emberkeep-tier-upkeep", nice=5)
+        self.files: Sequence[str] = ()
+        self._upkeep = Background(
+            self, upkeep, TieredSlab.fail, name="emberkeep-tier-upkeep", nice=5
+        )
 
     @property
     def direct(self) -> bool:
         return False
 
     def drop(self, lost: ShardLostError) -> None:
-        self.close()
+        self._let_go()
         super().drop(lost)
 
     def close(self) -> None:
-        """Lets the file go; what is not durable is lost."""
+        """Lets the file go; what is not durable is lost. Raises what ended the work beside it."""
+        self._let_go()
+        error = self._upkeep.error or self.loads.error
+        if error is not None:
+            raise TierError(
+                f"{self.log.path}: the work beside training had ended with "
+                f"{str(error) or type(error).__name__}; what was durable before is safe: resume "
+                "from it"
+            ) from error
+
+    def _let_go(self) -> None:
         self.loads.stop()
         self._upkeep.stop()
-        if self.saving is not None and not self.saving.prepared.done():
-            self.saving.prepared.set_exception(TierError(f"{self.log.path} was closed"))
+        self._give_up(TierError(f"{self.log.path} was closed"))
         self.log.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the slab: whoever waits is told now, everybody else at the next call."""
+        self.log.fail(error)
+        self.flushes.wake()
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        saving = self.saving
+        if saving is not None:
+            # It may be done this very moment, by upkeep.
+            with contextlib.suppress(InvalidStateError):
+                saving.prepared.set_exception(error)
+
+    def status(self) -> TierStatus:
+        """How the slab and its file are doing."""
+        log = self.log
+        return TierStatus(
+            path=log.path, batch=self.batch, direct=log.direct, deep=self.loads.reads.deep,
+            frames=self.frames.count, waits=self.waits, reads=log.reads, appended=log.appended,
+            segments=log.states.size, damaged=log.damaged,
+        )  # fmt: skip
 
     def _wake(self) -> None:
         """Has upkeep do a round, if it would find anything to do."""
@@ -127,8 +187,11 @@ class TieredSlab(Slab):
     # -- where rows stand ------------------------------------------------------------------------
 
     def _place_count(self) -> int:
-        widths = 4 * (self.dim + sum(self.optimizer.planes(self.dim).values()))
-        return max(1, min(self.rows, self._memory // (widths + _FRAME_NBYTES)))
+        return max(1, min(self.rows, int(self._memory * self._share / self._frame_nbytes)))
+
+    @property
+    def _frame_nbytes(self) -> int:
+        return _FRAME_NBYTES + 4 * (self.dim + sum(self.optimizer.planes(self.dim).values()))
 
     @property
     def _filled(self) -> U64:
@@ -295,14 +358,12 @@ class TieredSlab(Slab):
         frames, missing = self._look(found, turn)
         needed = found.size + new
         if needed > self.frames.count:
-            tier = self.tables[0].tier
-            assert tier is not None
-            # The tier's memory grows for all its slabs alike.
-            enough = 1.05 * needed / self.frames.count * tier.memory
+            # The tier's memory grows for all its slabs alike. Rounded up, so that it is enough.
+            enough = Fraction(21, 20) * needed * self._frame_nbytes / self._share
             raise ConfigError(
                 f"a batch of {needed} rows on shard {self.shard} does not fit its cache of "
-                f"{self.frames.count}: raise memory= of the tier to {enough / 2**20:.1f} MiB or "
-                "more; no row was changed"
+                f"{self.frames.count}: raise memory= of the tier to "
+                f"{math.ceil(enough * 10 / 2**20) / 10:.1f} MiB or more; no row was changed"
             )
         here = frames[frames >= 0]
         self.loads.wait(here)
@@ -401,14 +462,16 @@ class TieredSlab(Slab):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint(self, batch: int, tables: Json) -> Future[Point]:
+    def checkpoint(self, batch: int, tables: Json, nonce: str) -> Future[Point]:
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
-        come back to.
+        come back to. `nonce` names the decision about it, which is the same for all files; see
+        `decisions`.
         """
         with self.lock:
             self.log.check()
+            self.log.check_whole()
             if self.saving is not None:
                 raise AssertionError("a slab has one checkpoint under way at a time")
             frames = self.frames
@@ -416,7 +479,7 @@ class TieredSlab(Slab):
             frames.unsaved = np.zeros_like(frames.unsaved)
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
-            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor)
+            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor, nonce)
             saving = self.saving
         self._wake()
         return saving.prepared
@@ -438,5 +501,6 @@ class TieredSlab(Slab):
             saving, self.saving = self.saving, None
             self.frames.unsaved |= self.frames.frozen
             self.frames.frozen = np.zeros_like(self.frames.frozen)
-        if saving is not None and not saving.prepared.done():
-            saving.prepared.set_exception(CancelledError(f"batch {saving.batch} was given up"))
+        if saving is not None:
+            with contextlib.suppress(InvalidStateError):
+                saving.prepared.set_exception(CancelledError(f"batch {saving.batch} was given up"))

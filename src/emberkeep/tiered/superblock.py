@@ -3,6 +3,10 @@
 There are two slots, written in turn, each with a sequence number and a checksum: a torn write
 leaves the other one. What a slot says is true when it is written, so the bytes that it speaks of
 are synced before it, and it is synced before anybody is told.
+
+A head grows with tables, lives and segments. One that is too long for its slot lies in segments of
+its own, and the slot says where, and its digest. Each slot has segments of its own, so that a
+torn write of these leaves the other head as well.
 """
 
 from __future__ import annotations
@@ -10,23 +14,29 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from emberkeep.errors import DamageError, FormatError, TierError
+from emberkeep.errors import DamageError, FormatError
 
 Json = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2
 SLOT_NBYTES = 64 * 1024
 _MAGIC = b"EMBRTIER"
 _HEAD = struct.Struct("<8sQQQ")  # magic, sequence, length, checksum
+ROOM = SLOT_NBYTES - _HEAD.size
+"""So many bytes of a head fit its slot."""
+
+Extents = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +45,7 @@ class Point:
 
     Records up to `stamp` belong to it, and blocks up to `sequence` must all be there; `rows` counts
     its trained rows, records up to `floor` were cleared before it. `tables` holds what rows do not:
-    steps and ticks.
+    steps and ticks. `nonce` names its decision; points of the first format have none.
     """
 
     batch: int
@@ -44,6 +54,7 @@ class Point:
     rows: int
     floor: int
     tables: Json
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +62,10 @@ class Superblock:
     """The state of one file.
 
     `lives[l - first_life]` says where life l ended: the last stamp and the last sequence that
-    count. The present life is `first_life + len(lives)`. Segments that `free` does not name, of the
-    first `segments`, hold blocks that must all be there.
+    count. The present life is `first_life + len(lives)`. Blocks up to `synced` are there although
+    no point may say so, as those of a batch that was given up. Segments that `free` does not name,
+    of the first `segments`, hold blocks that must all be there, except `areas`: those hold heads,
+    one list for each slot.
     """
 
     schema: Json
@@ -64,17 +77,12 @@ class Superblock:
     lives: tuple[tuple[int, int], ...] = ()
     prepared: Point | None = None
     committed: Point | None = None
+    synced: int = 0
+    areas: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @property
     def life(self) -> int:
         return self.first_life + len(self.lives)
-
-    def point(self, batch: int) -> Point | None:
-        """The point of that batch, prepared or committed."""
-        for point in (self.committed, self.prepared):
-            if point is not None and point.batch == batch:
-                return point
-        return None
 
 
 def pack_bits(bits: npt.NDArray[np.bool_]) -> str:
@@ -93,42 +101,69 @@ def _fields(of: Superblock | Point) -> Json:
     return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
 
 
-def encode(block: Superblock, sequence: int) -> bytes:
-    """One slot. Lives beyond its room are refused; see `Superblock.first_life`."""
-    text = json.dumps({"format": FORMAT, **_fields(block)}, default=_fields).encode()
-    if len(text) > SLOT_NBYTES - _HEAD.size:
-        raise TierError(
-            f"the head of the file needs {len(text)} bytes and has {SLOT_NBYTES - _HEAD.size}: it "
-            "has been resumed too often, or has too many tables; save a version to a repository "
-            "and restore it into a new tier"
-        )
+def encode(block: Superblock) -> bytes:
+    """A head as text, of any length."""
+    return json.dumps({"format": FORMAT, **_fields(block)}, default=_fields).encode()
+
+
+def slot(text: bytes, sequence: int, area: Extents = ()) -> bytes:
+    """One slot: the head itself if it fits, else where in the file it lies."""
+    if len(text) > ROOM:
+        assert sum(nbytes for _, nbytes in area) == len(text)
+        digest = xxhash.xxh3_128_hexdigest(text)
+        text = json.dumps({"format": FORMAT, "area": list(area), "xxh3_128": digest}).encode()
     checksum = xxhash.xxh3_64_intdigest(text, seed=sequence)
     head = _HEAD.pack(_MAGIC, sequence, len(text), checksum)
     return (head + text).ljust(SLOT_NBYTES, b"\0")
 
 
-def decode(slots: bytes, path: str) -> tuple[Superblock, int]:
-    """The newest whole slot and its sequence number."""
+def decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
+    """The newest whole head and its sequence number."""
+    slots = file.read(2 * SLOT_NBYTES)
     found: list[tuple[int, Json]] = []
     for at in (0, SLOT_NBYTES):
-        slot = slots[at : at + SLOT_NBYTES]
-        if len(slot) < _HEAD.size:
+        taken = slots[at : at + SLOT_NBYTES]
+        if len(taken) < _HEAD.size:
             continue
-        magic, sequence, length, checksum = _HEAD.unpack_from(slot)
-        text = slot[_HEAD.size : _HEAD.size + length]
+        magic, sequence, length, checksum = _HEAD.unpack_from(taken)
+        text = taken[_HEAD.size : _HEAD.size + length]
         if magic == _MAGIC and xxhash.xxh3_64_intdigest(text, seed=sequence) == checksum:
             found.append((sequence, json.loads(text)))
-    if not found:
-        raise DamageError(
-            f"{path} has no readable head: it is no tier, or both of its heads are damaged; "
-            "nothing was changed. Name another path, or remove the file and restore a version of a "
-            "repository",
-            name=path,
-        )
-    sequence, told = max(found, key=lambda entry: entry[0])
-    if told.pop("format") != FORMAT:
-        raise FormatError(f"{path} was written by a newer release of emberkeep: upgrade")
+    for sequence, told in sorted(found, key=lambda entry: -entry[0]):
+        if told["format"] > FORMAT:
+            raise FormatError(f"{path} was written by a newer release of emberkeep: upgrade")
+        whole = _from_area(file, told) if "area" in told else told
+        if whole is not None:
+            return _superblock(whole), sequence
+    raise DamageError(
+        f"{path} has no readable head: it is no tier, or both of its heads are damaged; "
+        "nothing was changed. Name another path, or remove the file and restore a version of a "
+        "repository",
+        name=path,
+    )
+
+
+def _from_area(file: BinaryIO, told: Json) -> Json | None:
+    """A head that lies in segments; None if it is torn."""
+    size = os.fstat(file.fileno()).st_size
+    text = b""
+    for offset, nbytes in told["area"]:
+        if offset + nbytes > size:
+            return None
+        file.seek(offset)
+        text += file.read(nbytes)
+    if xxhash.xxh3_128_hexdigest(text) != told["xxh3_128"]:
+        return None
+    whole: Json = json.loads(text)
+    return whole
+
+
+def _superblock(told: Json) -> Superblock:
+    """From the fields of a head; those of the first format have no areas."""
+    told = {name: value for name, value in told.items() if name != "format"}
     for name in ("prepared", "committed"):
         told[name] = None if told[name] is None else Point(**told[name])
     told["lives"] = tuple((stamp, last) for stamp, last in told["lives"])
-    return Superblock(**told), sequence
+    even, odd = told.get("areas", ((), ()))
+    told["areas"] = (tuple(even), tuple(odd))
+    return Superblock(**told)

@@ -6,9 +6,13 @@ waits for longer than a slice.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from concurrent.futures import InvalidStateError
+
 import numpy as np
 
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import rows
 from emberkeep.kernels import tier as kernels
 from emberkeep.tiered.log import Extent, aligned
@@ -31,7 +35,8 @@ def run(slab: TieredSlab) -> bool:
         # under way is given up, but never half of one declared whole.
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
-            saving.prepared.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # given up this very moment
+                saving.prepared.set_exception(error)
             slab.abandon()
         return False
 
@@ -97,20 +102,26 @@ def _save(slab: TieredSlab) -> bool:
     with slab.lock:
         # Nothing that was appended before this point is still in memory alone.
         slab.flushes.write_waiting()
+        slab.log.check_whole()
         point = Point(
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
-            rows=saving.rows, floor=saving.floor, tables=saving.tables,
+            rows=saving.rows, floor=saving.floor, tables=saving.tables, nonce=saving.nonce,
         )  # fmt: skip
+        slab.log.reserve_head(prepared=point, **slab.log.free_now())
         free = slab.log.free_segments()
-    slab.log.prepare(point, free)
+    slab.log.prepare(point, free, lambda: slab.saving is saving)
     with slab.lock:
         if slab.saving is saving:
-            saving.prepared.set_result(point)
+            with contextlib.suppress(InvalidStateError):  # closed this very moment
+                saving.prepared.set_result(point)
     return False
 
 
 def _clean(slab: TieredSlab) -> bool:
-    """Moves the rows of one segment that is mostly dead, so that it can be used again."""
+    """Moves the rows of one segment that is mostly dead, so that it can be used again.
+
+    One that is damaged is left where it is, and told.
+    """
     log = slab.log
     if not log.changed:
         return False
@@ -124,6 +135,10 @@ def _clean(slab: TieredSlab) -> bool:
         with log.using():
             log.read_segment(segment, words)
         moved = _move(slab, segment, words)
+    except DamageError as error:
+        log.set_aside(segment, error)
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return True
     finally:
         with slab.lock:
             log.end_reading(turn)
@@ -147,17 +162,35 @@ def _clean(slab: TieredSlab) -> bool:
 def _move(
     slab: TieredSlab, segment: int, words: np.ndarray
 ) -> list[tuple[Extent, np.ndarray, np.ndarray]]:
-    """Copies the newest records of a segment to the end of the log, in memory so far."""
+    """Copies the newest records of a segment to the end of the log, in memory so far.
+
+    The copies are sealed anew, so their blocks are checked before: damage that was moved would
+    look like rows.
+    """
     log = slab.log
     block_words, record_words = log.block_nbytes // 8, log.layout.record_words
     first_block = segment * log.segment_blocks
+    generations = np.empty(log.segment_blocks, np.int64)
+    sequences = np.empty(log.segment_blocks, np.int64)
+    kernels.check_blocks(
+        words, block_words, log.per_block, first_block, log.salt, generations, sequences
+    )
     moved = []
     with slab.lock:
         found, sources = np.empty(log.slots, np.int64), np.empty(log.slots, np.int64)
         count = kernels.list_live(
-            words, block_words, log.per_block, record_words, first_block, log.segment_blocks,
-            slab.positions, found, sources,
+            words, block_words, log.per_block, record_words, first_block, generations,
+            int(log.generations[segment]), slab.positions, found, sources,
         )  # fmt: skip
+        needed = int(log.live[segment] - log.undecided[segment])
+        if count != needed:
+            raise DamageError(
+                f"{log.path}, segment {segment}: {needed - count} records of rows are not what was "
+                "written; nothing of them was used, and the segment is left where it is. No batch "
+                "is declared durable with them: end this process, check the disk, and resume from "
+                "the last durable batch or from a repository",
+                name=log.path,
+            )
         log.make_room(count)
         done = 0
         while done < count:

@@ -229,6 +229,8 @@ class TierSettings:
     every: str | None = setting(
         "how often the run becomes durable there, \"500 steps\", \"20min\"; it is not kept if not "
         "set", default=None)
+    exclusive: bool = setting(
+        "no other process will ever use path: admits a file system without locks", default=False)
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -244,7 +246,9 @@ class TierSettings:
 
     def spec(self) -> Tier | None:
         """The tier; None where rows live in memory."""
-        return None if self.path is None else Tier(self.path, memory=self.memory)
+        if self.path is None:
+            return None
+        return Tier(self.path, memory=self.memory, exclusive=self.exclusive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,98 @@
+"""What a tier's keeper stores beside the rows, as one file that proves it is whole.
+
+The file is safetensors, so that other tools can read it. The metadata in its header begins with
+the XXH3 128-bit digest of the file's name, a zero byte and the file, the digest itself being 32
+zeros there: flipped bits, a torn file and the file of another step are all told before anything
+of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import xxhash
+
+from emberkeep.errors import DamageError
+from emberkeep.keeper.plain import Packed, pack, unpack
+
+Json = dict[str, Any]
+
+HEAD = b'{"__metadata__":{"xxh3_128":"'
+_NONE = b"0" * 32
+_AT = 8 + len(HEAD)  # the length of the header comes first
+_PLAIN = "emberkeep"
+_BESIDE = "beside"  # begins the names of tensors that are not of the dense state
+
+
+def encode(name: str, dense: Packed, beside: Json) -> list[bytes | memoryview]:
+    """The file called `name`, in pieces; `beside` is whatever plain state there is."""
+    assert not any(key.startswith(_BESIDE) for key in dense.tensors)
+    packed = pack(beside, what=_BESIDE)
+    both = Packed(
+        {"dense": dense.plain, "beside": packed.plain}, {**dense.tensors, **packed.tensors}
+    )
+    content = both.encode()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    metadata = {"xxh3_128": _NONE.decode(), **header.pop("__metadata__")}
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    assert head[8:_AT] == HEAD
+    tensors = memoryview(content)[start:]
+    digest = _digest(name, head, tensors)
+    return [head[:_AT] + digest + head[_AT + len(_NONE) :], tensors]
+
+
+def decode(name: str, content: bytes) -> tuple[Packed, Json]:
+    """Dense state and what stood beside it; raises `DamageError` if it is not what was written.
+
+    A file from before there were digests is taken as it is: the next one has one.
+    """
+    if content[8:_AT] != HEAD:
+        return _decode_without_digest(name, content)
+    stated = content[_AT : _AT + len(_NONE)]
+    view = memoryview(content)
+    if _digest(name, content[:_AT] + _NONE, view[_AT + len(_NONE) :]) != stated:
+        raise damaged(name, "its content does not match its digest, which also names the step")
+    both = _decoded(name, content)
+    others = {key: t for key, t in both.tensors.items() if key.startswith(_BESIDE)}
+    dense = {key: t for key, t in both.tensors.items() if key not in others}
+    beside: Json = unpack(Packed(both.plain["beside"], others))
+    return Packed(both.plain["dense"], dense), beside
+
+
+def _decode_without_digest(name: str, content: bytes) -> tuple[Packed, Json]:
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        keys = set(header["__metadata__"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise damaged(name, "it has no readable header") from error
+    # Files from before have this key alone: damage of the digest's own key adds another.
+    if keys != {_PLAIN}:
+        raise damaged(name, "it has no digest")
+    beside: Json = unpack(_decoded(name, content))
+    return Packed.decode(beside.pop("dense")), beside
+
+
+def _decoded(name: str, content: bytes) -> Packed:
+    try:
+        return Packed.decode(content)
+    except DamageError as error:
+        raise damaged(name, str(error)) from error
+
+
+def damaged(name: str, why: str) -> DamageError:
+    return DamageError(
+        f"{name}, the state beside a tier's rows, is damaged: {why}; nothing was loaded. If a copy "
+        "exists, bring that file back, or restore a version of a repository into a new tier",
+        name=name,
+    )
+
+
+def _digest(name: str, *parts: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(name.encode() + b"\0")
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest().encode()
