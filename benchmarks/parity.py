@@ -28,7 +28,7 @@ import emberkeep as ek
 from _common import RESULTS, criteo_batches, interleaved_ms, options, report
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import LOSSLESS, Checkpointer
-from emberkeep.kernels import rows as row_kernels
+from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.lookup import unique_ids
 from emberkeep.models import DLRM, KAGGLE
 from emberkeep.repository import Repository

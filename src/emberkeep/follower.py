@@ -32,7 +32,7 @@ from emberkeep.errors import (
     NoVersionError,
     StateError,
 )
-from emberkeep.kernels import hashing, initial
+from emberkeep.kernels import hash_index, initial_values
 from emberkeep.memory import lazy_zeros
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
@@ -68,9 +68,9 @@ class _Origin:
             return None
         key, init = origin_from(described)
         if isinstance(init, Normal):
-            kind, a, b = initial.NORMAL, init.mean, init.std
+            kind, a, b = initial_values.NORMAL, init.mean, init.std
         else:
-            kind, a, b = initial.UNIFORM, init.low, init.high
+            kind, a, b = initial_values.UNIFORM, init.low, init.high
         return cls(key=np.uint64(key), kind=kind, a=np.float32(a), b=np.float32(b))
 
 
@@ -89,7 +89,7 @@ class _Rows:
     def find(self, wanted: I64) -> tuple[I64, int]:
         """The slot of each id, -1 where it has none, and how many have none."""
         slots = np.empty(wanted.size, np.int64)
-        return slots, int(hashing.index_find(self.entries, self.ids, wanted, 0, slots))
+        return slots, int(hash_index.index_find(self.entries, self.ids, wanted, 0, slots))
 
     def slots(self) -> I64:
         """Every slot that is in use."""
@@ -124,7 +124,7 @@ class _Rows:
             raise IdError(f"table {self.name!r} holds no row {ids[0]}: it was never stored")
         origin = self.origin
         out = np.empty((ids.size, self.weight_SD.shape[1]), np.float32)
-        initial.initial_rows(origin.key, origin.kind, origin.a, origin.b, ids, out)
+        initial_values.initial_rows(origin.key, origin.kind, origin.a, origin.b, ids, out)
         return out
 
 
@@ -453,7 +453,7 @@ class _Build:
         self._insert(chunk.ids[changed], new)
 
     def _remove(self, ids: I64, slots: I64) -> None:
-        hashing.index_remove(self.rows.entries, self._arena.ids, ids)
+        hash_index.index_remove(self.rows.entries, self._arena.ids, ids)
         self._replaced.append(slots)
         self.rows = replace(self.rows, count=self.rows.count - ids.size)
 
@@ -467,8 +467,8 @@ class _Build:
             while 3 * count > 2 * size:
                 size *= 2
             entries = np.zeros(size, np.uint64)
-            hashing.index_insert(entries, arena.ids, arena.ids[used], used)
-        hashing.index_insert(entries, arena.ids, ids, slots)
+            hash_index.index_insert(entries, arena.ids, arena.ids[used], used)
+        hash_index.index_insert(entries, arena.ids, ids, slots)
         self.rows = replace(
             rows, entries=entries, count=count, ids=arena.ids, weight_SD=arena.weight_SD
         )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
-from emberkeep.kernels import rows
+from emberkeep.kernels import batch_rows
 from emberkeep.pool import Job, Pool, spans
 from emberkeep.slab import RowIds
 from emberkeep.tables import Table
@@ -146,7 +146,7 @@ class Lookup:
             elif feature.mean and bag.length > 1:
                 scales_N[mine] = np.float32(1.0) / np.float32(bag.length)
             elif feature.mean and bag.length < 0:
-                rows.mean_scales(self.ends_FB, f, first, self.batch, scales_N)
+                batch_rows.mean_scales(self.ends_FB, f, first, self.batch, scales_N)
         return scales_N
 
     @property
@@ -178,14 +178,16 @@ class Lookup:
     def pooled(self, rows_UD: F32, out_BFD: F32) -> None:
         """Fills this slab's columns of the output with the sum of each bag's rows."""
         self._over(
-            self.batch, rows.write_pool, rows_UD, self.inverse_N, self.bases_F, self.firsts_F,
+            self.batch, batch_rows.write_pool, rows_UD, self.inverse_N, self.bases_F, self.firsts_F,
             self.lengths_F, self.ends_FB, self.scales_N, self.columns_F, out_BFD,
         )  # fmt: skip
 
     def gathered(self, rows_UD: F32, feature: int, out_ND: F32) -> None:
         """Without pooling: the row of each lookup of one feature."""
         base, first = int(self.bases_F[feature]), int(self.firsts_F[feature])
-        self._over(out_ND.shape[0], rows.write_gather, rows_UD, self.inverse_N, base, first, out_ND)
+        self._over(
+            out_ND.shape[0], batch_rows.write_gather, rows_UD, self.inverse_N, base, first, out_ND
+        )
 
     def gradients(self, grads_GD: F32) -> tuple[F32, float]:
         """Each unique row's gradient, summed over its bags, and the square norm of them all."""
@@ -198,14 +200,14 @@ class Lookup:
             self.scales_N, out_UD, squares_T,
         )  # fmt: skip
         parts = table_spans(self.offsets_T, self.pool.threads)
-        self.pool.together(Job(rows.write_aggregate, parts, args))
+        self.pool.together(Job(batch_rows.write_aggregate, parts, args))
         return out_UD, float(squares_T.sum())
 
     def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:
         """The gradient of each lookup's per-sample weight."""
         out_N = np.empty(self.ids_N.size, np.float32)
         self._over(
-            self.batch, rows.write_scale_gradients, grads_GD, rows_UD, self.inverse_N,
+            self.batch, batch_rows.write_scale_gradients, grads_GD, rows_UD, self.inverse_N,
             self.bases_F, self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.width,
             out_N,
         )  # fmt: skip
@@ -234,7 +236,7 @@ class _Search:
         self._inverse_N: I32 = np.empty(ids_N.size, np.int32)
         self._counts_T: I64 = np.empty(offsets_T.size - 1, np.int64)
         self.job = Job(
-            rows.write_dedupe,
+            batch_rows.write_dedupe,
             table_spans(offsets_T, pool.threads),
             (ids_N, offsets_T, self._staged, self._inverse_N, self._counts_T),
         )
@@ -243,7 +245,7 @@ class _Search:
         starts_T = np.zeros(self._offsets_T.size, np.int64)
         np.cumsum(self._counts_T, out=starts_T[1:])
         unique = np.empty(int(starts_T[-1]), np.int64)
-        rows.compact(self._staged, self._offsets_T, starts_T, unique)
+        batch_rows.compact(self._staged, self._offsets_T, starts_T, unique)
         return RowIds(unique, starts_T), self._inverse_N
 
 
@@ -282,5 +284,5 @@ def merge(
     index_N = np.repeat(unique.offsets[:-1], np.diff(offsets_T)) + inverse_N.astype(np.int64)
     out_UD = np.zeros((unique.ids.size, first_UD.shape[1]), np.float32)
     both = np.concatenate([first_UD, second_UD])
-    rows.scatter_add(both, np.concatenate(sources), index_N, out_UD)
+    batch_rows.scatter_add(both, np.concatenate(sources), index_N, out_UD)
     return unique, out_UD

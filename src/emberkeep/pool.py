@@ -164,11 +164,11 @@ class _Shared:
     """What the threads of a pool share."""
 
     def __init__(self) -> None:
-        from emberkeep.kernels import _jobs, rounds
+        from emberkeep.kernels import _jobs, job_rounds
 
-        self.rounds: ModuleType = rounds
+        self.rounds: ModuleType = job_rounds
         self.failed = _jobs.FAILED
-        self.words: npt.NDArray[np.int64] = np.zeros(rounds.WORDS, np.int64)
+        self.words: npt.NDArray[np.int64] = np.zeros(job_rounds.WORDS, np.int64)
         self.queue: Queue = SimpleQueue()
         self.asleep = 0
         self.asleep_lock = threading.Lock()

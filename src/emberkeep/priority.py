@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
-from emberkeep.kernels import priority as kernels
-from emberkeep.kernels import rows as bitmaps
+from emberkeep.kernels import batch_rows as bitmaps
+from emberkeep.kernels import row_scores as kernels
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Pool, spans
 

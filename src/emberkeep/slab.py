@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
-from emberkeep.kernels import initial, optimizers, recording, rows, scatter
+from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.memory import Spread, Values, lazy_zeros
 from emberkeep.pool import ForkLock, Job, Pool, spans
 from emberkeep.priority import Priority, Ranking, Span, ranking
@@ -166,7 +166,7 @@ class Slab:
         self.keys_T: U64 = np.array([table.key(seed) for table in self.tables], np.uint64)
         self.kinds_T: I64 = np.array(
             [
-                initial.NORMAL if isinstance(table.init, Normal) else initial.UNIFORM
+                initial_values.NORMAL if isinstance(table.init, Normal) else initial_values.UNIFORM
                 for table in self.tables
             ],
             np.int64,
@@ -205,7 +205,7 @@ class Slab:
         An id outside its fixed table raises `IdError`.
         """
         found = np.empty(wanted.ids.size, np.int64)
-        bad = rows.fixed_rows(
+        bad = batch_rows.fixed_rows(
             wanted.ids, wanted.offsets, self.limits_T, self.bases_T, self.shards, found
         )
         if bad >= 0:
@@ -223,7 +223,7 @@ class Slab:
 
     def _pull(self, wanted: RowIds, places: I64, out_UD: F32) -> None:
         self._over(
-            wanted.ids.size, initial.write_pull, self.keys_T, self.kinds_T, self.shapes_T2,
+            wanted.ids.size, initial_values.write_pull, self.keys_T, self.kinds_T, self.shapes_T2,
             wanted.offsets, wanted.ids, places, self._filled, self.planes["weight"], out_UD,
         )  # fmt: skip
 
@@ -239,11 +239,12 @@ class Slab:
         """Bags straight from the rows, where the slab is `direct`; `over_samples` runs a kernel.
 
         `places` says where each bag's ids stand: firsts, lengths, ends, scales and columns, as
-        `rows.pool` takes them.
+        `batch_rows.pool` takes them.
         """
         results = over_samples(
-            initial.write_pull_bags, self.keys_T, self.kinds_T, self.shapes_T2, self.limits_T,
-            self.bases_T, self.touched, self.planes["weight"], ids_N, tables_F, *places, out_BFD,
+            initial_values.write_pull_bags, self.keys_T, self.kinds_T, self.shapes_T2,
+            self.limits_T, self.bases_T, self.touched, self.planes["weight"], ids_N, tables_F,
+            *places, out_BFD,
         )  # fmt: skip
         bad = [position for position in results if position >= 0]
         if bad:
@@ -262,7 +263,7 @@ class Slab:
         known = np.zeros(ids.size, np.bool_)
         present = found >= 0
         here = np.empty(int(present.sum()), np.bool_)
-        rows.test_bits(self.touched, found[present], here)
+        batch_rows.test_bits(self.touched, found[present], here)
         known[present] = here
         planes: Planes = {"weight": weight}
         held = self._held_by(found[known])
@@ -278,8 +279,8 @@ class Slab:
         """The ids of the rows of a table that were ever trained and not deleted, ascending."""
         base = int(self.bases_T[table])
         words = (base >> 6, (base + self.slots_T[table] + 63) >> 6)
-        found = np.empty(rows.count_bits(self.touched, *words), np.int64)
-        rows.list_bits(self.touched, *words, found)
+        found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
+        batch_rows.list_bits(self.touched, *words, found)
         if table in self.slots:
             return np.sort(self.ids[found])
         return (found - base) * self.shards + self.shard
@@ -339,7 +340,7 @@ class Slab:
 
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""
-        return int(rows.count_bits(self.dirty, 0, self.dirty.size))
+        return int(batch_rows.count_bits(self.dirty, 0, self.dirty.size))
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -356,7 +357,7 @@ class Slab:
         return Push(wanted, found, grads_UD, unknown)
 
     def _check_finite(self, wanted: RowIds, grads_UD: F32) -> None:
-        found = self._over(wanted.ids.size, rows.write_first_nonfinite, grads_UD)
+        found = self._over(wanted.ids.size, batch_rows.write_first_nonfinite, grads_UD)
         worst = [position for position in found if position >= 0]
         if worst:
             bad = min(worst)
@@ -395,7 +396,7 @@ class Slab:
         max_norm = self.optimizer.max_norm
         if record is not None:
             self._over(
-                places.size, recording.RECORDING[write], *record.args, max_norm or 0.0, *args
+                places.size, recorded_updates.RECORDING[write], *record.args, max_norm or 0.0, *args
             )
         else:
             self._over(places.size, write, *args)
@@ -504,7 +505,7 @@ class Slab:
         found, _ = self.resolve(self.one_table(table, ids))
         ids, found = ids[found >= 0], found[found >= 0]
         known = np.empty(found.size, np.bool_)
-        rows.test_bits(self.touched, found, known)
+        batch_rows.test_bits(self.touched, found, known)
         self._remove(table, ids[known], found[known])
         return int(known.sum())
 
@@ -557,8 +558,8 @@ class Slab:
         for t, slots in self.slots.items():
             base = int(self.bases_T[t])
             words = (base >> 6, (base + self.slots_T[t] + 63) >> 6)
-            found = np.empty(rows.count_bits(self.touched, *words), np.int64)
-            rows.list_bits(self.touched, *words, found)
+            found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
+            batch_rows.list_bits(self.touched, *words, found)
             slots.restore(found - base)
 
     def _over(self, count: int, write: Writer, *args: Any, least: int = _LEAST_ROWS) -> list[int]:
@@ -619,8 +620,8 @@ class Slab:
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         self._before_write(found)
-        rows.clear_bits(self.touched, found)
-        rows.set_bits(self.dirty, found)
+        batch_rows.clear_bits(self.touched, found)
+        batch_rows.set_bits(self.dirty, found)
         if self.ranking is not None:
             self.ranking.removed(found)
         if table in self.slots:
@@ -636,7 +637,7 @@ class Slab:
             self.keys_T, self.kinds_T, self.shapes_T2, wanted.offsets, wanted.ids, places,
             self._filled, self._changed, self.planes["weight"], fresh,
         )  # fmt: skip
-        counts = self.pool.together(Job(initial.write_prepare, parts, args))[0]
+        counts = self.pool.together(Job(initial_values.write_prepare, parts, args))[0]
         for (start, _), count in zip(parts, counts, strict=True):
             if count:
                 for name, plane in self.planes.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kernels import hashing
+from emberkeep.kernels import hash_index
 from emberkeep.memory import lazy_zeros
 
 I64 = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class Slots:
 
     def restore(self, occupied: I64) -> None:
         """Makes the index anew from the ids of the slots that are occupied, ascending."""
-        hashing.index_insert(self.entries, self.ids, self.ids[occupied], occupied)
+        hash_index.index_insert(self.entries, self.ids, self.ids[occupied], occupied)
         self.count = occupied.size
         self.fresh = int(occupied[-1]) + 1 if occupied.size else 0
         free = np.ones(self.fresh, np.bool_)
@@ -55,7 +55,7 @@ class Slots:
 
     def find(self, wanted: I64, base: int, found: I64) -> int:
         """Fills `found` with base + slot, -1 for unknown ids; returns how many are unknown."""
-        return int(hashing.index_find(self.entries, self.ids, wanted, base, found))
+        return int(hash_index.index_find(self.entries, self.ids, wanted, base, found))
 
     def touch(self, slots: I64) -> None:
         """Makes these the most recently trained slots, in the order given."""
@@ -82,7 +82,7 @@ class Slots:
         taken.append(np.arange(self.fresh, self.fresh + missing, dtype=np.int64))
         self.fresh += missing
         slots = np.concatenate(taken)
-        hashing.index_insert(self.entries, self.ids, new, slots)
+        hash_index.index_insert(self.entries, self.ids, new, slots)
         self.count += new.size
         return slots
 
@@ -91,7 +91,7 @@ class Slots:
 
         For a table that is empty so far.
         """
-        hashing.index_insert(self.entries, self.ids, self.ids[slots].copy(), slots)
+        hash_index.index_insert(self.entries, self.ids, self.ids[slots].copy(), slots)
         self.count = slots.size
         self.fresh = int(slots[-1]) + 1 if slots.size else 0
         free = np.setdiff1d(np.arange(self.fresh), slots)
@@ -101,7 +101,7 @@ class Slots:
 
     def remove(self, gone: I64, slots: I64) -> None:
         """Forgets ids that are present and frees their slots."""
-        hashing.index_remove(self.entries, self.ids, gone)
+        hash_index.index_remove(self.entries, self.ids, gone)
         if self.ticks is not None:
             self.ticks[slots] = 0
         self.freed.append(slots)

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import CancelledError, ShardLostError
-from emberkeep.kernels import rows as bitmaps
-from emberkeep.kernels import snapshots
+from emberkeep.kernels import batch_rows as bitmaps
+from emberkeep.kernels import row_copies
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
 from emberkeep.priority import Ranking
@@ -204,7 +204,7 @@ class Snapshot:
         """Called with the lock held by whoever is about to change rows."""
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
-        taken = snapshots.take_before_write(
+        taken = row_copies.take_before_write(
             self._first, self._second, self.holder.touched, self._copied, written, rows, present
         )
         if not taken:
@@ -288,7 +288,7 @@ class Snapshot:
                 while True:
                     self._check_lost()
                     rows = np.empty(_SLICE_ROWS, np.int64)
-                    taken, word = snapshots.take_slice(
+                    taken, word = row_copies.take_slice(
                         self._first, self._second, self.holder.touched, self._copied, word,
                         min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
                     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import DamageError
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import opening, upkeep
 from emberkeep.tiered.log import START
 from emberkeep.tiered.slab import TieredSlab

@@ -20,8 +20,8 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
-from emberkeep.kernels import choosing, gather, scatter
-from emberkeep.kernels import grid as kernels
+from emberkeep.kernels import first_rows, gather, scatter
+from emberkeep.kernels import grid_arrays as kernels
 from emberkeep.memory import Spread, lazy_zeros
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
@@ -148,7 +148,7 @@ def test_the_first_of_equal_ids_is_kept_and_found(seed: int, pieces: int, tables
     bits, kept = np.zeros(sizes.sum() // 64, np.uint64), np.zeros(ids.size, np.bool_)
     kept_G = np.zeros(counts_G.size, np.int64)
     args = tables_G, counts_G, ids, bases, limits
-    assert choosing.claim_fixed(*args, bits, kept, kept_G) == -1
+    assert first_rows.claim_fixed(*args, bits, kept, kept_G) == -1
     expected, met = [], set()
     for table, identity in zip(np.repeat(tables_G, counts_G).tolist(), ids.tolist(), strict=True):
         expected.append(table != passed_over and (table, identity) not in met)
@@ -163,7 +163,7 @@ def test_the_first_of_equal_ids_is_kept_and_found(seed: int, pieces: int, tables
         low[tables_G[counts_G > 0][0]] = 0
         group = int(np.flatnonzero(counts_G)[0])
         assert (
-            choosing.claim_fixed(tables_G, counts_G, ids, bases, low, bits, kept, kept_G) == group
+            first_rows.claim_fixed(tables_G, counts_G, ids, bases, low, bits, kept, kept_G) == group
         )
 
     # Two columns of 3 and 8 bytes; bodies stand in another order, with something between them.

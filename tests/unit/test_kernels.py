@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emberkeep
-from emberkeep.kernels import hashing, initial, rows
+from emberkeep.kernels import batch_rows, hash_index, initial_values
 from emberkeep.slots import Slots
 
 # Ids that collide: few home positions, so that runs of entries form, shift and wrap around.
@@ -83,7 +83,7 @@ def test_unique_rows_come_in_the_order_of_first_occurrence(counts: list[list[int
     offsets = np.cumsum([0, *map(len, counts)])
     staged, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
     found = np.empty(len(counts), np.int64)
-    rows.dedupe(0, len(counts), ids, offsets, staged, inverse, found)
+    batch_rows.dedupe(0, len(counts), ids, offsets, staged, inverse, found)
     for t, table in enumerate(counts):
         unique = list(dict.fromkeys(table))
         assert staged[offsets[t] : offsets[t] + found[t]].tolist() == unique
@@ -93,19 +93,19 @@ def test_unique_rows_come_in_the_order_of_first_occurrence(counts: list[list[int
 @given(present=st.sets(st.integers(0, 700)))
 def test_bits_are_listed_and_counted(present: set[int]) -> None:
     bits = np.zeros(11, np.uint64)
-    rows.set_bits(bits, np.array(sorted(present), np.int64))
-    found = np.empty(rows.count_bits(bits, 0, 11), np.int64)
-    assert rows.list_bits(bits, 0, 11, found) == len(present)
+    batch_rows.set_bits(bits, np.array(sorted(present), np.int64))
+    found = np.empty(batch_rows.count_bits(bits, 0, 11), np.int64)
+    assert batch_rows.list_bits(bits, 0, 11, found) == len(present)
     assert found.tolist() == sorted(present)
     asked = np.arange(704)
     answer = np.empty(704, np.bool_)
-    rows.test_bits(bits, asked, answer)
+    batch_rows.test_bits(bits, asked, answer)
     assert set(asked[answer].tolist()) == present
 
 
 def weights(kind: int, a: float, b: float, ids: int, dim: int, key: int = 7) -> np.ndarray:
     out = np.empty((ids, dim), np.float32)
-    initial.initial_rows(
+    initial_values.initial_rows(
         np.uint64(key), kind, np.float32(a), np.float32(b), np.arange(ids, dtype=np.int64), out
     )
     return out
@@ -114,8 +114,8 @@ def weights(kind: int, a: float, b: float, ids: int, dim: int, key: int = 7) -> 
 def test_initial_values_are_the_same_bits_for_ever() -> None:
     """Rows that were never trained are stored nowhere: these values are part of the format."""
     uniform, normal = (
-        weights(initial.UNIFORM, -0.05, 0.05, 3, 5),
-        weights(initial.NORMAL, 0, 1, 3, 5),
+        weights(initial_values.UNIFORM, -0.05, 0.05, 3, 5),
+        weights(initial_values.NORMAL, 0, 1, 3, 5),
     )
     assert uniform.tobytes().hex() == UNIFORM_BITS
     assert normal.tobytes().hex() == NORMAL_BITS
@@ -132,7 +132,7 @@ NORMAL_BITS = (
 
 
 def test_uniform_values_fill_their_range_evenly() -> None:
-    values = weights(initial.UNIFORM, -2.0, 1.0, 4000, 25).ravel()
+    values = weights(initial_values.UNIFORM, -2.0, 1.0, 4000, 25).ravel()
     assert values.min() >= -2.0
     assert values.max() < 1.0
     counts = np.histogram(values, bins=50, range=(-2.0, 1.0))[0]
@@ -141,7 +141,7 @@ def test_uniform_values_fill_their_range_evenly() -> None:
 
 
 def test_normal_values_are_normal() -> None:
-    values = np.sort(weights(initial.NORMAL, 3.0, 0.5, 4000, 25).astype(np.float64).ravel())
+    values = np.sort(weights(initial_values.NORMAL, 3.0, 0.5, 4000, 25).astype(np.float64).ravel())
     ranks = (np.arange(values.size) + 0.5) / values.size
     distance = np.abs([NormalDist(3.0, 0.5).cdf(v) for v in values[::50]] - ranks[::50]).max()
     assert distance < 1.95 / values.size**0.5  # Kolmogorov-Smirnov at 0.1%
@@ -149,14 +149,17 @@ def test_normal_values_are_normal() -> None:
 
 
 def test_rows_tables_and_columns_are_independent() -> None:
-    one, other = (weights(initial.NORMAL, 0, 1, 3000, 8, key=key) for key in (1, 2))
+    one, other = (weights(initial_values.NORMAL, 0, 1, 3000, 8, key=key) for key in (1, 2))
     pairs = np.corrcoef(np.concatenate([one, other], axis=1).T)
     assert np.abs(pairs - np.eye(16)).max() < 0.1
     assert abs(np.corrcoef(one[:-1].ravel(), one[1:].ravel())[0, 1]) < 0.03
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_the_width_before_it() -> None:
-    wide, narrow = weights(initial.UNIFORM, 0, 1, 6, 9), weights(initial.UNIFORM, 0, 1, 6, 4)
+    wide, narrow = (
+        weights(initial_values.UNIFORM, 0, 1, 6, 9),
+        weights(initial_values.UNIFORM, 0, 1, 6, 4),
+    )
     assert wide[:, :4].tobytes() == narrow.tobytes()
 
 
@@ -164,7 +167,7 @@ def test_routing_sends_every_id_to_one_shard_in_order() -> None:
     ids = np.random.default_rng(0).integers(0, 10**6, 500)
     offsets, dynamic = np.array([0, 200, 500]), np.array([False, True])
     counts, order = np.zeros((4, 2), np.int64), np.empty(500, np.int64)
-    hashing.route(ids, offsets, dynamic, 4, counts, order)
+    hash_index.route(ids, offsets, dynamic, 4, counts, order)
     assert sorted(order.tolist()) == list(range(500))
     at = 0
     for shard in range(4):
@@ -177,10 +180,10 @@ def test_routing_sends_every_id_to_one_shard_in_order() -> None:
 
 SCRIPT = """
 import numpy as np
-from emberkeep.kernels import rows
+from emberkeep.kernels import batch_rows
 bits = np.zeros(2, np.uint64)
-rows.set_bits(bits, np.array([3, 70]))
-print(rows.count_bits(bits, 0, 2))
+batch_rows.set_bits(bits, np.array([3, 70]))
+print(batch_rows.count_bits(bits, 0, 2))
 """
 
 
@@ -208,7 +211,7 @@ def test_compilation_is_announced_once_and_cached(package: Path) -> None:
     assert "compiling" not in second.stderr
 
 
-@pytest.mark.parametrize(("changed", "void"), [("hashing", True), ("quantize", False)])
+@pytest.mark.parametrize(("changed", "void"), [("hash_index", True), ("quantize", False)])
 def test_a_change_voids_the_kernels_that_import_it(package: Path, changed: str, void: bool) -> None:
     run_kernels(package)
     with (package / f"emberkeep/kernels/{changed}.py").open("a") as file:

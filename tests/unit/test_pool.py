@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError
-from emberkeep.kernels import rows
+from emberkeep.kernels import batch_rows
 from emberkeep.pool import Job, Pool, default_threads, spans
 
 
@@ -91,8 +91,8 @@ def nonfinite_rows(pool: Pool, seed: int) -> None:
     counts = np.zeros(2, np.int64)
     cut = spans(400, pool.threads)
     found, nothing = pool.together(
-        Job(rows.write_first_nonfinite, cut, (values,)),
-        Job(rows.write_dedupe, [(0, 1), (1, 2)], (ids, offsets, staged, inverse, counts)),
+        Job(batch_rows.write_first_nonfinite, cut, (values,)),
+        Job(batch_rows.write_dedupe, [(0, 1), (1, 2)], (ids, offsets, staged, inverse, counts)),
     )
     assert found == [bad if start <= bad < stop else -1 for start, stop in cut]
     assert nothing == [0, 0]
@@ -137,5 +137,5 @@ def test_jobs_run_in_a_forked_child() -> None:
 
 def test_no_parts_are_no_work() -> None:
     assert Pool(2).together(
-        Job(rows.write_first_nonfinite, [], (np.ones((1, 1), np.float32),))
+        Job(batch_rows.write_first_nonfinite, [], (np.ones((1, 1), np.float32),))
     ) == [[]]

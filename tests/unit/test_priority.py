@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.kernels import priority as kernels
+from emberkeep.kernels import row_scores as kernels
 from emberkeep.pool import Pool
 from emberkeep.priority import (
     Farthest,

@@ -20,7 +20,7 @@ from emberkeep.cluster.failures import When
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import PeerError, ShardLostError
-from emberkeep.kernels import hashing
+from emberkeep.kernels import hash_index
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
 from emberkeep.shard import State, plane_shapes, slab_groups
@@ -470,7 +470,7 @@ class Cluster:
         dynamic_T = self._dynamic[group]
         counts_ST = np.zeros((count, dynamic_T.size), np.int64)
         order = np.empty(wanted.ids.size, np.int64)
-        hashing.route(wanted.ids, wanted.offsets, dynamic_T, count, counts_ST, order)
+        hash_index.route(wanted.ids, wanted.offsets, dynamic_T, count, counts_ST, order)
         offsets_ST = np.zeros((count, dynamic_T.size + 1), np.int64)
         np.cumsum(counts_ST, axis=1, out=offsets_ST[:, 1:])
         sorted_ids, parts, first = wanted.ids.take(order), [], 0
@@ -488,7 +488,7 @@ class Cluster:
         """For each shard the positions of the ids that it owns."""
         counts_ST = np.zeros((len(self.handles), 1), np.int64)
         order = np.empty(ids.size, np.int64)
-        hashing.route(
+        hash_index.route(
             ids,
             np.array([0, ids.size]),
             self._is_dynamic[table],

@@ -37,7 +37,7 @@ from emberkeep.cluster.wire import (
 )
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
-from emberkeep.kernels import rows as row_kernels
+from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.slab import F32, I64, RowIds, not_finite, outside
 from emberkeep.tables import Optimizer, Table
 

@@ -37,7 +37,7 @@ def pack_ids(ids: Array) -> Array:
 
     Ids that do not ascend are refused: sort them, and the rows with them, first.
     """
-    from emberkeep.kernels import packing
+    from emberkeep.kernels import packed_ids
 
     ids = np.ascontiguousarray(ids)
     if ids.ndim != 1 or ids.dtype != np.int64:
@@ -47,14 +47,14 @@ def pack_ids(ids: Array) -> Array:
     if not len(ids):
         header["kind"], header["stride"] = _RANGE, 1
         return header.view(np.uint8)
-    stride = np.uint64(packing.find_stride(ids))
+    stride = np.uint64(packed_ids.find_stride(ids))
     if stride == 0:
         raise IdError("ids to pack must ascend without repeats: sort the ids and their rows first")
     first, last = int(ids[0]), int(ids[-1])
     header["first"], header["last"], header["stride"] = first, last, stride
     units = (last - first) // int(stride) + 1
     widths = np.zeros(_blocks(len(ids)), np.uint8)
-    gap_words = int(packing.find_widths(ids, stride, widths))
+    gap_words = int(packed_ids.find_widths(ids, stride, widths))
     sizes = {
         _RANGE: 0 if units == len(ids) else math.inf,
         _BITMAP: 8 * ((units + 63) // 64),
@@ -66,10 +66,10 @@ def pack_ids(ids: Array) -> Array:
     packed[: _ID_HEADER.itemsize] = header.view(np.uint8)
     body = packed[_ID_HEADER.itemsize :]
     if kind == _BITMAP:
-        packing.set_bits(ids, stride, body.view(np.uint64))
+        packed_ids.set_bits(ids, stride, body.view(np.uint64))
     elif kind == _GAPS:
         body[: len(widths)] = widths
-        packing.pack_gaps(ids, stride, widths, body[_padded(len(widths)) :].view(np.uint64))
+        packed_ids.pack_gaps(ids, stride, widths, body[_padded(len(widths)) :].view(np.uint64))
     return packed
 
 
@@ -78,7 +78,7 @@ def unpack_ids(packed: Array, *, count: int) -> Array:
 
     The count bounds what is allocated: a damaged header cannot ask for more.
     """
-    from emberkeep.kernels import packing
+    from emberkeep.kernels import packed_ids
 
     packed = np.array(packed, np.uint8).reshape(-1)  # aligned and writable: one kernel signature
     if len(packed) < _ID_HEADER.itemsize:
@@ -109,12 +109,12 @@ def unpack_ids(packed: Array, *, count: int) -> Array:
         ids.view(np.uint64)[:] += np.uint64(first & (2**64 - 1))
     elif kind == _BITMAP:
         _fits(len(body) == 8 * ((units + 63) // 64))
-        found = packing.read_bits(body.view(np.uint64), np.int64(first), stride, ids)
+        found = packed_ids.read_bits(body.view(np.uint64), np.int64(first), stride, ids)
         _fits(int(found) == count)
     else:
         _fits(kind == _GAPS)
         widths, words = _gap_parts(body, count)
-        _fits(bool(packing.unpack_gaps(widths, words, np.int64(first), stride, ids)))
+        _fits(bool(packed_ids.unpack_gaps(widths, words, np.int64(first), stride, ids)))
     _fits(int(ids[0]) == first and int(ids[-1]) == last)
     return ids
 
@@ -132,7 +132,7 @@ def _gap_parts(body: Array, count: int) -> tuple[Array, Array]:
 
 
 def _block() -> int:
-    from emberkeep.kernels.packing import BLOCK
+    from emberkeep.kernels.packed_ids import BLOCK
 
     return BLOCK
 

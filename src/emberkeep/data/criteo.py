@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from emberkeep.data.sources import Batch, Mark, existing_files, files_fingerprint
 from emberkeep.errors import ConfigError, DataError, StateError
-from emberkeep.kernels.parsing import parse_lines, skip_lines
+from emberkeep.kernels.sample_text import parse_lines, skip_lines
 
 DENSE = 13
 FIELDS = 26

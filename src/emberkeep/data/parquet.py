@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from emberkeep.data.sources import Batch, Ids, Mark, MultiHot, existing_files, files_fingerprint
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.kernels.parsing import hash_integers, hash_strings
+from emberkeep.kernels.sample_text import hash_integers, hash_strings
 
 MISSING = 1 << 62
 """The dynamic id of a missing value; hashed strings lie below it."""

@@ -18,7 +18,7 @@ import xxhash
 
 from emberkeep.data.sources import Batch, Ids, Mark
 from emberkeep.errors import ConfigError
-from emberkeep.kernels.synthetic import draw_ids, draw_samples
+from emberkeep.kernels.sample_draws import draw_ids, draw_samples
 from emberkeep.metrics import auc
 
 Skew = Literal["criteo", "retail", "uniform"] | float

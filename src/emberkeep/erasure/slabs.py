@@ -10,8 +10,8 @@ import numpy as np
 
 from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
-from emberkeep.kernels import galois, recording, rows
-from emberkeep.kernels.rounds import MOST_JOBS
+from emberkeep.kernels import batch_rows, galois, recorded_updates
+from emberkeep.kernels.job_rounds import MOST_JOBS
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Job, spans
 from emberkeep.slab import Recording, Slab, Writer, slab_rows
@@ -130,7 +130,7 @@ class Recorder:
         count = written.size
         bounds, at = np.empty(self._k + 1, np.int64), np.empty(count, np.int64)
         stripes, known = np.empty(count, np.int64), np.empty(count, np.bool_)
-        fresh = recording.arrange(
+        fresh = recorded_updates.arrange(
             written, self._k, self.slab.touched, self.slab.dirty, bounds, at, stripes, known
         )
         records, done = np.empty((count, self._words), np.uint32), np.zeros(1, np.int64)
@@ -159,7 +159,7 @@ class Recorder:
             return None
         part = self._parts[0] if len(self._parts) == 1 else self._joined()
         self._parts = []
-        rows.clear_bits(self._captured, part.rows)
+        batch_rows.clear_bits(self._captured, part.rows)
         add_planes(self.slab, self._planes, part.rows, part.records, fresh=False)
         marks = part.marks ^ self._marks(part.rows)
         marked = np.flatnonzero(marks.any(axis=1))
@@ -172,7 +172,7 @@ class Recorder:
     def forget(self) -> None:
         """Lets go of what was kept."""
         for part in self._parts:
-            rows.clear_bits(self._captured, part.rows)
+            batch_rows.clear_bits(self._captured, part.rows)
         self._parts, self._update = [], None
 
     def _end_update(self) -> None:
@@ -190,7 +190,7 @@ class Recorder:
             update.records[update.at[~update.known]] = 0
         marks = np.empty((found.size, 1), np.uint8)
         marks[update.at, 0] = update.known
-        rows.set_bits(self._captured, found)
+        batch_rows.set_bits(self._captured, found)
         self._parts.append(_Captured(found, update.bounds, update.records, marks))
 
     def _joined(self) -> _Captured:
@@ -236,7 +236,7 @@ def _over_rows(
 def marks_of(slab: Slab, found: I64) -> U8:
     """The marks of rows: whether they are trained and, with dynamic tables, their ids."""
     here = np.empty(found.size, np.bool_)
-    rows.test_bits(slab.touched, found, here)
+    batch_rows.test_bits(slab.touched, found, here)
     if not slab.slots:
         return here.view(np.uint8).reshape(-1, 1)
     marks = np.zeros((found.size, 1 + _ID_NBYTES), np.uint8)
@@ -301,7 +301,7 @@ class SlabRows:
         if layer == "records" and self._missing_GK[slab].any():
             inside = wanted < self._slabs[slab].rows
             here = np.empty(int(inside.sum()), np.bool_)
-            rows.test_bits(self._lost[slab], wanted[inside], here)
+            batch_rows.test_bits(self._lost[slab], wanted[inside], here)
             out[inside] = here
         return out
 
@@ -315,7 +315,7 @@ class SlabRows:
         stop = min(stop, -(-(self._slabs[slab].rows - slot) // self._k))
         stripes = np.arange(start, max(start, stop))
         here = np.empty(stripes.size, np.bool_)
-        rows.test_bits(self._slabs[slab].touched, stripes * self._k + slot, here)
+        batch_rows.test_bits(self._slabs[slab].touched, stripes * self._k + slot, here)
         return stripes[here]
 
     def install(self, slab: int, layer: Layer, wanted: I64, values: Words) -> None:
@@ -335,7 +335,7 @@ class SlabRows:
         self._are_back(slab, wanted)
 
     def _are_back(self, slab: int, wanted: I64) -> None:
-        rows.clear_bits(self._lost[slab], wanted)
+        batch_rows.clear_bits(self._lost[slab], wanted)
         self._missing_GK[slab] -= np.bincount(wanted % self._k, minlength=self._k)
 
     def solve(
@@ -382,8 +382,8 @@ class SlabRows:
         assert self._returned is not None
         for g, (slab, marks) in enumerate(zip(self._slabs, self._returned, strict=True)):
             trained = np.flatnonzero(marks[:, 0])
-            rows.set_bits(slab.touched, trained)
-            rows.set_bits(slab.dirty, trained)
+            batch_rows.set_bits(slab.touched, trained)
+            batch_rows.set_bits(slab.dirty, trained)
             if slab.slots:
                 slab.ids[trained] = marks[trained, 1:].copy().view(np.int64)[:, 0]
                 slab.restore_slots()
@@ -399,10 +399,10 @@ class SlabRows:
             while self._missing_GK[slab].any():
                 first = self._scanned[slab]
                 last = min(first + min(_SCAN_WORDS, -(-limit // 64)), bits.size)
-                count = rows.count_bits(bits, first, last)
+                count = batch_rows.count_bits(bits, first, last)
                 if count:
                     found = np.empty(count, np.int64)
-                    rows.list_bits(bits, first, last, found)
+                    batch_rows.list_bits(bits, first, last, found)
                     return slab, found
                 self._scanned[slab] = last if last < bits.size else 0
         return None
@@ -412,8 +412,8 @@ class SlabRows:
         if not self._missing_GK[slab].any():
             return np.empty(0, np.int64)
         first, last = start >> 6, (stop + 63) >> 6
-        found = np.empty(rows.count_bits(self._lost[slab], first, last), np.int64)
-        rows.list_bits(self._lost[slab], first, last, found)
+        found = np.empty(batch_rows.count_bits(self._lost[slab], first, last), np.int64)
+        batch_rows.list_bits(self._lost[slab], first, last, found)
         return found
 
     def drop(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import following
-from emberkeep.kernels import rows as bits
+from emberkeep.kernels import batch_rows as bits
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import ForkLock
 from emberkeep.priority import Priority, Ranking

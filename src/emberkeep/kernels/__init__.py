@@ -1,0 +1,1 @@
+"""Compiled loops over arrays: free functions, whose callers own the outputs."""

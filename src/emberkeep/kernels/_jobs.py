@@ -3,7 +3,7 @@
 To start a kernel from Python takes the GIL, and a thread that waits for the GIL sleeps: on a
 virtual machine it needs a tenth of a millisecond to wake, as long as many a kernel runs. So the
 caller writes the arguments of a call into a *block* of memory, beside the address of code that
-makes it, and threads that never sleep long take parts of it from there (`rounds.py`).
+makes it, and threads that never sleep long take parts of it from there (`job_rounds.py`).
 
 The first two arguments of such a kernel are the range that it works on. It must not raise: what
 Python could be told is told by its result, an integer.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.grid import unpack_ids
+from emberkeep.kernels.grid_arrays import unpack_ids
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from emberkeep.kernels._intrinsics import _prefetch, prefetch_row, set_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import copy_row
-from emberkeep.kernels._memory import _prefetch, prefetch_row, set_bit
-from emberkeep.kernels._streaming import fence, fills_lines, stream_row
-from emberkeep.kernels.hashing import F32, I64, U64
-from emberkeep.kernels.initial import AHEAD
+from emberkeep.kernels._streams import fence, fills_lines, stream_row
+from emberkeep.kernels.hash_index import F32, I64, U64
+from emberkeep.kernels.initial_values import AHEAD
 
 _TOGETHER = 64
 _NEAR = 4

@@ -221,12 +221,12 @@ class Part:
     @cached_property
     def sum(self) -> int:
         """The order-free hash sum of its rows."""
-        from emberkeep.kernels import grid
+        from emberkeep.kernels import grid_arrays
 
         sums = np.zeros(self.ids.size, np.uint64)
         for number, column in enumerate(self.columns):
-            grid.hash_column(column, np.uint64(number + 1), sums)
-        return int(grid.sum_of_rows(self.tables, self.ids, sums))
+            grid_arrays.hash_column(column, np.uint64(number + 1), sums)
+        return int(grid_arrays.sum_of_rows(self.tables, self.ids, sums))
 
 
 def encoded(chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int) -> Iterator[Part]:
@@ -389,13 +389,13 @@ def streams(
 
 def pack_head(tables: I32, ids: I64) -> U8:
     """Groups of one table with ascending ids: (table, count) of each, then the packed ids."""
-    from emberkeep.kernels import grid
+    from emberkeep.kernels import grid_arrays
 
     breaks = np.flatnonzero((np.diff(tables) != 0) | (np.diff(ids) <= 0)) + 1
     starts = np.concatenate([[0], breaks]) if ids.size else np.empty(0, np.int64)
     counts = np.diff(np.append(starts, ids.size)).astype(np.int64)
-    packed = np.empty(ids.size * grid.MOST_BYTES_OF_ID, np.uint8)
-    used = grid.pack_ids(np.ascontiguousarray(ids), counts, packed)
+    packed = np.empty(ids.size * grid_arrays.MOST_BYTES_OF_ID, np.uint8)
+    used = grid_arrays.pack_ids(np.ascontiguousarray(ids), counts, packed)
     groups = np.stack([tables[starts.astype(np.int64)].astype(np.int64), counts], axis=1)
     head = np.concatenate([[counts.size], groups.reshape(-1)]).astype("<u4")
     return np.concatenate([head.view(np.uint8), packed[:used]])

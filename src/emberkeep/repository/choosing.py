@@ -128,7 +128,7 @@ class Chosen:
         return np.frombuffer(bytearray().join(heads.data for heads in every), np.uint8), starts_P
 
     def _choose(self, limits: Sequence[int | None], wanted: Collection[int] | None) -> None:
-        from emberkeep.kernels import choosing, grid
+        from emberkeep.kernels import first_rows, grid_arrays
 
         outside = self.tables_G[(self.tables_G < 0) | (self.tables_G >= len(limits))]
         if outside.size:
@@ -139,7 +139,7 @@ class Chosen:
         sizes_T = (limits_T + 63) // 64 * 64
         fixed_T = np.array([t in asked and limit is not None for t, limit in enumerate(limits)])
         bases_T = np.where(fixed_T, np.cumsum(sizes_T) - sizes_T, -1)
-        wrong = choosing.claim_fixed(
+        wrong = first_rows.claim_fixed(
             self.tables_G, self.counts_G, self.ids, bases_T, limits_T,
             lazy_zeros((int(sizes_T.sum()) // 64,), np.uint64), self.kept, self.kept_G,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class Chosen:
             if len(groups):
                 starts, counts = starts_G[groups], self.counts_G[groups]
                 size = 1 << int(2 * counts.sum()).bit_length()
-                grid.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
+                grid_arrays.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
                 before = np.append(0, np.cumsum(self.kept))
                 self.kept_G[groups] = before[starts + counts] - before[starts]
 

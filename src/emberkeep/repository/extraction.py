@@ -79,10 +79,10 @@ class Keys:
 
     def hashes(self) -> U64:
         """What bloom filters know them by."""
-        from emberkeep.kernels import grid
+        from emberkeep.kernels import grid_arrays
 
         hashes = np.empty(self.ids.size, np.uint64)
-        grid.hash_keys(self.tables, self.ids, hashes)
+        grid_arrays.hash_keys(self.tables, self.ids, hashes)
         return hashes
 
     def may_meet(self, other: Keys) -> bool:
@@ -121,13 +121,13 @@ class Living:
 
     @classmethod
     def of(cls, bundle: Bundle, piece: Piece, rows: Rows) -> Living:
-        from emberkeep.kernels import grid
+        from emberkeep.kernels import grid_arrays
 
         tables, ids, order = _sorted([rows])
         words = max(_SMALLEST_BLOOM_WORDS, 1 << int(ids.size * 10 // 64).bit_length())
         bloom = np.zeros(words, np.uint64)
         keys = Keys.of(tables, ids)
-        grid.bloom_add(bloom, keys.hashes())
+        grid_arrays.bloom_add(bloom, keys.hashes())
         return cls(bundle, piece, keys, order, np.zeros(ids.size, np.int32), bloom)
 
     @property
@@ -307,12 +307,12 @@ class Extractor:
 
     def _look_at(self, living: Living, birth: int, keys: Keys, hashes: U64) -> None:
         """The filters; a piece that passes them is compared with all that it has not seen."""
-        from emberkeep.kernels import grid
+        from emberkeep.kernels import grid_arrays
 
         if "range" in self.settings.filters and not living.keys.may_meet(keys):
             return
         if "bloom" in self.settings.filters:
-            hits = grid.bloom_hits(living.bloom, hashes)
+            hits = grid_arrays.bloom_hits(living.bloom, hashes)
             if not hits:
                 return
             living.suspected += hits
@@ -328,11 +328,11 @@ class Extractor:
 
     def _compare(self, living: Living) -> None:
         """Finds the deaths that versions not looked at so far have brought."""
-        from emberkeep.kernels import grid
+        from emberkeep.kernels import grid_arrays
 
         for version in living.unseen:
             seen = self._recent[version]
-            living.dead += grid.mark_deaths(
+            living.dead += grid_arrays.mark_deaths(
                 living.keys.tables, living.keys.ids, living.deaths, seen.tables, seen.ids, version
             )
         living.unseen = []

@@ -21,7 +21,7 @@ from emberkeep.cluster.wire import (
     rows_reply,
 )
 from emberkeep.errors import EpochError, ProtocolError, ServerError
-from emberkeep.kernels import hashing, rows
+from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.lookup import unique_ids
 from emberkeep.memory import lazy_zeros
 from emberkeep.pool import Pool
@@ -249,7 +249,7 @@ class Epoch:
             raise ProtocolError(f"there is no table {table!r}"[:200])
         counts_ST = np.zeros((self.shards, 1), np.int64)
         order = np.empty(ids.size, np.int64)
-        hashing.route(ids, np.array([0, ids.size]), dynamic, self.shards, counts_ST, order)
+        hash_index.route(ids, np.array([0, ids.size]), dynamic, self.shards, counts_ST, order)
         ends = np.cumsum(counts_ST[:, 0])
         return order[
             ends[self.shard.index] - counts_ST[self.shard.index, 0] : ends[self.shard.index]
@@ -270,7 +270,7 @@ class Epoch:
         for ids, dynamic_T in zip(wanted, self._dynamic_G, strict=True):
             counts_ST = np.zeros((self.shards, dynamic_T.size), np.int64)
             order = np.empty(ids.ids.size, np.int64)
-            hashing.route(ids.ids, ids.offsets, dynamic_T, self.shards, counts_ST, order)
+            hash_index.route(ids.ids, ids.offsets, dynamic_T, self.shards, counts_ST, order)
             if counts_ST[self.shard.index].sum() != ids.ids.size:
                 raise self._not_owned()
 
@@ -291,9 +291,9 @@ class Epoch:
             hit = now != prefetched.found_G[g]
             known = np.flatnonzero(now >= 0)
             marked = np.empty(known.size, np.bool_)
-            rows.set_bits(self._scratch[g], written)
-            rows.test_bits(self._scratch[g], now[known], marked)
-            rows.clear_bits(self._scratch[g], written)
+            batch_rows.set_bits(self._scratch[g], written)
+            batch_rows.test_bits(self._scratch[g], now[known], marked)
+            batch_rows.clear_bits(self._scratch[g], written)
             hit[known[marked]] = True
             positions = np.flatnonzero(hit)
             offsets = np.searchsorted(positions, wanted.offsets).astype(np.int64)

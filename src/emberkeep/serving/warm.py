@@ -10,7 +10,7 @@ import numpy as np
 
 from emberkeep.cluster.local import local
 from emberkeep.erasure.codes import Parity
-from emberkeep.kernels import hashing
+from emberkeep.kernels import hash_index
 from emberkeep.lookup import merge, unique_ids
 from emberkeep.pool import Pool
 from emberkeep.shard import Shard
@@ -34,7 +34,7 @@ def warm_up(optimizers: Sequence[Optimizer] = OPTIMIZERS) -> None:
     rows_UD = np.ones((4, 4), np.float32)
     merge(ids, rows_UD, ids, rows_UD, pool)
     counts_ST, order = np.zeros((1, 2), np.int64), np.empty(4, np.int64)
-    hashing.route(ids.ids, ids.offsets, np.array([False, True]), 1, counts_ST, order)
+    hash_index.route(ids.ids, ids.offsets, np.array([False, True]), 1, counts_ST, order)
     for optimizer in optimizers:
         tables = [
             Table("fixed", rows=8, dim=4),

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberkeep.kernels import rows as bits
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import batch_rows as bits
+from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered.frames import FLUSHING, Frames
 from emberkeep.tiered.log import I64, U32, Extent, RowLog
 

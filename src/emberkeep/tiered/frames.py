@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kernels import rows as bits
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import batch_rows as bits
+from emberkeep.kernels import log_records as kernels
 from emberkeep.memory import lazy_zeros
 
 I32 = npt.NDArray[np.int32]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberkeep.kernels import rows as bits
+from emberkeep.kernels import batch_rows as bits
 from emberkeep.pool import ForkLock
 from emberkeep.tiered.background import Background
 from emberkeep.tiered.frames import LOADING, Frames

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from emberkeep.blobs.local import Disk
 from emberkeep.errors import DamageError, StateError, TierError
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (

@@ -18,8 +18,8 @@ import numpy as np
 
 from emberkeep.blobs.local import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
-from emberkeep.kernels import rows
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import batch_rows
+from emberkeep.kernels import log_records as kernels
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
@@ -225,7 +225,7 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     lives = (*log.head.lives, (point.stamp, synced))
     _check_length(log, point)
     first_life, last = _scan(slab, point, lives)
-    found = int(rows.count_bits(slab.touched, 0, slab.touched.size))
+    found = int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
         raise DamageError(
             f"{log.path} holds {found} rows of batch {point.batch}, which had {point.rows}: blocks "
@@ -350,7 +350,7 @@ def _rebuild(slab: TieredSlab, point: Point) -> None:
     for t, slots in slab.slots.items():
         base = int(slab.bases_T[t])
         held = np.empty(slab.slots_T[t], np.bool_)
-        rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
+        batch_rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
         slots.occupy(np.flatnonzero(held))
     for t, table in enumerate(slab.tables):
         its = point.tables[table.name]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep.errors import DamageError
-from emberkeep.kernels import tier_reading as kernels
+from emberkeep.kernels import log_reads as kernels
 from emberkeep.pool import spans
 from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned
 

@@ -22,8 +22,8 @@ from fractions import Fraction
 import numpy as np
 
 from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
-from emberkeep.kernels import rows, scatter
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import batch_rows, scatter
+from emberkeep.kernels import log_records as kernels
 from emberkeep.memory import Values, lazy_zeros
 from emberkeep.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
@@ -206,7 +206,7 @@ class TieredSlab(Slab):
         frames = self.frames.of(found)
         new = np.flatnonzero(frames < 0)
         touched = np.empty(found.size, np.bool_)
-        rows.test_bits(self.touched, found, touched)
+        batch_rows.test_bits(self.touched, found, touched)
         self.trained += int(found.size - touched.sum())
         self.frames.reserved = 0
         if new.size:
@@ -405,7 +405,7 @@ class TieredSlab(Slab):
         if frozen.size:
             found, stamps = self.frames.row_of[frozen], self.frames.stamps[frozen]
             self.flushes.append_later(found, frozen, stamps, deleted=False)
-            rows.clear_bits(self.frames.frozen, frozen)
+            batch_rows.clear_bits(self.frames.frozen, frozen)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         frames = self.frames.of(found)
@@ -421,7 +421,7 @@ class TieredSlab(Slab):
             return
         gone, self._gone = np.unique(np.concatenate(self._gone)), []
         back = np.empty(gone.size, np.bool_)
-        rows.test_bits(self.touched, gone, back)
+        batch_rows.test_bits(self.touched, gone, back)
         gone = gone[~back & (self.positions[gone] > 0)]
         for start in range(0, gone.size, _SLICE):
             part = gone[start : start + _SLICE]

@@ -13,8 +13,8 @@ from concurrent.futures import InvalidStateError
 import numpy as np
 
 from emberkeep.errors import DamageError, EmberkeepError
-from emberkeep.kernels import rows
-from emberkeep.kernels import tier as kernels
+from emberkeep.kernels import batch_rows
+from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered.log import Extent, aligned
 from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Point
@@ -86,10 +86,10 @@ def _save(slab: TieredSlab) -> bool:
         word, found = saving.word, 0
         while word < frames.frozen.size and found < _FRAMES:
             stop = min(frames.frozen.size, word + _FRAMES // 64)
-            found += rows.count_bits(frames.frozen, word, stop)
+            found += batch_rows.count_bits(frames.frozen, word, stop)
             word = stop
         listed = np.empty(found, np.int64)
-        rows.list_bits(frames.frozen, saving.word, word, listed)
+        batch_rows.list_bits(frames.frozen, saving.word, word, listed)
         saving.word = word
         flush = slab.flushes.begin(listed, evict=False)
         last = word == frames.frozen.size

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep.kernels._intrinsics import prefetch_bit, prefetch_row, set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import add_scaled_row, copy_row
-from emberkeep.kernels._memory import prefetch_bit, prefetch_row, set_bit, test_bit
-from emberkeep.kernels.hashing import F32, GOLDEN, I64, U64, hash_id, mix64
+from emberkeep.kernels.hash_index import F32, GOLDEN, I64, U64, hash_id, mix64
 
 UNIFORM = 0
 NORMAL = 1
@@ -194,8 +194,8 @@ def pull_bags(
 ) -> int:
     """Bags of samples start..stop straight from the rows of fixed tables, on one shard.
 
-    The same sums in the same order as `pull` and then `rows.pool`. Returns the position of an id
-    that is out of range, or -1.
+    The same sums in the same order as `pull` and then `batch_rows.pool`. Returns the position of an
+    id that is out of range, or -1.
     """
     dim = weight_RD.shape[1]
     scaled = scales_N.size > 0

@@ -9,8 +9,8 @@ import numpy as np
 from numba import types
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hashing import I64, U64
-from emberkeep.kernels.tier import HEADER_WORDS, LOW, Bool, checksum, copy_bytes
+from emberkeep.kernels.hash_index import I64, U64
+from emberkeep.kernels.log_records import HEADER_WORDS, LOW, Bool, checksum, copy_bytes
 
 _pread = types.ExternalFunction(
     "pread", types.int64(types.int32, types.uintp, types.uintp, types.int64)

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels import optimizers
+from emberkeep.kernels._intrinsics import prefetch_row, set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
-from emberkeep.kernels._memory import prefetch_row, set_bit, test_bit
 from emberkeep.kernels._words import copy_words, xor_words
+from emberkeep.kernels.batch_rows import I32
 from emberkeep.kernels.galois import U32
-from emberkeep.kernels.hashing import F32, I64, U64
-from emberkeep.kernels.initial import AHEAD
+from emberkeep.kernels.hash_index import F32, I64, U64
+from emberkeep.kernels.initial_values import AHEAD
 from emberkeep.kernels.optimizers import (
     adagrad,
     adam,
@@ -29,7 +30,6 @@ from emberkeep.kernels.optimizers import (
     row_wise_adagrad,
     sgd,
 )
-from emberkeep.kernels.rows import I32
 
 Bools = npt.NDArray[np.bool_]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.kernels._intrinsics import set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._memory import set_bit, test_bit
-from emberkeep.kernels.hashing import F32, I64, U64, mix64
+from emberkeep.kernels.hash_index import F32, I64, U64, mix64
 
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import kernel
-from emberkeep.kernels.hashing import I64, U64
-from emberkeep.kernels.rows import count_ones
+from emberkeep.kernels.batch_rows import count_ones
+from emberkeep.kernels.hash_index import I64, U64
 
 _ONE = np.uint64(1)
 

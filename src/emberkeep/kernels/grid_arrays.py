@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hashing import GOLDEN, hash_id, mix64
+from emberkeep.kernels.hash_index import GOLDEN, hash_id, mix64
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hashing import GOLDEN, mix64
+from emberkeep.kernels.hash_index import GOLDEN, mix64
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]

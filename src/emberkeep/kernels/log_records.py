@@ -1,4 +1,4 @@
-"""Rows as records of a log: packed, sealed, found again; `tier_reading` reads them from the file.
+"""Rows as records of a log: packed, sealed, found again; `log_reads` reads them from the file.
 
 A block is a multiple of 4096 bytes: a header of 32 (checksum, count and life, sequence, generation)
 and records of one size. A record is two words, `row * 2 + deleted` and the stamp, and then the
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from emberkeep.kernels._intrinsics import test_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._memory import test_bit
-from emberkeep.kernels.hashing import GOLDEN, I64, U64, mix64
+from emberkeep.kernels.hash_index import GOLDEN, I64, U64, mix64
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
