@@ -24,7 +24,7 @@ from _common import interleaved_ms, options, report
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.cluster.servers import Connect, ProcessHosts
-from emberkeep.pool import shared
+from emberkeep.runtime.pool import shared
 from emberkeep.shard import Shard
 from emberkeep.slab import RowIds
 
@@ -75,7 +75,7 @@ class Actor:
     """A shard in a Ray actor, called directly: what one would write first."""
 
     def __init__(self, index: int) -> None:
-        from emberkeep.pool import Pool
+        from emberkeep.runtime.pool import Pool
 
         self.shard = Shard([TABLE], OPTIMIZER, index=index, count=SHARDS, pool=Pool(1))
 

@@ -20,7 +20,7 @@ from torch import nn
 import emberkeep as ek
 from _common import options, report
 from emberkeep.data import skewed_ids
-from emberkeep.pool import shared, spans
+from emberkeep.runtime.pool import shared, spans
 from emberkeep.tables import Optimizer
 
 LR = 0.01

@@ -22,8 +22,8 @@ from _common import options, report
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Synthetic, skewed_ids
 from emberkeep.models import DLRM, DLRMShape
-from emberkeep.pool import shared
 from emberkeep.priority import Kind, Priority, prioritised
+from emberkeep.runtime.pool import shared
 
 TABLES, ROWS, DIM, BATCH = 26, 200_000, 16, 2048
 SKEW = 1.05

@@ -23,7 +23,7 @@ import torch
 
 from _common import interleaved_ms, options, report
 from emberkeep.codecs import NonNegative8, Quantized, pack_ids, unpack_ids
-from emberkeep.pool import Pool, default_threads
+from emberkeep.runtime.pool import Pool, default_threads
 
 DIMS = (16, 64, 128)
 BITS = (8, 4, 3, 2)

@@ -40,9 +40,9 @@ from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
 from emberkeep.loading import load
-from emberkeep.pool import Pool
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import FILTERS, Grid
+from emberkeep.runtime.pool import Pool
 from emberkeep.slab import RowIds
 from emberkeep.tables import Adagrad, Table
 

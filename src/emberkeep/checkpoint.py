@@ -41,7 +41,6 @@ from emberkeep.loading import (
     load,
     load_shard,
 )
-from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.repository import (
     DEFAULT_RETENTION,
@@ -54,7 +53,6 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.ahead import Ahead, Worker
 from emberkeep.repository.bundles import SUFFIX as BUNDLE_SUFFIX
 from emberkeep.repository.bundles import streams
 from emberkeep.repository.documents import Json
@@ -63,6 +61,8 @@ from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
 from emberkeep.repository.rounds import Rounds
 from emberkeep.repository.writer import FileWriter
+from emberkeep.runtime.pool import Pool
+from emberkeep.runtime.readahead import Ahead, Worker
 from emberkeep.snapshot import FrozenRows, FrozenShards, closed_if_raised
 from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
-from emberkeep.pool import Pool
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND
+from emberkeep.runtime.pool import Pool
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]

@@ -31,9 +31,9 @@ from emberkeep.contents import (
     merged_rows,
 )
 from emberkeep.errors import ConfigError, StorageError
-from emberkeep.pool import Pool
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
+from emberkeep.runtime.pool import Pool
 from emberkeep.snapshot import Chunk
 
 Array = npt.NDArray[Any]

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep import pool as pools
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
 from emberkeep.errors import (
@@ -33,12 +32,13 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.kernels import hash_index, initial_values
-from emberkeep.memory import lazy_zeros
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.grid import grid_of
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
+from emberkeep.runtime import pool as pools
+from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.snapshot import Chunk
 from emberkeep.tables import Normal, origin_from
 

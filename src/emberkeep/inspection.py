@@ -15,7 +15,6 @@ from emberkeep.codecs import Raw, codec_from_dict
 from emberkeep.contents import checked_rows, dense_tensors
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.loading import DENSE
-from emberkeep.pool import Pool
 from emberkeep.repository import (
     Collected,
     Collector,
@@ -40,6 +39,7 @@ from emberkeep.repository.grid import (
 )
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
+from emberkeep.runtime.pool import Pool
 
 _THREADS = 4
 

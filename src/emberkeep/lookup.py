@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
-from emberkeep.pool import Job, Pool, spans
+from emberkeep.runtime.pool import Job, Pool, spans
 from emberkeep.slab import RowIds
 from emberkeep.tables import Table
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_scores as kernels
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Pool, spans
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Pool, spans
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

@@ -20,9 +20,9 @@ from emberkeep.cluster.client import Cluster, Part
 from emberkeep.errors import ConfigError
 from emberkeep.loading import LoadsItself
 from emberkeep.overheads import pls_of_loss
-from emberkeep.pool import Pool
 from emberkeep.repository import Manifest, Repository
 from emberkeep.repository.documents import Json
+from emberkeep.runtime.pool import Pool
 
 I64 = npt.NDArray[np.int64]
 Scope = Literal["full", "partial"]

@@ -13,9 +13,9 @@ from emberkeep.erasure.messages import PushNumber
 from emberkeep.erasure.slabs import Recorder, state_of
 from emberkeep.errors import ShardLostError
 from emberkeep.lookup import Lookup
-from emberkeep.memory import Values
-from emberkeep.pool import ForkLock, Pool
 from emberkeep.priority import Priority, prioritised
+from emberkeep.runtime.memory import Values
+from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
 from emberkeep.snapshot import Cut, FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, Tier, check_tables

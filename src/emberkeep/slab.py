@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
-from emberkeep.memory import Spread, Values, lazy_zeros
-from emberkeep.pool import ForkLock, Job, Pool, spans
 from emberkeep.priority import Priority, Ranking, Span, ranking
+from emberkeep.runtime.memory import Spread, Values, lazy_zeros
+from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
 from emberkeep.slots import Slots
 from emberkeep.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.tables import (

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kernels import hash_index
-from emberkeep.memory import lazy_zeros
+from emberkeep.runtime.memory import lazy_zeros
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import ForkLock
 from emberkeep.priority import Ranking
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import ForkLock
 from emberkeep.tracking import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 
 I64 = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.memory import lazy_zeros
+from emberkeep.runtime.memory import lazy_zeros
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]

@@ -10,7 +10,6 @@ import numpy as np
 
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.codecs import Quantized
-from emberkeep.pool import Pool
 from emberkeep.repository import Collector, KeepAll, Manifest, Repository, RetentionPolicy, Writer
 from emberkeep.repository.bundles import BundleStream, streams
 from emberkeep.repository.extraction import Extractor
@@ -18,6 +17,7 @@ from emberkeep.repository.gathering import rows_of_plan
 from emberkeep.repository.grid import grid_of, newest_catalog, plan
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
+from emberkeep.runtime.pool import Pool
 from emberkeep.snapshot import Chunk
 
 POOL = Pool(1)

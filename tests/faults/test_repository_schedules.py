@@ -20,7 +20,6 @@ import pytest
 
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.errors import FencedError, NoVersionError
-from emberkeep.pool import Pool
 from emberkeep.repository import (
     Collector,
     KeepLast,
@@ -34,6 +33,7 @@ from emberkeep.repository import (
 )
 from emberkeep.repository.grid import StaleError
 from emberkeep.repository.policies import Grid
+from emberkeep.runtime.pool import Pool
 from emberkeep.testing.contracts import check_content, save
 from emberkeep.testing.interleave import Interleaving, schedules
 from tests.faults.grids import World

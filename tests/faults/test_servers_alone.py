@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep import pool
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.connection import Connection
@@ -30,6 +29,7 @@ from emberkeep.cluster.wire import PULL, PUSH, Request, check_reply, pack_reques
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft
+from emberkeep.runtime import pool
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
 from tests.contracts.engine import state

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep import pool
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Strategy
 from emberkeep.cluster.flight import FlightCluster
@@ -20,6 +19,7 @@ from emberkeep.cluster.remote import RemoteShard
 from emberkeep.errors import ShardLostError
 from emberkeep.recovery import Home, recover_partially
 from emberkeep.repository import Repository
+from emberkeep.runtime import pool
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.train import build

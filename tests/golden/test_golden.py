@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from emberkeep import pool
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import LOSSLESS, Checkpointer
 from emberkeep.follower import Follower
 from emberkeep.inspection import check
 from emberkeep.loading import load
 from emberkeep.repository import Repository
+from emberkeep.runtime import pool
 from tests.golden.make import (
     HERE,
     REPOSITORIES,

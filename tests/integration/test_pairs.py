@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import emberkeep as ek
-from emberkeep import pool
 from emberkeep.cluster.flight import FlightCluster
+from emberkeep.runtime import pool
 from tests.contracts.engine import state
 from tests.servers import Farm, FarmHosts
 

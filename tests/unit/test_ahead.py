@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.repository.ahead import Ahead, Worker
+from emberkeep.runtime.readahead import Ahead, Worker
 
 ERRORS = [MemoryError, OSError, IndexError, KeyboardInterrupt, SystemExit]
 
@@ -106,7 +106,7 @@ def test_a_forgotten_worker_takes_its_thread_with_it() -> None:
 def test_the_interpreter_waits_for_a_task_under_way() -> None:
     code = (
         "import threading\n"
-        "from emberkeep.repository.ahead import Worker\n"
+        "from emberkeep.runtime.readahead import Worker\n"
         "go = threading.Event()\n"
         "worker = Worker('test', 0)\n"
         "worker.do(go.wait, lambda _: print('ended', flush=True))\n"
@@ -135,7 +135,7 @@ def test_a_priority_that_cannot_be_had_leaves_nobody_waiting(
     def refuse(_: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("emberkeep.repository.ahead.be_nice", refuse)
+    monkeypatch.setattr("emberkeep.runtime.readahead.be_nice", refuse)
     worker = Worker("test", 5)
     assert done(worker, Work()) is None
     with Ahead([1, 2, 3], nice=5) as running:

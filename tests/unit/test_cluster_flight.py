@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from emberkeep import pool
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
+from emberkeep.runtime import pool
 from emberkeep.tables import Optimizer, Table
 from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import OPTIMIZERS, EngineContract, Reference

@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError
-from emberkeep.pool import Pool
+from emberkeep.runtime.pool import Pool
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Optimizer, Table
 from tests.contracts.cluster import ClusterContract

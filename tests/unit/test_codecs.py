@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from emberkeep.codecs import Codec, NonNegative, NonNegative8, Quantized, Raw, codec_from_dict
 from emberkeep.errors import ConfigError, DamageError, StateError
-from emberkeep.pool import Pool
+from emberkeep.runtime.pool import Pool
 
 F32 = np.float32
 BITS = (8, 4, 3, 2)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep import pool
 from emberkeep.difference import TableDifference, compare
+from emberkeep.runtime import pool
 from tests.unit.repositories import TABLES, Run, State
 
 POOL = pool.Pool(1)

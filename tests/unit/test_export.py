@@ -14,13 +14,13 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from emberkeep import pool
 from emberkeep.checkpoint import Extras
 from emberkeep.contents import IdSet, dense_arrays, merged_rows
 from emberkeep.errors import ConfigError, DamageError, StorageError
 from emberkeep.export import file_name, to_directory, to_parquet, to_safetensors
 from emberkeep.inspection import check
 from emberkeep.repository import Repository
+from emberkeep.runtime import pool
 from tests.unit.repositories import TABLES, Run, State, flipped
 
 POOL = pool.Pool(2)

@@ -22,7 +22,6 @@ from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
-from emberkeep.memory import Spread, lazy_zeros
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.priority import Priority
 from emberkeep.repository import VersionId
@@ -31,6 +30,7 @@ from emberkeep.repository.extraction import Extracted
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.repository.reading import runs
 from emberkeep.repository.rounds import Rounds
+from emberkeep.runtime.memory import Spread, lazy_zeros
 from tests.unit.repositories import Run
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)

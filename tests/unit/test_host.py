@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from emberkeep.erasure.host import Sum, _add_up
-from emberkeep.pool import Pool
+from emberkeep.runtime.pool import Pool
 
 
 def sums_of(random: np.random.Generator, hosts: int) -> list[list[Sum]]:

@@ -878,7 +878,7 @@ def test_a_freeze_that_fails_leaves_nothing_frozen(
             if where == "cluster":
                 patched.setattr(model.bags.cluster, "freeze", fails)
             else:
-                patched.setattr("emberkeep.repository.ahead.Worker.do", fails)
+                patched.setattr("emberkeep.runtime.readahead.Worker.do", fails)
             with pytest.raises(MemoryError):
                 keeper.save()
     model.train(optimizers)

@@ -7,8 +7,8 @@ import threading
 
 import numpy as np
 
-from emberkeep import memory
-from emberkeep.memory import recycled
+from emberkeep.runtime import memory
+from emberkeep.runtime.memory import recycled
 
 N = 2**20
 

@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
-from emberkeep.pool import Job, Pool, default_threads, spans
+from emberkeep.runtime.pool import Job, Pool, default_threads, spans
 
 
 def test_every_task_runs_once_and_errors_come_out() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.kernels import row_scores as kernels
-from emberkeep.pool import Pool
 from emberkeep.priority import (
     Farthest,
     MostUsed,
@@ -24,6 +23,7 @@ from emberkeep.priority import (
     prioritised,
     ranking,
 )
+from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
 from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from tests.contracts.engine import wanted_of

@@ -18,7 +18,6 @@ import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberkeep import pool
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.connection import Connection
@@ -50,8 +49,9 @@ from emberkeep.errors import (
     ServerError,
     StateError,
 )
-from emberkeep.prometheus import MetricsServer
 from emberkeep.repository import Repository
+from emberkeep.runtime import pool
+from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.serving.epoch import Session
 from emberkeep.serving.pushes import Ledger, join
 from emberkeep.serving.served import ServedShard

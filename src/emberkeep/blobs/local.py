@@ -424,7 +424,7 @@ class LocalStore:
 
 
 def _recycled(nbytes: int) -> memoryview:
-    from emberkeep.memory import recycled  # needs numpy, which `emberkeep --help` does not
+    from emberkeep.runtime.memory import recycled  # needs numpy, which `emberkeep --help` does not
 
     return recycled(nbytes)
 

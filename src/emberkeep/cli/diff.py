@@ -33,9 +33,9 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the weights of two versions, table by table."""
-    from emberkeep import pool
     from emberkeep.difference import compare
     from emberkeep.inspection import codec_text, files_of
+    from emberkeep.runtime import pool
 
     repository, store = open_repository(url)
     one, two = choose(repository, before), choose(repository, after)

@@ -56,9 +56,9 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the rows of one version as safetensors or Parquet: ids, weights, optimizer planes."""
-    from emberkeep import pool
     from emberkeep.export import to_parquet, to_safetensors
     from emberkeep.inspection import files_of
+    from emberkeep.runtime import pool
 
     repository, store = open_repository(url)
     chosen = choose(repository, version)

@@ -53,7 +53,7 @@ def serve(
     """
     place = _place(shard)
     from emberkeep.cluster.security import Security, read_token
-    from emberkeep.prometheus import MetricsServer
+    from emberkeep.runtime.metrics import MetricsServer
     from emberkeep.serving.served import ServedShard
     from emberkeep.serving.server import ShardServer
     from emberkeep.serving.warm import warm_up

@@ -40,8 +40,8 @@ def verify(
 
     Names what is damaged or missing, and which versions it concerns.
     """
-    from emberkeep import pool
     from emberkeep.inspection import check, files_of
+    from emberkeep.runtime import pool
 
     repository, store = open_repository(url)
     chosen = repository.versions() if version is None else (choose(repository, version),)

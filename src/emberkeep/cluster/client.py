@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep import pool as pools
 from emberkeep.cluster.failures import When
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
@@ -23,6 +22,7 @@ from emberkeep.errors import PeerError, ShardLostError
 from emberkeep.kernels import hash_index
 from emberkeep.lookup import Lookup
 from emberkeep.priority import Priority
+from emberkeep.runtime import pool as pools
 from emberkeep.shard import State, plane_shapes, slab_groups
 from emberkeep.slab import F32, I64, Planes, RowIds
 from emberkeep.snapshot import Cut, FrozenRows

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, Part, surviving
 from emberkeep.cluster.distant import DistantProtection
 from emberkeep.cluster.hosts import Hosts
@@ -37,6 +36,7 @@ from emberkeep.errors import (
 )
 from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository
+from emberkeep.runtime import pool as pools
 from emberkeep.slab import I64, slab_rows
 from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table

@@ -16,7 +16,6 @@ from datetime import timedelta
 
 import numpy as np
 
-from emberkeep import pool as pools
 from emberkeep.cluster.client import surviving
 from emberkeep.cluster.coordinated import CoordinatedCluster
 from emberkeep.cluster.hosts import Hosts
@@ -38,6 +37,7 @@ from emberkeep.cluster.wire import (
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
+from emberkeep.runtime import pool as pools
 from emberkeep.slab import F32, I64, RowIds, not_finite, outside
 from emberkeep.tables import Optimizer, Table
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy.typing as npt
 
-from emberkeep import pool as pools
 from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.lookup import Lookup
-from emberkeep.memory import Values
 from emberkeep.priority import Priority
+from emberkeep.runtime import pool as pools
+from emberkeep.runtime.memory import Values
 from emberkeep.shard import Shard
 from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table

@@ -17,8 +17,8 @@ from emberkeep.erasure.near import NearCoordinator, rows_of
 from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.pool import Pool
-from emberkeep.prometheus import Sample
+from emberkeep.runtime.metrics import Sample
+from emberkeep.runtime.pool import Pool
 from emberkeep.shard import Shard
 from emberkeep.slab import I64
 

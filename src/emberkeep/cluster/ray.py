@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emberkeep import pool as pools
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.raylocal import bring_token, local_address, reachable
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
+from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 
 NAMESPACE = "emberkeep"

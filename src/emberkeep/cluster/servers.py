@@ -16,13 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from emberkeep import pool as pools
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.remote import Timing
 from emberkeep.cluster.security import Security, read_token
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
+from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 
 _START_SECONDS = 120.0

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from emberkeep.errors import ConfigError, DamageError, StateError
-from emberkeep.pool import Pool, shared, spans
+from emberkeep.runtime.pool import Pool, shared, spans
 
 Array = NDArray[Any]
 Buffers = Mapping[str, Array]

@@ -23,7 +23,7 @@ from emberkeep.erasure.codes import Code, Placement, products
 from emberkeep.erasure.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
 from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.kernels import galois
-from emberkeep.pool import ForkLock
+from emberkeep.runtime.pool import ForkLock
 
 # Stripes whose marks are decoded at a time: a few bytes each.
 _MARK_STRIPES = 2**18

@@ -33,8 +33,8 @@ from emberkeep.erasure.messages import (
 from emberkeep.erasure.slabs import SlabRows
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Job, Pool, spans
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Job, Pool, spans
 
 # Fewer rows than this are not worth a thread: one adds a row in 25 ns, and to have another help
 # takes some tens of microseconds.

@@ -12,8 +12,8 @@ from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
 from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Job, spans
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Job, spans
 from emberkeep.slab import Recording, Slab, Writer, slab_rows
 
 _ID_NBYTES = 8

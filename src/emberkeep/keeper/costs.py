@@ -7,7 +7,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from emberkeep.prometheus import exposition
+from emberkeep.runtime.metrics import exposition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

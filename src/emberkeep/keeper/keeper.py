@@ -35,10 +35,10 @@ from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
 from emberkeep.keeper.signals import Termination, end
 from emberkeep.keeper.tables import Hook
 from emberkeep.loading import Restored, load
-from emberkeep.pool import Pool
-from emberkeep.prometheus import MetricsServer, exposition
 from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.runtime.metrics import MetricsServer, exposition
+from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Preset, incremental
 
 

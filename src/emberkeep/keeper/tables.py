@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import following
 from emberkeep.kernels import batch_rows as bits
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import ForkLock
 from emberkeep.priority import Priority, Ranking
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import ForkLock
 from emberkeep.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
 from emberkeep.tracking import Tracker
 

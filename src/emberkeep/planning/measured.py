@@ -8,9 +8,9 @@ from datetime import timedelta
 from emberkeep.contents import Hold
 from emberkeep.errors import ConfigError, NoVersionError
 from emberkeep.loading import DENSE, rows_of
-from emberkeep.pool import Pool
 from emberkeep.repository import Repository
-from emberkeep.repository.ahead import ahead_of
+from emberkeep.runtime.pool import Pool
+from emberkeep.runtime.readahead import ahead_of
 
 
 def save_time(repository: Repository) -> timedelta:

@@ -25,11 +25,11 @@ import xxhash
 
 from emberkeep.codecs import Codec, Raw, codec_from_dict
 from emberkeep.errors import DamageError
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Pool
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Pool
 from emberkeep.snapshot import Chunk
 
 SUFFIX = "grid"

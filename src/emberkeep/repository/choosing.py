@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import DamageError
-from emberkeep.memory import lazy_zeros
 from emberkeep.repository.bundles import Bundle, Family, check, unpack_heads
 from emberkeep.repository.reading import Heads
+from emberkeep.runtime.memory import lazy_zeros
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]

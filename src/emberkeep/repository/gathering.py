@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ChangedError, DamageError
-from emberkeep.memory import Spread, Values, recycled
-from emberkeep.pool import Pool, spans
 from emberkeep.repository.bundles import (
     Bundle,
     Form,
@@ -41,6 +39,8 @@ from emberkeep.repository.reading import (
     runs,
 )
 from emberkeep.repository.repository import Repository
+from emberkeep.runtime.memory import Spread, Values, recycled
+from emberkeep.runtime.pool import Pool, spans
 from emberkeep.snapshot import Chunk
 
 U8 = npt.NDArray[np.uint8]

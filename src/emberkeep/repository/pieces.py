@@ -19,9 +19,9 @@ import numpy.typing as npt
 from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
 from emberkeep.errors import DamageError, FormatError
-from emberkeep.memory import recycled
-from emberkeep.pool import Pool
 from emberkeep.repository.documents import Json
+from emberkeep.runtime.memory import recycled
+from emberkeep.runtime.pool import Pool
 from emberkeep.snapshot import Chunk
 
 KIND = "rows"

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 
 from emberkeep.errors import DamageError, EmberkeepError, FencedError
-from emberkeep.repository.ahead import Worker
 from emberkeep.repository.documents import Json
 from emberkeep.repository.extraction import Extracted, Extractor
 from emberkeep.repository.grid import grid_of
@@ -16,6 +15,7 @@ from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
 from emberkeep.repository.writer import Writer
+from emberkeep.runtime.readahead import Worker
 
 
 class Rounds:

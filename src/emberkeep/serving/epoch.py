@@ -23,8 +23,8 @@ from emberkeep.cluster.wire import (
 from emberkeep.errors import EpochError, ProtocolError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.lookup import unique_ids
-from emberkeep.memory import lazy_zeros
-from emberkeep.pool import Pool
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Pool
 from emberkeep.serving.guarding import Guarding
 from emberkeep.serving.pushes import Ledger, Meeting, Part, join
 from emberkeep.shard import Shard

@@ -46,8 +46,8 @@ from emberkeep.errors import (
     ShardLostError,
     StreamError,
 )
-from emberkeep.pool import be_nice
-from emberkeep.prometheus import Sample
+from emberkeep.runtime.metrics import Sample
+from emberkeep.runtime.pool import be_nice
 from emberkeep.serving.senders import Sender
 from emberkeep.shard import Shard
 from emberkeep.slab import I64

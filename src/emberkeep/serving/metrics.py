@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from emberkeep.prometheus import Histogram, Sample, exposition
+from emberkeep.runtime.metrics import Histogram, Sample, exposition
 
 Json = dict[str, Any]
 _STATES = ("empty", "recovering", "serving", "lost")

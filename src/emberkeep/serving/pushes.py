@@ -14,7 +14,7 @@ import numpy as np
 
 from emberkeep.errors import EmberkeepError, ProtocolError, RankError
 from emberkeep.lookup import merge
-from emberkeep.pool import Pool
+from emberkeep.runtime.pool import Pool
 from emberkeep.slab import F32, RowIds
 
 _T = TypeVar("_T")

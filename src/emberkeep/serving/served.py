@@ -49,10 +49,10 @@ from emberkeep.errors import (
     ServerError,
 )
 from emberkeep.loading import load_shard
-from emberkeep.pool import Pool
 from emberkeep.priority import Priority
 from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
+from emberkeep.runtime.pool import Pool
 from emberkeep.serving.epoch import Epoch, Session
 from emberkeep.serving.guarding import guarding_from
 from emberkeep.serving.metrics import Metrics

@@ -12,7 +12,7 @@ from emberkeep.cluster.local import local
 from emberkeep.erasure.codes import Parity
 from emberkeep.kernels import hash_index
 from emberkeep.lookup import merge, unique_ids
-from emberkeep.pool import Pool
+from emberkeep.runtime.pool import Pool
 from emberkeep.shard import Shard
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table

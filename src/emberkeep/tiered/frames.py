@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
-from emberkeep.memory import lazy_zeros
+from emberkeep.runtime.memory import lazy_zeros
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from emberkeep.kernels import batch_rows as bits
-from emberkeep.pool import ForkLock
-from emberkeep.tiered.background import Background
+from emberkeep.runtime.background import Background
+from emberkeep.runtime.pool import ForkLock
 from emberkeep.tiered.frames import LOADING, Frames
 from emberkeep.tiered.log import I64, U32, RowLog
 from emberkeep.tiered.reading import Reads

@@ -20,7 +20,7 @@ from emberkeep.blobs.local import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
-from emberkeep.pool import ForkLock, Pool
+from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep

@@ -13,7 +13,7 @@ import numpy as np
 
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_reads as kernels
-from emberkeep.pool import spans
+from emberkeep.runtime.pool import spans
 from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned
 
 # Reads under way at once from one thread, and the threads that stand in where there is no queue.

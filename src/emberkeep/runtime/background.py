@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from emberkeep.pool import be_nice
+from emberkeep.runtime.pool import be_nice
 
 _Owner = TypeVar("_Owner")
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import Queue, SimpleQueue
 from typing import TypeVar
 
-from emberkeep.pool import be_nice
+from emberkeep.runtime.pool import be_nice
 
 _T = TypeVar("_T")
 Task = Callable[[], object]

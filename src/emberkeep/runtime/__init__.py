@@ -1,0 +1,1 @@
+"""What a process runs on: threads, memory, metrics, background work."""
