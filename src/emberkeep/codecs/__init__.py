@@ -1,7 +1,14 @@
 """How rows and ids become bytes in a checkpoint, and what of them comes back."""
 
 from emberkeep.codecs.ids import pack_ids, unpack_ids
-from emberkeep.codecs.rows import Codec, NonNegative, NonNegative8, Quantized, Raw, codec_from_dict
+from emberkeep.codecs.row_codecs import (
+    Codec,
+    NonNegative,
+    NonNegative8,
+    Quantized,
+    Raw,
+    codec_from_dict,
+)
 
 __all__ = [
     "Codec",
