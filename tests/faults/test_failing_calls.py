@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.blobs import Disk, LocalStore, MemoryStore, local
+from emberkeep.blobs import Disk, LocalStore, MemoryStore, local_store
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.errors import EmberkeepError, MissingObjectError, StorageError
 from emberkeep.repository import (
@@ -354,7 +354,7 @@ def test_every_system_call_goes_through_the_disk() -> None:
     """What does not cannot be failed by the tests above, nor be told as an error of ours."""
     harmless = {"fspath", "PathLike", "getpid", "strerror", "path", "stat_result"}
     in_path = {"join", "dirname", "abspath", "samestat"}
-    tree = ast.parse(inspect.getsource(local.LocalStore))
+    tree = ast.parse(inspect.getsource(local_store.LocalStore))
     used = {
         (node.value.attr if isinstance(node.value, ast.Attribute) else "os", node.attr)
         for node in ast.walk(tree)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.blobs.local import Disk
+from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import TierError
 from emberkeep.tiered import log as logs

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.blobs.local import Disk, LocalStore
+from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.erasure.codes import Parity

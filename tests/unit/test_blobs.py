@@ -216,7 +216,7 @@ def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
         return real_put(*args, **kwargs)
 
     monkeypatch.setattr(obstore, "put", flaky)
-    monkeypatch.setattr("emberkeep.blobs.remote.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("emberkeep.blobs.object_store.time.sleep", lambda seconds: None)
     store = ObjectStore(obstore.store.MemoryStore(), url="memory")
     store.put("a", b"x")
     failures[0] = 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import emberkeep as ek
-from emberkeep.blobs.local import Disk
+from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier

@@ -6,10 +6,10 @@ import os
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from emberkeep.blobs.base import BlobStore
-from emberkeep.blobs.local import LocalStore
-from emberkeep.blobs.memory import MemoryStore
-from emberkeep.blobs.remote import ObjectStore
+from emberkeep.blobs.local_store import LocalStore
+from emberkeep.blobs.memory_store import MemoryStore
+from emberkeep.blobs.object_store import ObjectStore
+from emberkeep.blobs.store import BlobStore
 from emberkeep.errors import ConfigError
 
 _REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
-from emberkeep.blobs.base import BlobInfo, BlobStore, Buffer
-from emberkeep.blobs.memory import MemoryStore
+from emberkeep.blobs.memory_store import MemoryStore
+from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer
 from emberkeep.errors import MissingObjectError
 
 

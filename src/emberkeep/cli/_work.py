@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from emberkeep.blobs.base import Buffer, as_buffers
+from emberkeep.blobs.store import Buffer, as_buffers
 from emberkeep.blobs.wrapper import WrapperStore
 
 _SECONDS_BETWEEN_LINES = 2.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from emberkeep.blobs.local import LocalStore
+from emberkeep.blobs.local_store import LocalStore
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import (
     ConfigError,

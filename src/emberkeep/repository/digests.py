@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from emberkeep.blobs.base import Buffer, as_buffers
+from emberkeep.blobs.store import Buffer, as_buffers
 
 BLOCK_NBYTES = 16 * 1024 * 1024
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
-from emberkeep.blobs.base import BlobInfo, BlobStore, Buffer, as_buffers
+from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, as_buffers
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.errors import StorageError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from emberkeep.blobs.local import Disk, LocalStore
+from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.errors import DamageError, EmberkeepError, TierError
 from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Point, Superblock

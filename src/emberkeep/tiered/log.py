@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.blobs.local import Disk
+from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import directory

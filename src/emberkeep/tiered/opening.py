@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from emberkeep.blobs.local import Disk
+from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels

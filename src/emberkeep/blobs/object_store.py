@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from emberkeep.blobs.base import BlobInfo, Buffer, as_buffers, check_name, check_range
+from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range
 from emberkeep.errors import (
     ConfigError,
     MissingObjectError,

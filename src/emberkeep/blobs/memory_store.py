@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 
-from emberkeep.blobs.base import BlobInfo, Buffer, as_buffers, check_name, check_range
+from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range
 from emberkeep.errors import MissingObjectError
 
 

@@ -26,14 +26,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
-from emberkeep.blobs.base import (
-    BlobInfo,
-    Buffer,
-    as_buffers,
-    check_name,
-    check_range,
-    is_segment,
-)
+from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
 from emberkeep.errors import MissingObjectError, StorageError, UnsupportedStoreError
 
 if sys.platform == "darwin":
