@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberkeep.data import KAGGLE_ROWS, Synthetic, field_rows, skewed_ids
+from emberkeep.data.accuracy import auc
 from emberkeep.errors import ConfigError
-from emberkeep.metrics import auc
 
 SMALL = Synthetic(rows_total=20_000, seed=3)
 

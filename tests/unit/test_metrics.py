@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import DataError
-from emberkeep.metrics import auc, log_loss
 
 
 def auc_by_pairs(labels: np.ndarray, scores: np.ndarray) -> float:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from emberkeep.data.accuracy import auc
 from emberkeep.data.sources import Batch, Ids, Mark
 from emberkeep.errors import ConfigError
 from emberkeep.kernels.sample_draws import draw_ids, draw_samples
-from emberkeep.metrics import auc
 
 Skew = Literal["criteo", "retail", "uniform"] | float
 """A preset, or the exponent of a Zipf distribution (0 is uniform)."""

@@ -22,9 +22,9 @@ from torch import nn
 
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Batch, Reader, Window
+from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
 from emberkeep.keeper import Keeper, TierKeeper
-from emberkeep.metrics import auc, log_loss
 from emberkeep.models import Ids
 from emberkeep.nn import EmbeddingBags
 from emberkeep.train import build
