@@ -17,7 +17,6 @@ from emberkeep.cli.cluster import _parity
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
 from emberkeep.cluster.peers import Peer
-from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
 from emberkeep.errors import ConfigError, ShardLostError
@@ -25,6 +24,7 @@ from emberkeep.serving.senders import Sender
 from emberkeep.serving.served import ServedShard
 from emberkeep.serving.server import ShardServer
 from emberkeep.tables import Adagrad, Optimizer, Table
+from emberkeep.wire.security import Security
 from tests.contracts.engine import OPTIMIZERS, state
 from tests.contracts.parity import (
     PLAIN,

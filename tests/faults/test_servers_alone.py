@@ -19,19 +19,19 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.local import local
 from emberkeep.cluster.remote import Timing
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import PULL, PUSH, Request, check_reply, pack_request
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft
 from emberkeep.runtime import pool
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.protocol import PULL, PUSH, Request, check_reply, pack_request
+from emberkeep.wire.security import Security
 from tests.contracts.engine import state
 from tests.servers import Farm, FarmHosts
 

@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 
 from emberkeep.cli import app
 from emberkeep.cluster import raylocal
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.ray import NAMESPACE, RayHosts, clusters, find, ray_cluster
-from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.settings import demo
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.security import Security
 
 TOKEN = "a token of enough characters"
 

@@ -20,25 +20,10 @@ from hypothesis import strategies as st
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.local import local
 from emberkeep.cluster.remote import Timing
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import (
-    PULL,
-    PUSH,
-    Request,
-    Shape,
-    check_reply,
-    describe_table,
-    pack_frame,
-    pack_request,
-    table_from,
-    unpack_frame,
-    unpack_request,
-)
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     EmberkeepError,
@@ -58,6 +43,21 @@ from emberkeep.serving.served import ServedShard
 from emberkeep.serving.server import ShardServer
 from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Adam, Normal, Optimizer, Table
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.protocol import (
+    PULL,
+    PUSH,
+    Request,
+    Shape,
+    check_reply,
+    describe_table,
+    pack_frame,
+    pack_request,
+    table_from,
+    unpack_frame,
+    unpack_request,
+)
+from emberkeep.wire.security import Security
 from tests.contracts.engine import assert_same_bits, grads_of, state, tables, wanted_of
 
 SECONDS = timedelta(seconds=5)

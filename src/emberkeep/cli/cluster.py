@@ -40,7 +40,7 @@ def up(
     """Start servers that stay up. Without --address a local Ray is started for them."""
     from emberkeep.cluster import ray
     from emberkeep.cluster.raylocal import start_local, stop_local
-    from emberkeep.cluster.security import Security, read_token
+    from emberkeep.wire.security import Security, read_token
 
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
@@ -128,8 +128,8 @@ def _found(name: str) -> list[Any]:
 
 def _look(hosts: Any) -> list[dict[str, Any]]:
     """What each server says of itself; one that does not answer is lost."""
-    from emberkeep.cluster.connection import Connection
     from emberkeep.errors import EmberkeepError
+    from emberkeep.wire.connection import Connection
 
     told = []
     for shard in range(hosts.count):

@@ -52,11 +52,11 @@ def serve(
     requests under way are answered.
     """
     place = _place(shard)
-    from emberkeep.cluster.security import Security, read_token
     from emberkeep.runtime.metrics import MetricsServer
     from emberkeep.serving.served import ServedShard
     from emberkeep.serving.server import ShardServer
     from emberkeep.serving.warm import warm_up
+    from emberkeep.wire.security import Security, read_token
 
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority

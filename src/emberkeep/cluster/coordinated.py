@@ -23,8 +23,6 @@ from emberkeep.cluster.hosts import Hosts
 from emberkeep.cluster.leases import Leases, let_go
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.cluster.remote import RemoteShard, Timing, is_shared
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import Json, describe_table
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
@@ -40,6 +38,8 @@ from emberkeep.runtime import pool as pools
 from emberkeep.slab import I64, slab_rows
 from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.protocol import Json, describe_table
+from emberkeep.wire.security import Security
 
 _T = TypeVar("_T")
 

@@ -14,10 +14,10 @@ from emberkeep.cluster.parcels import pack_point
 from emberkeep.cluster.peers import Peer, PeerGuard
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.cluster.remote import RemoteShard, Timing
-from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.coordinator import Calls, Coordinator
 from emberkeep.erasure.messages import Point
+from emberkeep.wire.security import Security
 
 Renew = Callable[[int], object]
 

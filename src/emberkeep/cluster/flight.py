@@ -20,8 +20,13 @@ from emberkeep.cluster.client import surviving
 from emberkeep.cluster.coordinated import CoordinatedCluster
 from emberkeep.cluster.hosts import Hosts
 from emberkeep.cluster.remote import RemoteShard, Timing
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import (
+from emberkeep.erasure.codes import Parity
+from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
+from emberkeep.kernels import batch_rows as row_kernels
+from emberkeep.runtime import pool as pools
+from emberkeep.slab import F32, I64, RowIds, not_finite, outside
+from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
     PREFETCH,
@@ -34,12 +39,7 @@ from emberkeep.cluster.wire import (
     take_rows,
     unpack_done,
 )
-from emberkeep.erasure.codes import Parity
-from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
-from emberkeep.kernels import batch_rows as row_kernels
-from emberkeep.runtime import pool as pools
-from emberkeep.slab import F32, I64, RowIds, not_finite, outside
-from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.security import Security
 
 Routed = list[list[tuple[RowIds, I64]]]
 """By slab and shard: the shard's ids, and where they stood."""

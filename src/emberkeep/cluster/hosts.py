@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from emberkeep.cluster.connection import Connection
-from emberkeep.cluster.security import Security, split_address
 from emberkeep.errors import ConfigError, EmberkeepError, ServerError
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.security import Security, split_address
 
 _POLL_SECONDS = 0.1
 

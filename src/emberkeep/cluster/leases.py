@@ -6,10 +6,10 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.remote import RemoteShard, Timing
-from emberkeep.cluster.security import Security
 from emberkeep.errors import EmberkeepError
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.security import Security
 
 
 class Leases:

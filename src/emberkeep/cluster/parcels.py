@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.wire import Bytes, Json, pack_frame
 from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import (
     I64,
@@ -24,6 +23,7 @@ from emberkeep.erasure.messages import (
     Wanted,
 )
 from emberkeep.errors import ProtocolError
+from emberkeep.wire.protocol import Bytes, Json, pack_frame
 
 Arrays = dict[str, npt.NDArray[Any]]
 _NO_ROWS: I64 = np.empty(0, np.int64)

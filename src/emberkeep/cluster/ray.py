@@ -21,11 +21,11 @@ from typing import Any
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.raylocal import bring_token, local_address, reachable
 from emberkeep.cluster.remote import Timing
-from emberkeep.cluster.security import Security
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.security import Security
 
 NAMESPACE = "emberkeep"
 _ASK_SECONDS = 5.0

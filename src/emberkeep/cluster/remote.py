@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.connection import Connection
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import FRAME_NBYTES, Bytes, Json, check_reply
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -31,6 +28,9 @@ from emberkeep.repository.manifest import FileRef
 from emberkeep.shard import State
 from emberkeep.slab import F32, I64, Planes, RowIds
 from emberkeep.snapshot import Chunk, Cut, FrozenRows
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.protocol import FRAME_NBYTES, Bytes, Json, check_reply
+from emberkeep.wire.security import Security
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -19,11 +19,11 @@ from typing import Any
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.remote import Timing
-from emberkeep.cluster.security import Security, read_token
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.security import Security, read_token
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emberkeep.cluster.wire import (
+from emberkeep.errors import EpochError, ProtocolError, ServerError
+from emberkeep.kernels import batch_rows, hash_index
+from emberkeep.lookup import unique_ids
+from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.pool import Pool
+from emberkeep.serving.guarding import Guarding
+from emberkeep.serving.pushes import Ledger, Meeting, Part, join
+from emberkeep.shard import Shard
+from emberkeep.slab import F32, I64, U64, RowIds
+from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
     Bytes,
@@ -20,15 +29,6 @@ from emberkeep.cluster.wire import (
     done_reply,
     rows_reply,
 )
-from emberkeep.errors import EpochError, ProtocolError, ServerError
-from emberkeep.kernels import batch_rows, hash_index
-from emberkeep.lookup import unique_ids
-from emberkeep.runtime.memory import lazy_zeros
-from emberkeep.runtime.pool import Pool
-from emberkeep.serving.guarding import Guarding
-from emberkeep.serving.pushes import Ledger, Meeting, Part, join
-from emberkeep.shard import Shard
-from emberkeep.slab import F32, I64, U64, RowIds
 
 # In the ledger of a parity stream: the steps that ranks have pushed together.
 _RANKS = "ranks"

@@ -29,8 +29,6 @@ from emberkeep.cluster.parcels import (
     unpack_wanted,
 )
 from emberkeep.cluster.peers import Peer, PeerGuard
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import Bytes, Json, pack_frame, unpack_frame
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.coordinator import Calls, Coordinator, GuardSide
 from emberkeep.erasure.guard import Guard
@@ -51,6 +49,8 @@ from emberkeep.runtime.pool import be_nice
 from emberkeep.serving.senders import Sender
 from emberkeep.shard import Shard
 from emberkeep.slab import I64
+from emberkeep.wire.protocol import Bytes, Json, pack_frame, unpack_frame
+from emberkeep.wire.security import Security
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
-from emberkeep.cluster.connection import Connection
 from emberkeep.cluster.parcels import pack_messages
 from emberkeep.cluster.peers import Peer
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import error_from, unpack_frame
 from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import Message
 from emberkeep.errors import EmberkeepError, StreamError
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.protocol import error_from, unpack_frame
+from emberkeep.wire.security import Security
 
 # Messages that wait travel together, up to about so many bytes.
 _BATCH_NBYTES = 2**23

@@ -22,24 +22,6 @@ import numpy.typing as npt
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import write_pieces
 from emberkeep.cluster.client import of_shard
-from emberkeep.cluster.security import Security
-from emberkeep.cluster.wire import (
-    APPLY,
-    CHECK,
-    FRAME_NBYTES,
-    PREFETCH,
-    PROTOCOL,
-    PULL,
-    PUSH,
-    Bytes,
-    Json,
-    describe_error,
-    is_frame,
-    pack_frame,
-    refusal,
-    table_from,
-    unpack_request,
-)
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
     ConfigError,
@@ -59,6 +41,24 @@ from emberkeep.serving.metrics import Metrics
 from emberkeep.shard import Shard
 from emberkeep.snapshot import FrozenRows
 from emberkeep.tables import optimizer_from
+from emberkeep.wire.protocol import (
+    APPLY,
+    CHECK,
+    FRAME_NBYTES,
+    PREFETCH,
+    PROTOCOL,
+    PULL,
+    PUSH,
+    Bytes,
+    Json,
+    describe_error,
+    is_frame,
+    pack_frame,
+    refusal,
+    table_from,
+    unpack_request,
+)
+from emberkeep.wire.security import Security
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]

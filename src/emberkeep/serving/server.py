@@ -17,18 +17,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from emberkeep.cluster.connection import blob_of
-from emberkeep.cluster.security import HEADER, Security, read_pem
-from emberkeep.cluster.wire import (
-    PROTOCOL,
-    describe_error,
-    pack_frame,
-    refusal,
-    unpack_frame,
-)
 from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, ServerError
 from emberkeep.serving.epoch import Session
 from emberkeep.serving.served import ServedShard
+from emberkeep.wire.connection import blob_of
+from emberkeep.wire.protocol import PROTOCOL, describe_error, pack_frame, refusal, unpack_frame
+from emberkeep.wire.security import HEADER, Security, read_pem
 
 MAX_STREAMS = 256
 MAX_ACTIONS = 64

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from emberkeep import config
 from emberkeep.cluster import ray
 from emberkeep.cluster.raylocal import local_address
-from emberkeep.cluster.security import Security
 from emberkeep.keeper import Costs, Recoveries
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
 from emberkeep.train.settings import Settings
+from emberkeep.wire.security import Security
 
 ATTEMPTS = 4
 _WORKER_CPUS = 0.5

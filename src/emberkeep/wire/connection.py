@@ -18,16 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.security import HEADER, Security, read_pem, split_address
-from emberkeep.cluster.wire import (
-    PROTOCOL,
-    Bytes,
-    Json,
-    error_from,
-    pack_frame,
-    unpack_frame,
-)
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
+from emberkeep.wire.protocol import PROTOCOL, Bytes, Json, error_from, pack_frame, unpack_frame
+from emberkeep.wire.security import HEADER, Security, read_pem, split_address
 
 _TICK_SECONDS = 0.05
 # A connection attempt that nobody answers ends after this; Flight's default is 20 s.
