@@ -18,7 +18,7 @@ import emberkeep as ek
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Synthetic
 from emberkeep.models import DLRM, KAGGLE
-from emberkeep.slab import RowIds
+from emberkeep.rows.slab import RowIds
 from emberkeep.tiered.reading import Reads
 from emberkeep.tiered.slab import TieredSlab
 

@@ -29,7 +29,7 @@ from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.repository import KeepLast, Repository
-from emberkeep.slab import RowIds
+from emberkeep.rows.slab import RowIds
 from emberkeep.tables import Adagrad, Optimizer, RowWiseAdagrad, Table
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64

@@ -24,9 +24,9 @@ from _common import interleaved_ms, options, report
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.cluster.servers import Connect, ProcessHosts
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import shared
 from emberkeep.shard import Shard
-from emberkeep.slab import RowIds
 
 SHARDS, DIM, ROWS = 4, 16, 2_000_000
 TURN = 8  # calls of one contender before the next has its turn

@@ -22,7 +22,7 @@ from _common import options, report
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Synthetic, skewed_ids
 from emberkeep.models import DLRM, DLRMShape
-from emberkeep.priority import Kind, Priority, prioritised
+from emberkeep.rows.priority import Kind, Priority, prioritised
 from emberkeep.runtime.pool import shared
 
 TABLES, ROWS, DIM, BATCH = 26, 200_000, 16, 2048

@@ -42,8 +42,8 @@ from emberkeep.data.synthetic import field_rows
 from emberkeep.loading import load
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import FILTERS, Grid
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool
-from emberkeep.slab import RowIds
 from emberkeep.tables import Adagrad, Table
 
 ROWS_TOTAL = 33_762_577

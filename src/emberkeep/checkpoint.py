@@ -41,7 +41,6 @@ from emberkeep.loading import (
     load,
     load_shard,
 )
-from emberkeep.priority import Priority
 from emberkeep.repository import (
     DEFAULT_RETENTION,
     Collector,
@@ -61,10 +60,11 @@ from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
 from emberkeep.repository.rounds import Rounds
 from emberkeep.repository.writer import FileWriter
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised
+from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import Ahead, Worker
-from emberkeep.snapshot import FrozenRows, FrozenShards, closed_if_raised
-from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 
 I64 = npt.NDArray[np.int64]
 

@@ -24,8 +24,8 @@ from emberkeep.repository.documents import Json
 from emberkeep.repository.gathering import rows_of_bundle, rows_of_plan
 from emberkeep.repository.grid import plan
 from emberkeep.repository.pieces import KIND, read_chunks
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Chunk
 
 I64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]

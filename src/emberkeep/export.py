@@ -33,8 +33,8 @@ from emberkeep.contents import (
 from emberkeep.errors import ConfigError, StorageError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Chunk
 
 Array = npt.NDArray[Any]
 

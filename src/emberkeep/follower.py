@@ -37,9 +37,9 @@ from emberkeep.repository.documents import Json
 from emberkeep.repository.grid import grid_of
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import lazy_zeros
-from emberkeep.snapshot import Chunk
 from emberkeep.tables import Normal, origin_from
 
 F32 = npt.NDArray[np.float32]

@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ChangedError, StateError
-from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.gathering import rows_apart, rows_of_plan
 from emberkeep.repository.grid import grid_of, plan
 from emberkeep.repository.pieces import KIND, read_chunks
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import ahead_of
-from emberkeep.snapshot import Chunk, Cut, FrozenRows
 
 I64 = npt.NDArray[np.int64]
 

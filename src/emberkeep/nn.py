@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from emberkeep.cluster.client import Cluster, ClusterSpec
 from emberkeep.cluster.local import Local
 from emberkeep.errors import ConfigError, IdError, StateError
-from emberkeep.lookup import F32, I64, Bags, Layout, Lookup, merge
-from emberkeep.slab import RowIds
+from emberkeep.rows.lookup import F32, I64, Bags, Layout, Lookup, merge
+from emberkeep.rows.slab import RowIds
 from emberkeep.tables import Optimizer, Table, check_tables
 
 # Backward passes without a step after which a forgotten optimizer is the likely reason.

@@ -12,16 +12,16 @@ from emberkeep.erasure.guard import Guard
 from emberkeep.erasure.messages import PushNumber
 from emberkeep.erasure.slabs import Recorder, state_of
 from emberkeep.errors import ShardLostError
-from emberkeep.lookup import Lookup
-from emberkeep.priority import Priority, prioritised
+from emberkeep.rows.lookup import Lookup
+from emberkeep.rows.priority import Priority, prioritised
+from emberkeep.rows.slab import F32, I64, Planes, Push, RowIds, Slab
+from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
+from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
-from emberkeep.slab import F32, I64, Planes, Push, RowIds, Slab
-from emberkeep.snapshot import Cut, FrozenRows, freeze
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiered.opening import open_slab
 from emberkeep.tiered.slab import TieredSlab
-from emberkeep.tracking import PRIORITISED
 
 State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.

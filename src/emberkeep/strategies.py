@@ -18,10 +18,10 @@ from emberkeep.config import duration
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 from emberkeep.overheads import Job, partial_pays
-from emberkeep.priority import Kind, Priority
 from emberkeep.recovery import Recovery, Scope
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout
+from emberkeep.rows.priority import Kind, Priority
 
 Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
 Interval: TypeAlias = "int | timedelta | str"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.snapshot import Chunk
+from emberkeep.rows.snapshot import Chunk
+from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import Adagrad, Adam, Optimizer, Table
-from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
 from tests.contracts.engine import grads_of, state, tables, wanted_of
 
 SHARDS = 3

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.errors import GradientError, IdError, StateError, TableFullError
-from emberkeep.slab import RowIds
+from emberkeep.rows.slab import RowIds
 from emberkeep.tables import (
     SGD,
     Adagrad,

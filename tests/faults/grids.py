@@ -17,8 +17,8 @@ from emberkeep.repository.gathering import rows_of_plan
 from emberkeep.repository.grid import grid_of, newest_catalog, plan
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Chunk
 
 POOL = Pool(1)
 IDS = {"fixed": 240, "dynamic": 90, "small": 5}

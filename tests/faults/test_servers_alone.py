@@ -26,8 +26,8 @@ from emberkeep.cluster.remote import Timing
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
-from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import PULL, PUSH, Request, check_reply, pack_request

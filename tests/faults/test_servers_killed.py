@@ -19,8 +19,8 @@ from emberkeep.cluster.remote import RemoteShard
 from emberkeep.errors import ShardLostError
 from emberkeep.recovery import Home, recover_partially
 from emberkeep.repository import Repository
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
-from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook

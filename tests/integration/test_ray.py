@@ -25,7 +25,7 @@ from emberkeep.cluster import raylocal
 from emberkeep.cluster.ray import NAMESPACE, RayHosts, clusters, find, ray_cluster
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
-from emberkeep.slab import RowIds
+from emberkeep.rows.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.settings import demo

@@ -13,8 +13,8 @@ import pytest
 
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool
-from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Optimizer, Table
 from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import EngineContract, grads_of, state, tables, wanted_of

@@ -23,13 +23,13 @@ from emberkeep.errors import ConfigError, DamageError
 from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
 from emberkeep.picture import as_html, as_text, picture
-from emberkeep.priority import Priority
 from emberkeep.repository import VersionId
 from emberkeep.repository.bundles import Unpacked, pack_head, unpack_heads
 from emberkeep.repository.extraction import Extracted
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.repository.reading import runs
 from emberkeep.repository.rounds import Rounds
+from emberkeep.rows.priority import Priority
 from emberkeep.runtime.memory import Spread, lazy_zeros
 from tests.unit.repositories import Run
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import emberkeep
 from emberkeep.kernels import batch_rows, hash_index, initial_values
-from emberkeep.slots import Slots
+from emberkeep.rows.slots import Slots
 
 # Ids that collide: few home positions, so that runs of entries form, shift and wrap around.
 some_ids = st.sampled_from([*range(20), -1, -(2**63), 2**63 - 1, *range(2**40, 2**40 + 20)])

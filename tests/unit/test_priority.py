@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.kernels import row_scores as kernels
-from emberkeep.priority import (
+from emberkeep.rows.priority import (
     Farthest,
     MostUsed,
     Priority,
@@ -23,9 +23,9 @@ from emberkeep.priority import (
     prioritised,
     ranking,
 )
+from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
-from emberkeep.tracking import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from tests.contracts.engine import wanted_of
 
 ROWS = 448

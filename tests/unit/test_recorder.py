@@ -10,8 +10,8 @@ import pytest
 
 from emberkeep.erasure.messages import Changed
 from emberkeep.erasure.slabs import Recorder, marks_of
+from emberkeep.rows.slab import RowIds, Slab
 from emberkeep.runtime.pool import Pool
-from emberkeep.slab import RowIds, Slab
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS
 

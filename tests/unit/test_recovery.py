@@ -14,9 +14,9 @@ from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.loading import rows_of
-from emberkeep.priority import Priority
 from emberkeep.recovery import Home, Losses, Recovery, plan, recover_partially
 from emberkeep.repository import KeepAll, Repository
+from emberkeep.rows.priority import Priority
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adam, Table
 from tests.contracts.cluster import rows_of as rows_on

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from emberkeep import snapshot as snapshots
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import CancelledError
-from emberkeep.snapshot import Chunk, Snapshot, freeze
+from emberkeep.rows import snapshot as snapshots
+from emberkeep.rows.snapshot import Chunk, Snapshot, freeze
+from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
-from emberkeep.tracking import SINCE_BASELINE, SINCE_VERSION
 from tests.contracts.engine import grads_of, wanted_of
 
 Rows = dict[str, dict[int, dict[str, bytes]]]

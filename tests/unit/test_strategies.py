@@ -11,9 +11,9 @@ import emberkeep as ek
 from emberkeep.checkpoint import Strategy
 from emberkeep.errors import ConfigError
 from emberkeep.overheads import Job
-from emberkeep.priority import Priority
 from emberkeep.recovery import Recovery
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, KeepNamed
+from emberkeep.rows.priority import Priority
 from emberkeep.strategies import Every, Preset, cpr, partial, retention, schedule
 
 SECOND = timedelta(seconds=1)

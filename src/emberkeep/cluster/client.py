@@ -20,12 +20,12 @@ from emberkeep.cluster.protection import ParityStatus
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import PeerError, ShardLostError
 from emberkeep.kernels import hash_index
-from emberkeep.lookup import Lookup
-from emberkeep.priority import Priority
+from emberkeep.rows.lookup import Lookup
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.slab import F32, I64, Planes, RowIds
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.shard import State, plane_shapes, slab_groups
-from emberkeep.slab import F32, I64, Planes, RowIds
-from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table, check_tables
 
 Json = dict[str, Any]

@@ -32,11 +32,11 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
-from emberkeep.priority import Priority
 from emberkeep.repository import Manifest, Repository
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.slab import I64, slab_rows
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
-from emberkeep.slab import I64, slab_rows
-from emberkeep.snapshot import Cut, FrozenRows
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.protocol import Json, describe_table
 from emberkeep.wire.security import Security

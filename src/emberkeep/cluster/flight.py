@@ -23,8 +23,8 @@ from emberkeep.cluster.remote import RemoteShard, Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
+from emberkeep.rows.slab import F32, I64, RowIds, not_finite, outside
 from emberkeep.runtime import pool as pools
-from emberkeep.slab import F32, I64, RowIds, not_finite, outside
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.protocol import (
     APPLY,

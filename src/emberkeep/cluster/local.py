@@ -21,12 +21,12 @@ from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
-from emberkeep.lookup import Lookup
-from emberkeep.priority import Priority
+from emberkeep.rows.lookup import Lookup
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.slab import F32, I64, Push, RowIds
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
 from emberkeep.shard import Shard
-from emberkeep.slab import F32, I64, Push, RowIds
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
 from emberkeep.tiered.slab import TieredSlab, TierStatus

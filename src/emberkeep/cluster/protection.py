@@ -17,10 +17,10 @@ from emberkeep.erasure.near import NearCoordinator, rows_of
 from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import Pool
 from emberkeep.shard import Shard
-from emberkeep.slab import I64
 
 Renew = Callable[[int], Shard]
 

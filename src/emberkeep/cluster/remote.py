@@ -22,12 +22,12 @@ from emberkeep.errors import (
     ServerError,
     ShardLostError,
 )
-from emberkeep.priority import Priority
 from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.slab import F32, I64, Planes, RowIds
+from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.shard import State
-from emberkeep.slab import F32, I64, Planes, RowIds
-from emberkeep.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import FRAME_NBYTES, Bytes, Json, check_reply
 from emberkeep.wire.security import Security

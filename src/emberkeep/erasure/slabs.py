@@ -12,9 +12,9 @@ from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
 from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
+from emberkeep.rows.slab import Recording, Slab, Writer, slab_rows
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, spans
-from emberkeep.slab import Recording, Slab, Writer, slab_rows
 
 _ID_NBYTES = 8
 # Ranges of fewer rows than this are not worth a thread.

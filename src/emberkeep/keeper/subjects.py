@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from emberkeep.cluster.client import Cluster
 from emberkeep.loading import LoadsItself, Subject, load_rows
-from emberkeep.priority import Priority
 from emberkeep.recovery import Home
 from emberkeep.repository import Manifest, Repository
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Cut, FrozenRows, closed_if_raised
 
 I64 = npt.NDArray[np.int64]
 

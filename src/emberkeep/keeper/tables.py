@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import following
 from emberkeep.kernels import batch_rows as bits
-from emberkeep.priority import Priority, Ranking
+from emberkeep.rows.priority import Priority, Ranking
+from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
+from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock
-from emberkeep.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
-from emberkeep.tracking import Tracker
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]

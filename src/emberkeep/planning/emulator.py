@@ -30,9 +30,9 @@ from emberkeep.overheads import (
 )
 from emberkeep.planning.advisor import DEFAULT_PLS, PRIORITY_SHARE
 from emberkeep.planning.failures import HOUR, Failure, drawn_failures, uniform_times
-from emberkeep.priority import Kind
+from emberkeep.rows.priority import Kind
+from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.strategies import Every
-from emberkeep.tracking import PRIORITISED
 from emberkeep.train.hooks import Step
 from emberkeep.train.recording import Recording
 from emberkeep.train.settings import (

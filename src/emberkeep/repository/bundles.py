@@ -28,9 +28,9 @@ from emberkeep.errors import DamageError
 from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Chunk
 
 SUFFIX = "grid"
 PIECE_NBYTES = 32 * 2**20

@@ -39,9 +39,9 @@ from emberkeep.repository.reading import (
     runs,
 )
 from emberkeep.repository.repository import Repository
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import Spread, Values, recycled
 from emberkeep.runtime.pool import Pool, spans
-from emberkeep.snapshot import Chunk
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

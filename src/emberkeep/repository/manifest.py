@@ -17,7 +17,7 @@ from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents
 from emberkeep.repository.documents import Json
 from emberkeep.repository.names import VersionId, parse_data
-from emberkeep.tracking import PRIORITISED
+from emberkeep.rows.tracker import PRIORITISED
 
 _NONCE = re.compile(r"[0-9a-f]{16}\Z")
 

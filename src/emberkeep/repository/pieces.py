@@ -20,9 +20,9 @@ from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
 from emberkeep.errors import DamageError, FormatError
 from emberkeep.repository.documents import Json
+from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import recycled
 from emberkeep.runtime.pool import Pool
-from emberkeep.snapshot import Chunk
 
 KIND = "rows"
 SUFFIX = "arrow"

@@ -11,13 +11,13 @@ import numpy as np
 
 from emberkeep.errors import EpochError, ProtocolError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
-from emberkeep.lookup import unique_ids
+from emberkeep.rows.lookup import unique_ids
+from emberkeep.rows.slab import F32, I64, U64, RowIds
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.serving.guarding import Guarding
 from emberkeep.serving.pushes import Ledger, Meeting, Part, join
 from emberkeep.shard import Shard
-from emberkeep.slab import F32, I64, U64, RowIds
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,

@@ -44,11 +44,11 @@ from emberkeep.errors import (
     ShardLostError,
     StreamError,
 )
+from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import be_nice
 from emberkeep.serving.senders import Sender
 from emberkeep.shard import Shard
-from emberkeep.slab import I64
 from emberkeep.wire.protocol import Bytes, Json, pack_frame, unpack_frame
 from emberkeep.wire.security import Security
 

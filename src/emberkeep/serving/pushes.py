@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from emberkeep.errors import EmberkeepError, ProtocolError, RankError
-from emberkeep.lookup import merge
+from emberkeep.rows.lookup import merge
+from emberkeep.rows.slab import F32, RowIds
 from emberkeep.runtime.pool import Pool
-from emberkeep.slab import F32, RowIds
 
 _T = TypeVar("_T")
 

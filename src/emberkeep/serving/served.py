@@ -31,15 +31,15 @@ from emberkeep.errors import (
     ServerError,
 )
 from emberkeep.loading import load_shard
-from emberkeep.priority import Priority
 from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
+from emberkeep.rows.priority import Priority
+from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.pool import Pool
 from emberkeep.serving.epoch import Epoch, Session
 from emberkeep.serving.guarding import guarding_from
 from emberkeep.serving.metrics import Metrics
 from emberkeep.shard import Shard
-from emberkeep.snapshot import FrozenRows
 from emberkeep.tables import optimizer_from
 from emberkeep.wire.protocol import (
     APPLY,

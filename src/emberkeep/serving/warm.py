@@ -11,10 +11,10 @@ import numpy as np
 from emberkeep.cluster.local import local
 from emberkeep.erasure.codes import Parity
 from emberkeep.kernels import hash_index
-from emberkeep.lookup import merge, unique_ids
+from emberkeep.rows.lookup import merge, unique_ids
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool
 from emberkeep.shard import Shard
-from emberkeep.slab import RowIds
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table
 
 OPTIMIZERS: tuple[Optimizer, ...] = (

@@ -20,8 +20,8 @@ from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
+from emberkeep.rows.slab import Slab
 from emberkeep.runtime.pool import ForkLock, Pool
-from emberkeep.slab import Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.decisions import Decisions

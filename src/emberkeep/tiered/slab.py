@@ -24,10 +24,10 @@ import numpy as np
 from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
 from emberkeep.kernels import batch_rows, scatter
 from emberkeep.kernels import log_records as kernels
+from emberkeep.rows.slab import F32, I64, U64, Planes, Push, RowIds, Slab
 from emberkeep.runtime.background import Background
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool
-from emberkeep.slab import F32, I64, U64, Planes, Push, RowIds, Slab
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered.flushing import Flushes
 from emberkeep.tiered.frames import Frames

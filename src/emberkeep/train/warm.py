@@ -9,11 +9,11 @@ import torch
 from emberkeep.cluster.local import local
 from emberkeep.data import Synthetic
 from emberkeep.nn import EmbeddingBags, Embeddings
-from emberkeep.priority import Kind, Priority
+from emberkeep.rows.priority import Kind, Priority
+from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.serving.warm import OPTIMIZERS
 from emberkeep.serving.warm import warm_up as serve_once
 from emberkeep.tables import SGD, Adam, Normal, Optimizer, Table
-from emberkeep.tracking import PRIORITISED
 
 _OPTIMIZERS: tuple[Optimizer, ...] = (*OPTIMIZERS, Adam(lr=0.1, step="row"))
 

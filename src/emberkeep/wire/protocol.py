@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from emberkeep import errors
 from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
-from emberkeep.slab import F32, I64, RowIds
+from emberkeep.rows.slab import F32, I64, RowIds
 from emberkeep.tables import Normal, Table, Uniform
 
 Json = dict[str, Any]

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
+from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Job, Pool, spans
-from emberkeep.slab import RowIds
 from emberkeep.tables import Table
 
 F32 = npt.NDArray[np.float32]

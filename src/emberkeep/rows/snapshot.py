@@ -21,10 +21,10 @@ import numpy.typing as npt
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies
-from emberkeep.priority import Ranking
+from emberkeep.rows.priority import Ranking
+from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock
-from emberkeep.tracking import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]

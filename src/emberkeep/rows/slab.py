@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
-from emberkeep.priority import Priority, Ranking, Span, ranking
+from emberkeep.rows.priority import Priority, Ranking, Span, ranking
+from emberkeep.rows.slots import Slots
+from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
+from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import Spread, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
-from emberkeep.slots import Slots
-from emberkeep.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.tables import (
     SGD,
     Adagrad,
@@ -32,7 +33,6 @@ from emberkeep.tables import (
     RowWiseAdagrad,
     Table,
 )
-from emberkeep.tracking import Tracker
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

@@ -1,0 +1,1 @@
+"""Rows in memory: slabs, their slots, lookups, snapshots, and who changed."""
