@@ -19,8 +19,8 @@ from emberkeep.cluster.local import LocalCluster
 from emberkeep.data import Synthetic
 from emberkeep.models import DLRM, KAGGLE
 from emberkeep.rows.slab import RowIds
-from emberkeep.tiered.reading import Reads
-from emberkeep.tiered.slab import TieredSlab
+from emberkeep.tiered.reads import Reads
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 BATCH, DIM, LR = 2048, KAGGLE.dim, 0.01
 Batch = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]

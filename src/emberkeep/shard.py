@@ -20,8 +20,8 @@ from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
-from emberkeep.tiered.opening import open_slab
-from emberkeep.tiered.slab import TieredSlab
+from emberkeep.tiered.durable_open import open_slab
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.

@@ -271,10 +271,10 @@ def tiered(path: str) -> None:
     import emberkeep as ek
     from emberkeep.data import Reader, Synthetic
     from emberkeep.models import DLRM, DLRMShape
-    from emberkeep.tiered import opening
+    from emberkeep.tiered import durable_open
     from emberkeep.train.loop import digest
 
-    opening.SEGMENT_NBYTES = 16384
+    durable_open.SEGMENT_NBYTES = 16384
     torch.manual_seed(0)
     source = Synthetic(samples=960, rows_total=900)
     tier = ek.Tier(path, memory=500 * 96)

@@ -16,7 +16,7 @@ import pytest
 from emberkeep.cluster.local import local
 from emberkeep.errors import DamageError, TierError
 from emberkeep.tables import Table, Tier
-from emberkeep.tiered import directory, opening
+from emberkeep.tiered import directory, durable_open
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import (
     OPTIMIZER,
@@ -33,8 +33,8 @@ from tests.unit.test_tiered import Unsynced
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
-    monkeypatch.setattr(opening, "DISK", Unsynced)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
 
 
 def content_of(path: Path) -> dict[str, bytes]:

@@ -15,8 +15,8 @@ import pytest
 from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import TierError
+from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered import log as logs
-from emberkeep.tiered import opening, upkeep
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.unit.test_tier_keeper import Run
@@ -25,8 +25,8 @@ from tests.unit.test_tiered import Unsynced
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
-    monkeypatch.setattr(opening, "DISK", Unsynced)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
 
 
 def durable(path: Path, shards: int = 1) -> tuple[LocalCluster, Any]:
@@ -63,7 +63,7 @@ def test_whatever_upkeep_meets_is_told_to_all_who_wait(
     cluster.abandon_tiers()
     check_ended(cluster, error)
     monkeypatch.undo()
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
     again = start(tmp_path / "t")
     assert state(again) == before
     end(again)
@@ -140,7 +140,7 @@ def test_an_error_between_append_and_write_is_final(
     with pytest.raises(TierError, match="has failed"):
         train_on(cluster)
     end(cluster)
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
     again = start(tmp_path / "t")
     assert state(again) == before
     end(again)
@@ -205,13 +205,13 @@ class Broken(Unsynced):
 def test_a_file_system_without_direct_access_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "DISK", Buffered)
+    monkeypatch.setattr(durable_open, "DISK", Buffered)
     with pytest.warns(RuntimeWarning, match="direct") as told:
         cluster = start(tmp_path / "t", shards=2)
     assert len([w for w in told if "direct" in str(w.message)]) == 1
     assert [status.direct for status in cluster.tier_status()] == [False, False]
     end(cluster)
-    monkeypatch.setattr(opening, "DISK", Disk)
+    monkeypatch.setattr(durable_open, "DISK", Disk)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cluster = start(tmp_path / "t", shards=2)
@@ -228,7 +228,7 @@ def test_a_file_system_without_direct_access_is_told_once(
 def test_another_error_is_no_reason_to_go_on_without_direct_access(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "DISK", Broken)
+    monkeypatch.setattr(durable_open, "DISK", Broken)
     with pytest.raises(TierError, match="Input/output error"):
         start(tmp_path / "t")
 

@@ -12,9 +12,9 @@ import pytest
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiered import opening, upkeep
+from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered.log import START
-from emberkeep.tiered.slab import TieredSlab
+from emberkeep.tiered.tiered_slab import TieredSlab
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.unit.test_tiered import Unsynced
@@ -22,8 +22,8 @@ from tests.unit.test_tiered import Unsynced
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
-    monkeypatch.setattr(opening, "DISK", Unsynced)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
 
 
 @pytest.fixture

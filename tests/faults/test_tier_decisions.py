@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.cluster.local import LocalCluster
 from emberkeep.errors import DamageError, StorageError, TierError
-from emberkeep.tiered import opening
+from emberkeep.tiered import durable_open
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.unit.test_tier_keeper import Run
@@ -46,8 +46,8 @@ class Failing(Unsynced):
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
-    monkeypatch.setattr(opening, "DISK", Failing)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Failing)
     Failing.heads, Failing.links = None, False
     yield
     Failing.heads, Failing.links = None, False

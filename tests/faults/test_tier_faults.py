@@ -19,7 +19,7 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
-from emberkeep.tiered import opening
+from emberkeep.tiered import durable_open
 from emberkeep.tiered.log import START
 from emberkeep.tiered.superblock import SLOT_NBYTES
 from tests.contracts.engine import grads_of, state, wanted_of
@@ -53,8 +53,8 @@ class Failing(Disk):
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
-    monkeypatch.setattr(opening, "DISK", Failing)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Failing)
     Failing.fails, Failing.code = None, errno.EIO
     yield
     Failing.fails = None
@@ -152,7 +152,7 @@ def _spoil(path: Path, offset: int, nbytes: int = 600) -> None:
 def test_one_torn_head_is_survived_two_are_told(tmp_path: Path) -> None:
     before = trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
-    _, newest = opening.RowLog.read_head(str(file))
+    _, newest = durable_open.RowLog.read_head(str(file))
     _spoil(file, (newest % 2) * SLOT_NBYTES)  # the older one
     cluster = start(tmp_path / "t")
     assert state(cluster) == before
@@ -177,8 +177,8 @@ def test_a_short_file_is_told(tmp_path: Path) -> None:
 def test_a_damaged_block_is_told(tmp_path: Path) -> None:
     trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
-    head, _ = opening.RowLog.read_head(str(file))
-    free = opening.unpack_bits(head.free, head.segments)
+    head, _ = durable_open.RowLog.read_head(str(file))
+    free = durable_open.unpack_bits(head.free, head.segments)
     segment = int(np.flatnonzero(~free)[0])
     _spoil(file, START + segment * 16384 + 100)
     with pytest.raises(DamageError, match="damaged"):

@@ -15,7 +15,7 @@ import emberkeep as ek
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, FormatError
 from emberkeep.tables import Adagrad, Table, Tier
-from emberkeep.tiered import opening, superblock
+from emberkeep.tiered import durable_open, superblock
 from emberkeep.tiered.log import START, RowLog
 from emberkeep.tiered.superblock import SLOT_NBYTES
 from tests.contracts.engine import grads_of, state, wanted_of
@@ -28,8 +28,8 @@ OPTIMIZER = Adagrad(lr=0.1)
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 8192)
-    monkeypatch.setattr(opening, "DISK", Unsynced)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 8192)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
 
 
 def many(path: Path, count: int, shards: int = 1) -> LocalCluster:

@@ -21,7 +21,7 @@ from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
-from emberkeep.tiered import log, opening, superblock
+from emberkeep.tiered import durable_open, log, superblock
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.unit.test_tiered import tiered
 
@@ -36,16 +36,16 @@ Told = list[tuple[int, int]]
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 8192)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 8192)
 
 
 def start(path: Path, make_disk: Callable[[], Disk], shards: int) -> LocalCluster:
-    before, opening.DISK = opening.DISK, make_disk  # type: ignore[assignment, misc]
+    before, durable_open.DISK = durable_open.DISK, make_disk  # type: ignore[assignment, misc]
     try:
         made = tiered(TABLES, OPTIMIZER, path / "tier", 50 * shards)
         return local(shards=shards, threads=1).open(made, OPTIMIZER, seed=1)
     finally:
-        opening.DISK = before  # type: ignore[misc]
+        durable_open.DISK = before  # type: ignore[misc]
 
 
 def end(cluster: LocalCluster) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.tables import Adagrad, Table, Tier
-from emberkeep.tiered import opening
+from emberkeep.tiered import durable_open
 from tests.contracts.engine import grads_of, state, wanted_of
 
 HERE = Path(__file__).parent / "tier-1"
@@ -84,7 +84,7 @@ def digest(cluster: Any) -> str:
 
 
 def make() -> None:
-    opening.SEGMENT_NBYTES = SEGMENT_NBYTES
+    durable_open.SEGMENT_NBYTES = SEGMENT_NBYTES
     expected = {}
     with tempfile.TemporaryDirectory() as top:
         path = Path(top) / "half"

@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.nn import EmbeddingBags
-from emberkeep.tiered import opening
+from emberkeep.tiered import durable_open
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
 from emberkeep.train.settings import Settings
@@ -21,7 +21,7 @@ STEPS = 11  # of 250 samples, from 2700
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 32 * 1024)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 32 * 1024)
 
 
 def tiered(path: Path, *overrides: str, every: str = "3 steps") -> Settings:

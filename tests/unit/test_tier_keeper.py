@@ -14,14 +14,14 @@ import emberkeep as ek
 from emberkeep.errors import DamageError
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.plain import pack
-from emberkeep.tiered import opening
+from emberkeep.tiered import durable_open
 
 WIDTH = 3
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
 
 
 class Model(nn.Module):

@@ -20,7 +20,8 @@ from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
-from emberkeep.tiered import opening, reading
+from emberkeep.tiered import durable_open
+from emberkeep.tiered import reads as reading
 from emberkeep.tiered.log import START
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
 
@@ -46,8 +47,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_NBYTES", 32 * 1024)
-    monkeypatch.setattr(opening, "DISK", Unsynced)
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 32 * 1024)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
 
 
 def tiered(tables: Sequence[Table], optimizer: Optimizer, path: Path, frames: int) -> list[Table]:

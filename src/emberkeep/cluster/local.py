@@ -29,7 +29,7 @@ from emberkeep.runtime.memory import Values
 from emberkeep.shard import Shard
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
-from emberkeep.tiered.slab import TieredSlab, TierStatus
+from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

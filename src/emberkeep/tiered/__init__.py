@@ -1,1 +1,1 @@
-"""Rows that live in a file behind a cache in memory; see `slab.TieredSlab`."""
+"""Rows that live in a file behind a cache in memory; see `tiered_slab.TieredSlab`."""

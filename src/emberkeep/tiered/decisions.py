@@ -19,8 +19,8 @@ import xxhash
 
 from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.errors import DamageError, EmberkeepError, TierError
-from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Point, Superblock
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 _FORMAT = 1
 _COMMITTED, _ABORTED = "committed", "aborted"

@@ -16,8 +16,8 @@ from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered.log import Extent, aligned
-from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Point
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 # Frames that are copied under one holding of the lock.
 _FRAMES = 2048

@@ -12,7 +12,7 @@ from emberkeep.runtime.background import Background
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.tiered.frames import LOADING, Frames
 from emberkeep.tiered.log import I64, U32, RowLog
-from emberkeep.tiered.reading import Reads
+from emberkeep.tiered.reads import Reads
 
 
 @dataclass(slots=True, eq=False)

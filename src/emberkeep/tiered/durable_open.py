@@ -26,8 +26,8 @@ from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.decisions import Decisions
 from emberkeep.tiered.log import I64, MOST_ROWS, START, Layout, RowLog, aligned, check_schema
-from emberkeep.tiered.slab import TieredSlab
 from emberkeep.tiered.superblock import Json, Point, Superblock, unpack_bits
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20

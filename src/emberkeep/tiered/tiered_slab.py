@@ -29,9 +29,9 @@ from emberkeep.runtime.background import Background
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered.flushing import Flushes
+from emberkeep.tiered.flushes import Flushes
 from emberkeep.tiered.frames import Frames
-from emberkeep.tiered.loading import Loads
+from emberkeep.tiered.loads import Loads
 from emberkeep.tiered.log import Layout, RowLog, layout_of
 from emberkeep.tiered.superblock import Json, Point
 
@@ -80,7 +80,7 @@ class TieredSlab(Slab):
     """The rows of some tables on one shard, behind a cache: its `share` of the tier's `memory`.
 
     `batch` is the last durable batch of its file, `files` are all those of the tier. `upkeep` does
-    a round of it and says whether there is more to do. Make it with `opening.open_slab`.
+    a round of it and says whether there is more to do. Make it with `durable_open.open_slab`.
     """
 
     def __init__(
