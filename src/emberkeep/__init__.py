@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from emberkeep.cluster.local import local
     from emberkeep.cluster.ray import ray_cluster
     from emberkeep.cluster.servers import connect, servers
-    from emberkeep.erasure.codes import Parity
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
     from emberkeep.overheads import Job
+    from emberkeep.parity.codes import Parity
     from emberkeep.strategies import (
         all_versions,
         check_n_run,
@@ -50,13 +50,13 @@ _HOMES = {
     "cluster.local": ("local",),
     "cluster.ray": ("ray_cluster",),
     "cluster.servers": ("connect", "servers"),
-    "erasure.codes": ("Parity",),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "overheads": ("Job",),
+    "parity.codes": ("Parity",),
     "strategies": (
         "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
         "partial",

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from emberkeep.erasure.guard import Guard
-from emberkeep.erasure.messages import PushNumber
-from emberkeep.erasure.slabs import Recorder, state_of
 from emberkeep.errors import ShardLostError
+from emberkeep.parity.coded_slabs import Recorder, state_of
+from emberkeep.parity.member import Guard
+from emberkeep.parity.messages import PushNumber
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.slab import F32, I64, Planes, Push, RowIds, Slab

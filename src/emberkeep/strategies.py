@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint import Strategy
 from emberkeep.config import duration
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 from emberkeep.overheads import Job, partial_pays
+from emberkeep.parity.codes import Parity
 from emberkeep.recovery import Recovery, Scope
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout

@@ -16,8 +16,8 @@ import pytest
 from emberkeep.cluster import protection
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.cluster.mail import Mail
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
+from emberkeep.parity.codes import Parity
 from emberkeep.shard import Shard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of

@@ -25,22 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emberkeep.erasure.codes import Placement
-from emberkeep.erasure.coordinator import Coordinator, Decode
-from emberkeep.erasure.guard import Guard, begin
-from emberkeep.erasure.host import Host
-from emberkeep.erasure.messages import (
-    I64,
-    Bools,
-    Changed,
-    Layer,
-    Message,
-    Point,
-    Shape,
-    Words,
-)
-from emberkeep.erasure.source import Source
 from emberkeep.errors import ParityLossError, StreamError
+from emberkeep.parity.codes import Placement
+from emberkeep.parity.host import Host
+from emberkeep.parity.member import Guard, begin
+from emberkeep.parity.messages import I64, Bools, Changed, Layer, Message, Point, Shape, Words
+from emberkeep.parity.rebuilder import Coordinator, Decode
+from emberkeep.parity.source import Source
 from tests.contracts.parity import check_parity
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))

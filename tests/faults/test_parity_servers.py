@@ -16,10 +16,10 @@ import emberkeep as ek
 from emberkeep.cli.cluster import _parity
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.local import local
-from emberkeep.cluster.peers import Peer
-from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.messages import Differences, Message
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.parity.codes import Parity, Placement
+from emberkeep.parity.messages import Differences, Message
+from emberkeep.parity.peers import Peer
 from emberkeep.serving.senders import Sender
 from emberkeep.serving.served import ServedShard
 from emberkeep.serving.server import ShardServer

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from emberkeep.cli import app
 from emberkeep.cluster import raylocal
 from emberkeep.cluster.ray import NAMESPACE, RayHosts, clusters, find, ray_cluster
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
+from emberkeep.parity.codes import Parity
 from emberkeep.rows.slab import RowIds
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray

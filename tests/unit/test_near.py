@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from emberkeep.cluster import protection
 from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.erasure import near, slabs
-from emberkeep.erasure.codes import Parity
-from emberkeep.erasure.coordinator import Coordinator
-from emberkeep.erasure.near import NearCoordinator, rows_of
+from emberkeep.parity import coded_slabs, local_rebuilder
+from emberkeep.parity.codes import Parity
+from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
+from emberkeep.parity.rebuilder import Coordinator
 from emberkeep.tables import Adam
 from tests.contracts.engine import state, tables
 from tests.contracts.parity import check_parity, push, write
@@ -37,8 +37,8 @@ def opened(size: tuple[int, int, int], seed: int, pushes: int, share: float = 0.
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "_MOST_NBYTES", 100)
-    monkeypatch.setattr(slabs, "_LEAST_ROWS", 1)  # so that threads share them
+    monkeypatch.setattr(local_rebuilder, "_MOST_NBYTES", 100)
+    monkeypatch.setattr(coded_slabs, "_LEAST_ROWS", 1)  # so that threads share them
 
 
 @settings(

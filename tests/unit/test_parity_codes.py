@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.erasure.codes import (
+from emberkeep.errors import ConfigError
+from emberkeep.kernels import galois
+from emberkeep.parity.codes import (
     POLYNOMIAL,
     Code,
     Parity,
@@ -20,8 +22,6 @@ from emberkeep.erasure.codes import (
     multiply,
     products,
 )
-from emberkeep.errors import ConfigError
-from emberkeep.kernels import galois
 
 SHAPES = [(n, k, r) for n in range(2, 9) for k in range(1, n) for r in range(1, n - k + 1)]
 elements = st.integers(0, 255)

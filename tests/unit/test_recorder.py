@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.erasure.messages import Changed
-from emberkeep.erasure.slabs import Recorder, marks_of
+from emberkeep.parity.coded_slabs import Recorder, marks_of
+from emberkeep.parity.messages import Changed
 from emberkeep.rows.slab import RowIds, Slab
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adagrad, Optimizer, Table

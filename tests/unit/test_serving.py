@@ -24,7 +24,6 @@ from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.hosts import FixedHosts
 from emberkeep.cluster.local import local
 from emberkeep.cluster.remote import Timing
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     EmberkeepError,
     GradientError,
@@ -34,6 +33,7 @@ from emberkeep.errors import (
     ServerError,
     StateError,
 )
+from emberkeep.parity.codes import Parity
 from emberkeep.repository import Repository
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool

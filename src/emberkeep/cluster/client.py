@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from emberkeep.cluster.failures import When
 from emberkeep.cluster.protection import ParityStatus
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import PeerError, ShardLostError
 from emberkeep.kernels import hash_index
+from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import F32, I64, Planes, RowIds

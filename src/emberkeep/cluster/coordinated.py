@@ -23,7 +23,6 @@ from emberkeep.cluster.hosts import Hosts
 from emberkeep.cluster.leases import Leases, let_go
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.cluster.remote import RemoteShard, Timing, is_shared
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
     ParityLossError,
@@ -32,6 +31,7 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
+from emberkeep.parity.codes import Parity
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import I64, slab_rows

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from emberkeep.cluster.parcels import pack_point
-from emberkeep.cluster.peers import Peer, PeerGuard
 from emberkeep.cluster.protection import ParityStatus
 from emberkeep.cluster.remote import RemoteShard, Timing
-from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.coordinator import Calls, Coordinator
-from emberkeep.erasure.messages import Point
+from emberkeep.parity.codes import Parity, Placement
+from emberkeep.parity.messages import Point
+from emberkeep.parity.peers import Peer, PeerGuard
+from emberkeep.parity.rebuilder import Calls, Coordinator
+from emberkeep.parity.stream_frames import pack_point
 from emberkeep.wire.security import Security
 
 Renew = Callable[[int], object]

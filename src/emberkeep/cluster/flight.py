@@ -20,9 +20,9 @@ from emberkeep.cluster.client import surviving
 from emberkeep.cluster.coordinated import CoordinatedCluster
 from emberkeep.cluster.hosts import Hosts
 from emberkeep.cluster.remote import RemoteShard, Timing
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
+from emberkeep.parity.codes import Parity
 from emberkeep.rows.slab import F32, I64, RowIds, not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from emberkeep.cluster.client import Cluster, surviving
 from emberkeep.cluster.failures import Failure, Failures, When
 from emberkeep.cluster.protection import ParityStatus, Protection
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
+from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import F32, I64, Push, RowIds

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from emberkeep.erasure.messages import Message
+from emberkeep.parity.messages import Message
 
 Letter: TypeAlias = tuple[int, Message]
 """A message and who is to receive it."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from emberkeep.cluster.mail import Letter, Mail
-from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.guard import Guard, begin
-from emberkeep.erasure.host import Host, receive_together
-from emberkeep.erasure.messages import Point
-from emberkeep.erasure.near import NearCoordinator, rows_of
-from emberkeep.erasure.slabs import SlabRows, load_state, shapes_of, state_of
-from emberkeep.erasure.source import Source
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_of, state_of
+from emberkeep.parity.codes import Parity, Placement
+from emberkeep.parity.host import Host, receive_together
+from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
+from emberkeep.parity.member import Guard, begin
+from emberkeep.parity.messages import Point
+from emberkeep.parity.source import Source
 from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import Pool

@@ -21,8 +21,8 @@ from typing import Any
 from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.raylocal import bring_token, local_address, reachable
 from emberkeep.cluster.remote import Timing
-from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
+from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security

@@ -20,22 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.parcels import (
-    layer_of,
-    pack_point,
-    pack_syndromes,
-    unpack_messages,
-    unpack_point,
-    unpack_wanted,
-)
-from emberkeep.cluster.peers import Peer, PeerGuard
-from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.coordinator import Calls, Coordinator, GuardSide
-from emberkeep.erasure.guard import Guard
-from emberkeep.erasure.host import Host
-from emberkeep.erasure.messages import Message, Point
-from emberkeep.erasure.slabs import SlabRows, load_state, shapes_on, state_of
-from emberkeep.erasure.source import Source
 from emberkeep.errors import (
     EpochError,
     PeerError,
@@ -43,6 +27,22 @@ from emberkeep.errors import (
     ServerError,
     ShardLostError,
     StreamError,
+)
+from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_on, state_of
+from emberkeep.parity.codes import Parity, Placement
+from emberkeep.parity.host import Host
+from emberkeep.parity.member import Guard
+from emberkeep.parity.messages import Message, Point
+from emberkeep.parity.peers import Peer, PeerGuard
+from emberkeep.parity.rebuilder import Calls, Coordinator, GuardSide
+from emberkeep.parity.source import Source
+from emberkeep.parity.stream_frames import (
+    layer_of,
+    pack_point,
+    pack_syndromes,
+    unpack_messages,
+    unpack_point,
+    unpack_wanted,
 )
 from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample

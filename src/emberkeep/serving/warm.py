@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from emberkeep.cluster.local import local
-from emberkeep.erasure.codes import Parity
 from emberkeep.kernels import hash_index
+from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import merge, unique_ids
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool

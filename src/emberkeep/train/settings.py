@@ -18,7 +18,7 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failures import Failure
-    from emberkeep.erasure.codes import Parity
+    from emberkeep.parity.codes import Parity
     from emberkeep.strategies import Preset
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
@@ -299,7 +299,7 @@ class ParitySettings:
 
     def spec(self) -> Parity | None:
         """What these settings mean; None without parity."""
-        from emberkeep.erasure.codes import Parity
+        from emberkeep.parity.codes import Parity
 
         if self.k is None:
             return None

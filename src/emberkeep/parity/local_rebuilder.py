@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from emberkeep.erasure.coordinator import Coordinator, Part
-from emberkeep.erasure.guard import Guard
-from emberkeep.erasure.slabs import SlabRows
+from emberkeep.parity.coded_slabs import SlabRows
+from emberkeep.parity.member import Guard
+from emberkeep.parity.rebuilder import Coordinator, Part
 
 # What is brought back before anybody else may go on: about a millisecond's work.
 _MOST_NBYTES = 2**21

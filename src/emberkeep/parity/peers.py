@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.parcels import (
-    pack_point,
-    pack_wanted,
-    unpack_point,
-    unpack_syndromes,
-)
-from emberkeep.erasure.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
 from emberkeep.errors import ServerError, ShardLostError
+from emberkeep.parity.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
+from emberkeep.parity.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import Json
 from emberkeep.wire.security import Security

@@ -11,8 +11,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from emberkeep.erasure.codes import Code, Placement, products
-from emberkeep.erasure.messages import (
+from emberkeep.errors import StreamError
+from emberkeep.kernels import galois
+from emberkeep.parity.coded_slabs import SlabRows
+from emberkeep.parity.codes import Code, Placement, products
+from emberkeep.parity.messages import (
     I64,
     LAYERS,
     U8,
@@ -30,9 +33,6 @@ from emberkeep.erasure.messages import (
     Wanted,
     Words,
 )
-from emberkeep.erasure.slabs import SlabRows
-from emberkeep.errors import StreamError
-from emberkeep.kernels import galois
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, Pool, spans
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.erasure.codes import Placement
-from emberkeep.erasure.messages import (
+from emberkeep.errors import ProtocolError
+from emberkeep.parity.codes import Placement
+from emberkeep.parity.messages import (
     I64,
     Changed,
     Differences,
@@ -22,7 +23,6 @@ from emberkeep.erasure.messages import (
     Values,
     Wanted,
 )
-from emberkeep.errors import ProtocolError
 from emberkeep.wire.protocol import Bytes, Json, pack_frame
 
 Arrays = dict[str, npt.NDArray[Any]]

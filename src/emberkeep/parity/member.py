@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from emberkeep.erasure.codes import Placement
-from emberkeep.erasure.host import Host
-from emberkeep.erasure.messages import (
+from emberkeep.parity.codes import Placement
+from emberkeep.parity.host import Host
+from emberkeep.parity.messages import (
     I64,
     LAYERS,
     Bools,
@@ -27,7 +27,7 @@ from emberkeep.erasure.messages import (
     Wanted,
     Words,
 )
-from emberkeep.erasure.source import Source
+from emberkeep.parity.source import Source
 
 Post = Callable[[int, Message], object]
 
