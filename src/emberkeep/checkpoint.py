@@ -52,13 +52,13 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.bundles import SUFFIX as BUNDLE_SUFFIX
-from emberkeep.repository.bundles import streams
 from emberkeep.repository.documents import Json
-from emberkeep.repository.grid import grid_of, plan
+from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
+from emberkeep.repository.grid.bundles import streams
+from emberkeep.repository.grid.catalog import grid_of, plan
+from emberkeep.repository.grid.extraction_worker import Rounds
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
 from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
-from emberkeep.repository.rounds import Rounds
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
 from emberkeep.loading import DENSE
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
-from emberkeep.repository.bundles import Bundle
 from emberkeep.repository.documents import Json
-from emberkeep.repository.gathering import rows_of_bundle, rows_of_plan
-from emberkeep.repository.grid import plan
+from emberkeep.repository.grid.bundles import Bundle
+from emberkeep.repository.grid.catalog import plan
+from emberkeep.repository.grid.version_rows import rows_of_bundle, rows_of_plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool

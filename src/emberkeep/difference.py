@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from emberkeep.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.grid import grid_of, plan
+from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.pieces import KIND
 from emberkeep.runtime.pool import Pool
 

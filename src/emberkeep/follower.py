@@ -34,7 +34,7 @@ from emberkeep.errors import (
 from emberkeep.kernels import hash_index, initial_values
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
-from emberkeep.repository.grid import grid_of
+from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
 from emberkeep.rows.snapshot import Chunk

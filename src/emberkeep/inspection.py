@@ -30,13 +30,7 @@ from emberkeep.repository import (
 )
 from emberkeep.repository import names as places
 from emberkeep.repository.documents import Json
-from emberkeep.repository.grid import (
-    Catalog,
-    files_read,
-    grid_of,
-    newest_catalog,
-    plan,
-)
+from emberkeep.repository.grid.catalog import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
 from emberkeep.runtime.pool import Pool

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.documents import Json
-from emberkeep.repository.gathering import rows_apart, rows_of_plan
-from emberkeep.repository.grid import grid_of, plan
+from emberkeep.repository.grid.catalog import grid_of, plan
+from emberkeep.repository.grid.version_rows import rows_apart, rows_of_plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows

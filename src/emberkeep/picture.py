@@ -11,7 +11,7 @@ from html import escape
 
 from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.documents import Json
-from emberkeep.repository.grid import GridPlan, bundles_of, plan, uncovered
+from emberkeep.repository.grid.catalog import GridPlan, bundles_of, plan, uncovered
 
 _SHADES = " .:-=+*#%@"
 # Pixels: of a place at least and at most, of all places where there are few, of a label.

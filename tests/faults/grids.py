@@ -11,10 +11,10 @@ import numpy as np
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.codecs import Quantized
 from emberkeep.repository import Collector, KeepAll, Manifest, Repository, RetentionPolicy, Writer
-from emberkeep.repository.bundles import BundleStream, streams
-from emberkeep.repository.extraction import Extractor
-from emberkeep.repository.gathering import rows_of_plan
-from emberkeep.repository.grid import grid_of, newest_catalog, plan
+from emberkeep.repository.grid.bundles import BundleStream, streams
+from emberkeep.repository.grid.catalog import grid_of, newest_catalog, plan
+from emberkeep.repository.grid.extraction import Extractor
+from emberkeep.repository.grid.version_rows import rows_of_plan
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
 from emberkeep.rows.snapshot import Chunk

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from emberkeep.errors import FencedError
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, Pin, fork, verify
-from emberkeep.repository.bundles import BundleStream, Part, encoded
-from emberkeep.repository.extraction import Extractor
-from emberkeep.repository.gathering import rows_of_plan
-from emberkeep.repository.grid import StaleError, grid_of, newest_catalog, plan, reading
+from emberkeep.repository.grid.bundles import BundleStream, Part, encoded
+from emberkeep.repository.grid.catalog import StaleError, grid_of, newest_catalog, plan, reading
+from emberkeep.repository.grid.extraction import Extractor
+from emberkeep.repository.grid.version_rows import rows_of_plan
 from emberkeep.repository.policies import Grid
 from tests.faults.grids import IDS, POOL, MemoryStore, World
 

@@ -14,7 +14,7 @@ from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local import LocalCluster, local
 from emberkeep.errors import DamageError, SaveError
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
-from emberkeep.repository.grid import grid_of
+from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.tables import SGD, Table
 from emberkeep.testing import Fault, FaultStore
 from tests.contracts.engine import grads_of, state, wanted_of

@@ -15,7 +15,7 @@ import pytest
 from emberkeep.blobs import MemoryStore
 from emberkeep.errors import ChangedError, DamageError, NoVersionError, StorageError
 from emberkeep.repository import KeepEvery, KeepLast, Repository, Writer
-from emberkeep.repository.grid import StaleError
+from emberkeep.repository.grid.catalog import StaleError
 from emberkeep.repository.policies import Grid
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from tests.faults.grids import World

@@ -31,7 +31,7 @@ from emberkeep.repository import (
     Writer,
     verify,
 )
-from emberkeep.repository.grid import StaleError
+from emberkeep.repository.grid.catalog import StaleError
 from emberkeep.repository.policies import Grid
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing.contracts import check_content, save

@@ -429,16 +429,16 @@ def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
 # -- extraction that fails -----------------------------------------------------------------------
 
 POINTS = {
-    "before": "emberkeep.repository.rounds.Extractor",
-    "start": "emberkeep.repository.extraction.Extractor._start",
-    "admit": "emberkeep.repository.extraction.Extractor._admit",
-    "choose": "emberkeep.repository.extraction.Extractor._chosen",
-    "split": "emberkeep.repository.extraction.Extractor._split",
-    "divide": "emberkeep.repository.extraction.Extractor._divide",
-    "write": "emberkeep.repository.extraction.Extractor._write",
-    "commit": "emberkeep.repository.extraction.commit",
-    "replace": "emberkeep.repository.extraction.Extractor._replace",
-    "told": "emberkeep.repository.rounds._details",
+    "before": "emberkeep.repository.grid.extraction_worker.Extractor",
+    "start": "emberkeep.repository.grid.extraction.Extractor._start",
+    "admit": "emberkeep.repository.grid.extraction.Extractor._admit",
+    "choose": "emberkeep.repository.grid.extraction.Extractor._chosen",
+    "split": "emberkeep.repository.grid.extraction.Extractor._split",
+    "divide": "emberkeep.repository.grid.extraction.Extractor._divide",
+    "write": "emberkeep.repository.grid.extraction.Extractor._write",
+    "commit": "emberkeep.repository.grid.extraction.commit",
+    "replace": "emberkeep.repository.grid.extraction.Extractor._replace",
+    "told": "emberkeep.repository.grid.extraction_worker._details",
 }
 
 

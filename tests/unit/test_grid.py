@@ -24,11 +24,11 @@ from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
 from emberkeep.picture import as_html, as_text, picture
 from emberkeep.repository import VersionId
-from emberkeep.repository.bundles import Unpacked, pack_head, unpack_heads
-from emberkeep.repository.extraction import Extracted
+from emberkeep.repository.grid.bundle_reader import runs
+from emberkeep.repository.grid.bundles import Unpacked, pack_head, unpack_heads
+from emberkeep.repository.grid.extraction import Extracted
+from emberkeep.repository.grid.extraction_worker import Rounds
 from emberkeep.repository.policies import Grid, GridCosts, resets
-from emberkeep.repository.reading import runs
-from emberkeep.repository.rounds import Rounds
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.memory import Spread, lazy_zeros
 from tests.unit.repositories import Run
@@ -361,7 +361,7 @@ class SlowExtractor:
 
 @pytest.mark.parametrize("behind", ["skip", "wait"])
 def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.repository.rounds.Extractor", SlowExtractor)
+    monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
     monkeypatch.setattr(SlowExtractor, "asked", [])
     told: list[str] = []
     collected: list[int] = []

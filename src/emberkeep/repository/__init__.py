@@ -1,9 +1,10 @@
 """Versions on storage: committed atomically, checked when read, removed by policy."""
 
-from emberkeep.repository.collect import Collected, Collector
 from emberkeep.repository.digests import BLOCK_NBYTES
-from emberkeep.repository.fork import fork
 from emberkeep.repository.history import History
+from emberkeep.repository.maintenance.collector import Collected, Collector
+from emberkeep.repository.maintenance.fork import fork
+from emberkeep.repository.maintenance.verify import Damage, Report, newest_undamaged, verify
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import Pin
@@ -18,7 +19,6 @@ from emberkeep.repository.retention import (
     RetentionPolicy,
     VersionFacts,
 )
-from emberkeep.repository.verify import Damage, Report, newest_undamaged, verify
 from emberkeep.repository.writer import Draft, Writer
 
 __all__ = [

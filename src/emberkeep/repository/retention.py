@@ -1,7 +1,7 @@
 """Which versions to keep: pure policies, history in, decision out.
 
 A policy names what the user wants kept. The newest version, whatever a kept version needs, and
-what readers have pinned are kept in any case; `collect` sees to that.
+what readers have pinned are kept in any case; `collector` sees to that.
 """
 
 from __future__ import annotations

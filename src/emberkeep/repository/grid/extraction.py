@@ -26,9 +26,10 @@ import numpy.typing as npt
 
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import names
-from emberkeep.repository.bundles import Bundle, BundleStream, Part, Piece, Rows, columns_of
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
-from emberkeep.repository.grid import (
+from emberkeep.repository.grid.bundle_reader import Range, ranges, read_range, rows_of_pieces
+from emberkeep.repository.grid.bundles import Bundle, BundleStream, Part, Piece, Rows, columns_of
+from emberkeep.repository.grid.catalog import (
     Catalog,
     Change,
     Key,
@@ -42,7 +43,6 @@ from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
-from emberkeep.repository.reading import Range, ranges, read_range, rows_of_pieces
 from emberkeep.repository.writer import Writer
 
 I64 = npt.NDArray[np.int64]

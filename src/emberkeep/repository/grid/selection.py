@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import DamageError
-from emberkeep.repository.bundles import Bundle, Family, check, unpack_heads
-from emberkeep.repository.reading import Heads
+from emberkeep.repository.grid.bundle_reader import Heads
+from emberkeep.repository.grid.bundles import Bundle, Family, check, unpack_heads
 from emberkeep.runtime.memory import lazy_zeros
 
 I64 = npt.NDArray[np.int64]

@@ -26,7 +26,7 @@ from typing import Any
 
 from emberkeep.errors import DamageError, FencedError, NoVersionError
 from emberkeep.repository import documents, names
-from emberkeep.repository.bundles import Bundle, Piece
+from emberkeep.repository.grid.bundles import Bundle, Piece
 from emberkeep.repository.history import create_or_read
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId

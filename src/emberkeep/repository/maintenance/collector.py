@@ -26,7 +26,7 @@ from datetime import datetime, timedelta
 from emberkeep.blobs import BlobInfo
 from emberkeep.errors import ConfigError
 from emberkeep.repository import names
-from emberkeep.repository.grid import (
+from emberkeep.repository.grid.catalog import (
     Catalog,
     Change,
     commit,

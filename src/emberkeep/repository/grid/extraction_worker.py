@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from emberkeep.errors import DamageError, EmberkeepError, FencedError
 from emberkeep.repository.documents import Json
-from emberkeep.repository.extraction import Extracted, Extractor
-from emberkeep.repository.grid import grid_of
+from emberkeep.repository.grid.catalog import grid_of
+from emberkeep.repository.grid.extraction import Extracted, Extractor
 from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts

@@ -10,7 +10,7 @@ from itertools import pairwise
 from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
 from emberkeep.repository import names
 from emberkeep.repository.digests import Digester
-from emberkeep.repository.grid import (
+from emberkeep.repository.grid.catalog import (
     Catalog,
     before_in_grid,
     files_read,

@@ -11,7 +11,7 @@ import numpy as np
 
 from emberkeep.blobs import Buffer, read_into
 from emberkeep.errors import DamageError, MissingObjectError
-from emberkeep.repository.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
+from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
 
 # What lies between two wanted ranges is read with them if it is shorter than this.

@@ -8,7 +8,7 @@ import secrets
 from emberkeep.blobs import BlobStore
 from emberkeep.errors import ConfigError
 from emberkeep.repository import names
-from emberkeep.repository.grid import Catalog, GridPlan, files_read, plan, without_deaths
+from emberkeep.repository.grid.catalog import Catalog, GridPlan, files_read, plan, without_deaths
 from emberkeep.repository.history import Lineage
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import Pin

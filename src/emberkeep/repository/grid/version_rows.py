@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import ChangedError, DamageError
-from emberkeep.repository.bundles import (
+from emberkeep.repository.grid.bundle_reader import (
+    ranges,
+    read_heads,
+    read_part,
+    read_range,
+    rows_of_pieces,
+    runs,
+)
+from emberkeep.repository.grid.bundles import (
     Bundle,
     Form,
     check,
@@ -28,16 +36,8 @@ from emberkeep.repository.bundles import (
     decoded,
     widths_of,
 )
-from emberkeep.repository.choosing import Chosen, Listed
-from emberkeep.repository.grid import GridPlan, newest_catalog
-from emberkeep.repository.reading import (
-    ranges,
-    read_heads,
-    read_part,
-    read_range,
-    rows_of_pieces,
-    runs,
-)
+from emberkeep.repository.grid.catalog import GridPlan, newest_catalog
+from emberkeep.repository.grid.selection import Chosen, Listed
 from emberkeep.repository.repository import Repository
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import Spread, Values, recycled

@@ -1,0 +1,1 @@
+"""The grid layout: rows rearranged so that any version is restored fast."""

@@ -1,0 +1,1 @@
+"""What is done to whole repositories: collect, fork, verify."""
