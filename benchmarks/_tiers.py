@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import emberkeep as ek
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic
 from emberkeep.models import DLRM, KAGGLE
 from emberkeep.rows.slab import RowIds

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from _common import Options, options, report
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.repository import KeepLast, Repository
 from emberkeep.rows.slab import RowIds

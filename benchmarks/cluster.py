@@ -21,12 +21,12 @@ import numpy as np
 
 import emberkeep as ek
 from _common import interleaved_ms, options, report
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.local import LocalCluster
-from emberkeep.cluster.servers import Connect, ProcessHosts
+from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.processes import Connect, ProcessHosts
+from emberkeep.cluster.shard import Shard
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import shared
-from emberkeep.shard import Shard
 
 SHARDS, DIM, ROWS = 4, 16, 2_000_000
 TURN = 8  # calls of one contender before the next has its turn

@@ -19,7 +19,7 @@ import torch
 
 import emberkeep as ek
 from _common import options, report
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic, skewed_ids
 from emberkeep.models import DLRM, DLRMShape
 from emberkeep.rows.priority import Kind, Priority, prioritised

@@ -34,7 +34,7 @@ import torch
 from _common import options, report
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic, split
 from emberkeep.models import DLRM, DLRMShape
 from emberkeep.nn import EmbeddingBags

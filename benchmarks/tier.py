@@ -44,7 +44,7 @@ from _tiers import (
 )
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import Synthetic
 from emberkeep.repository import Repository
 

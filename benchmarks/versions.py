@@ -36,7 +36,7 @@ from _common import RESULTS, Options, options, report
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
 from emberkeep.loading import load

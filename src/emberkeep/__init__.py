@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from emberkeep.cluster.failures import fail_at, random_failures
-    from emberkeep.cluster.local import local
+    from emberkeep.cluster.failure_schedule import fail_at, random_failures
+    from emberkeep.cluster.local.local_cluster import local
     from emberkeep.cluster.ray import ray_cluster
-    from emberkeep.cluster.servers import connect, servers
+    from emberkeep.cluster.remote.processes import connect, servers
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "cluster.failures": ("fail_at", "random_failures"),
-    "cluster.local": ("local",),
+    "cluster.failure_schedule": ("fail_at", "random_failures"),
+    "cluster.local.local_cluster": ("local",),
     "cluster.ray": ("ray_cluster",),
-    "cluster.servers": ("connect", "servers"),
+    "cluster.remote.processes": ("connect", "servers"),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),

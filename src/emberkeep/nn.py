@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from emberkeep.cluster.client import Cluster, ClusterSpec
-from emberkeep.cluster.local import Local
+from emberkeep.cluster.base import Cluster, ClusterSpec
+from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, IdError, StateError
 from emberkeep.rows.lookup import F32, I64, Bags, Layout, Lookup, merge
 from emberkeep.rows.slab import RowIds

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.client import Cluster, Part
+from emberkeep.cluster.base import Cluster, Part
 from emberkeep.errors import ConfigError
 from emberkeep.loading import LoadsItself
 from emberkeep.overheads import pls_of_loss

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError, SaveError
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
 from emberkeep.repository.grid.catalog import grid_of

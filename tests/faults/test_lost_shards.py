@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.cluster.failures import Failure, random_failures
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.failure_schedule import Failure, random_failures
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.cluster import protection
-from emberkeep.cluster.local import LocalCluster, local
-from emberkeep.cluster.mail import Mail
+from emberkeep.cluster.local import local_parity
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.cluster.local.mail import Mail
+from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError
 from emberkeep.parity.codes import Parity
-from emberkeep.shard import Shard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
 from tests.contracts.parity import PLAIN, Histories, ParityContract, check_counts, ones, push
@@ -72,7 +72,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
 def test_in_the_background_no_push_is_lost_and_none_applied_twice(
     monkeypatch: pytest.MonkeyPatch, shards: int, k: int, r: int
 ) -> None:
-    monkeypatch.setattr(protection, "Mail", SlowMail)
+    monkeypatch.setattr(local_parity, "Mail", SlowMail)
     SlowMail.random = random = Random(7)
     histories = recorded(monkeypatch)
     spec = Parity(k=k, r=r, background=True, chunk_rows=8)
@@ -163,7 +163,7 @@ def test_a_shard_that_dies_within_a_push(monkeypatch: pytest.MonkeyPatch, delive
 
 
 def test_status_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protection.Protection, "_sweep", lambda self: None)
+    monkeypatch.setattr(local_parity.Protection, "_sweep", lambda self: None)
     spec = Parity(k=2, r=1)
     cluster = local(shards=3, threads=1, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
     random, counts = Random(0), Counter[tuple[str, int]]()

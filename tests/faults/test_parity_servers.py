@@ -14,8 +14,8 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.cli.cluster import _parity
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.local import local
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.messages import Differences, Message

@@ -19,10 +19,10 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.hosts import FixedHosts
-from emberkeep.cluster.local import local
-from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft

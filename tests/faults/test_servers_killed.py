@@ -14,8 +14,8 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Strategy
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.remote import RemoteShard
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import ShardLostError
 from emberkeep.recovery import Home, recover_partially
 from emberkeep.repository import Repository

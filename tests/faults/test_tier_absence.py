@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.cluster.local import local
+from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import DamageError, TierError
 from emberkeep.tables import Table, Tier
 from emberkeep.tiered import directory, durable_open

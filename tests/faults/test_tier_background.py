@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.blobs.local_store import Disk
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import TierError
 from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered import log as logs

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import durable_open, upkeep

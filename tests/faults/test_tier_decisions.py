@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError, StorageError, TierError
 from emberkeep.tiered import durable_open
 from tests.contracts.engine import state

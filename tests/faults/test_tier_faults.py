@@ -14,7 +14,7 @@ import pytest
 
 from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.parity.codes import Parity
 from emberkeep.repository import Repository

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import emberkeep as ek
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, FormatError
 from emberkeep.tables import Adagrad, Table, Tier
 from emberkeep.tiered import durable_open, superblock

@@ -17,7 +17,7 @@ import pytest
 TRAIN = """
 import resource, sys
 import numpy as np
-from emberkeep.cluster.local import local
+from emberkeep.cluster.local.local_cluster import local
 from emberkeep.rows.slab import RowIds
 from emberkeep.tables import Adagrad, Table, Tier
 

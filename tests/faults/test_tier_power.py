@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs.local_store import Disk
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
 from emberkeep.tiered import durable_open, log, superblock

@@ -25,7 +25,7 @@ import safetensors.numpy
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.tables import Adagrad, Adam, Normal, Optimizer, RowWiseAdagrad, Table, Uniform
 from tests.contracts.engine import grads_of, wanted_of

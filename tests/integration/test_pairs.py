@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import emberkeep as ek
-from emberkeep.cluster.flight import FlightCluster
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.runtime import pool
 from tests.contracts.engine import state
 from tests.servers import Farm, FarmHosts

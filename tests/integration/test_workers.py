@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.blobs import LocalStore
-from emberkeep.cluster.servers import Connect
+from emberkeep.cluster.remote.processes import Connect
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook, Step
 from tests.servers import Farm, FarmHosts

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import Grid
 from emberkeep.tables import Adam, Normal, Table

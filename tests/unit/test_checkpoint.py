@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import (
     ConfigError,
     DamageError,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import emberkeep as ek
-from emberkeep.cluster.failures import Failure
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.failure_schedule import Failure
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.tables import SGD, Table
 from tests.contracts.engine import wanted_of

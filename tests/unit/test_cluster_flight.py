@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.local import local
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.runtime import pool
 from emberkeep.tables import Optimizer, Table
 from tests.contracts.cluster import ClusterContract

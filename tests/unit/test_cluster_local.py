@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool

@@ -14,7 +14,7 @@ import safetensors.numpy
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import (
     ConfigError,
     DamageError,

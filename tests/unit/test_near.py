@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberkeep.cluster import protection
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local import local_parity
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.parity import coded_slabs, local_rebuilder
 from emberkeep.parity.codes import Parity
 from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
@@ -67,7 +67,7 @@ def test_rows_and_parity_come_back_as_they_were(
 def test_a_push_brings_back_what_its_share_of_the_time_allows(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    monkeypatch.setattr(protection, "_ALONE_SECONDS", 1e9)  # the thread beside does nothing
+    monkeypatch.setattr(local_parity, "_ALONE_SECONDS", 1e9)  # the thread beside does nothing
     cluster, other = (opened((6, 4, 1), 3, 2, share) for _ in range(2))
     cluster.kill(1)
     for each in (cluster, other):
@@ -85,15 +85,15 @@ def test_a_push_brings_back_what_its_share_of_the_time_allows(
 
 
 def test_a_push_does_not_fail_with_a_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protection, "_ALONE_SECONDS", 1e9)
+    monkeypatch.setattr(local_parity, "_ALONE_SECONDS", 1e9)
     cluster, other = (opened((6, 4, 1), 3, 2) for _ in range(2))
     cluster.kill(1)
 
-    def fails(self: protection.Protection) -> bool:
+    def fails(self: local_parity.Protection) -> bool:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(protection.Protection, "rebuild_chunk", fails)
+        patched.setattr(local_parity.Protection, "rebuild_chunk", fails)
         for each in (cluster, other):
             push(each, np.random.default_rng(5))
         cluster.close()  # the thread has nothing to do with it any more

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.kernels import row_scores as kernels
 from emberkeep.rows.priority import (

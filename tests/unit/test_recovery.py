@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.loading import rows_of
 from emberkeep.recovery import Home, Losses, Recovery, plan, recover_partially

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.hosts import FixedHosts
-from emberkeep.cluster.local import local
-from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import (
     EmberkeepError,
     GradientError,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import CancelledError
 from emberkeep.rows import snapshot as snapshots
 from emberkeep.rows.snapshot import Chunk, Snapshot, freeze

@@ -17,7 +17,7 @@ import torch
 
 import emberkeep as ek
 from emberkeep.blobs.local_store import Disk
-from emberkeep.cluster.local import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
 from emberkeep.tiered import durable_open

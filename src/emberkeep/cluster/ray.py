@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emberkeep.cluster.flight import FlightCluster
 from emberkeep.cluster.raylocal import bring_token, local_address, reachable
-from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools

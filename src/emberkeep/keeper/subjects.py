@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.client import Cluster
+from emberkeep.cluster.base import Cluster
 from emberkeep.loading import LoadsItself, Subject, load_rows
 from emberkeep.recovery import Home
 from emberkeep.repository import Manifest, Repository

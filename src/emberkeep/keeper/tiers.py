@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from emberkeep.blobs.local_store import LocalStore
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import (
     ConfigError,
     DamageError,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
@@ -17,7 +18,6 @@ from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.serving.guarding import Guarding
 from emberkeep.serving.pushes import Ledger, Meeting, Part, join
-from emberkeep.shard import Shard
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,

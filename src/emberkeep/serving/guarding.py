@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.cluster.shard import Shard
 from emberkeep.errors import (
     EpochError,
     PeerError,
@@ -48,7 +49,6 @@ from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import be_nice
 from emberkeep.serving.senders import Sender
-from emberkeep.shard import Shard
 from emberkeep.wire.protocol import Bytes, Json, pack_frame, unpack_frame
 from emberkeep.wire.security import Security
 

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import write_pieces
-from emberkeep.cluster.client import of_shard
+from emberkeep.cluster.base import of_shard
+from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
     ConfigError,
@@ -39,7 +40,6 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.serving.epoch import Epoch, Session
 from emberkeep.serving.guarding import guarding_from
 from emberkeep.serving.metrics import Metrics
-from emberkeep.shard import Shard
 from emberkeep.tables import optimizer_from
 from emberkeep.wire.protocol import (
     APPLY,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from emberkeep.cluster.client import ClusterSpec
-from emberkeep.cluster.local import local
-from emberkeep.cluster.servers import connect, servers
+from emberkeep.cluster.base import ClusterSpec
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.processes import connect, servers
 from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
 from emberkeep.errors import ConfigError
 from emberkeep.models import DLRM, PNN, DeepFM, DenseOnly, DLRMShape

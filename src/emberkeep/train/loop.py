@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import nn
 
-from emberkeep.cluster.local import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError

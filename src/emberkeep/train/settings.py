@@ -17,7 +17,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
-    from emberkeep.cluster.failures import Failure
+    from emberkeep.cluster.failure_schedule import Failure
     from emberkeep.parity.codes import Parity
     from emberkeep.strategies import Preset
 
@@ -335,7 +335,7 @@ class FailureSettings:
 
     def given(self) -> list[Failure]:
         """Those that were written down."""
-        from emberkeep.cluster.failures import Failure
+        from emberkeep.cluster.failure_schedule import Failure
 
         found = []
         for text in self.at:
@@ -350,7 +350,7 @@ class FailureSettings:
 
     def schedule(self, *, shards: int, steps: int) -> list[Failure]:
         """All failures of a run of so many steps."""
-        from emberkeep.cluster.failures import random_failures
+        from emberkeep.cluster.failure_schedule import random_failures
 
         found = self.given()
         if self.count is not None or self.mean_steps is not None:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import torch
 
-from emberkeep.cluster.local import local
+from emberkeep.cluster.local.local_cluster import local
 from emberkeep.data import Synthetic
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.rows.priority import Kind, Priority

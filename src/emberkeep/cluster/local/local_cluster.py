@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from emberkeep.cluster.client import Cluster, surviving
-from emberkeep.cluster.failures import Failure, Failures, When
-from emberkeep.cluster.protection import ParityStatus, Protection
+from emberkeep.cluster.base import Cluster, surviving
+from emberkeep.cluster.failure_schedule import Failure, Failures, When
+from emberkeep.cluster.local.local_parity import ParityStatus, Protection
+from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
@@ -26,7 +27,6 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import F32, I64, Push, RowIds
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
-from emberkeep.shard import Shard
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
 from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus

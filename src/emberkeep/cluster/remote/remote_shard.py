@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -27,7 +28,6 @@ from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import F32, I64, Planes, RowIds
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
-from emberkeep.shard import State
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import FRAME_NBYTES, Bytes, Json, check_reply
 from emberkeep.wire.security import Security

@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from emberkeep.cluster.flight import FlightCluster
-from emberkeep.cluster.hosts import FixedHosts
-from emberkeep.cluster.remote import Timing
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools

@@ -15,8 +15,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.cluster.failures import When
-from emberkeep.cluster.protection import ParityStatus
+from emberkeep.cluster.failure_schedule import When
+from emberkeep.cluster.local.local_parity import ParityStatus
+from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.errors import PeerError, ShardLostError
 from emberkeep.kernels import hash_index
 from emberkeep.parity.codes import Parity
@@ -25,7 +26,6 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import F32, I64, Planes, RowIds
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
-from emberkeep.shard import State, plane_shapes, slab_groups
 from emberkeep.tables import Optimizer, Table, check_tables
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
-from emberkeep.cluster.remote import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.errors import EmberkeepError
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security

@@ -1,6 +1,6 @@
 """Servers under one coordinator: their epochs, leases and parity, and how lost ones return.
 
-What is here knows nothing of pulls and pushes: `flight` carries those.
+What is here knows nothing of pulls and pushes: `flight_cluster` carries those.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from emberkeep.cluster.client import Cluster, Part, surviving
-from emberkeep.cluster.distant import DistantProtection
-from emberkeep.cluster.hosts import Hosts
-from emberkeep.cluster.leases import Leases, let_go
-from emberkeep.cluster.protection import ParityStatus
-from emberkeep.cluster.remote import RemoteShard, Timing, is_shared
+from emberkeep.cluster.base import Cluster, Part, surviving
+from emberkeep.cluster.local.local_parity import ParityStatus
+from emberkeep.cluster.remote.launcher import Hosts
+from emberkeep.cluster.remote.leases import Leases, let_go
+from emberkeep.cluster.remote.remote_parity import DistantProtection
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
 from emberkeep.errors import (
     ConfigError,
     ParityLossError,

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from emberkeep.cluster.protection import ParityStatus
-from emberkeep.cluster.remote import RemoteShard, Timing
+from emberkeep.cluster.local.local_parity import ParityStatus
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.messages import Point
 from emberkeep.parity.peers import Peer, PeerGuard

@@ -1,6 +1,6 @@
 """A cluster whose shards are servers: pulls and pushes over Arrow Flight, all shards at once.
 
-One process *coordinates* (see `coordinated`): it gives servers their epochs, keeps their leases
+One process *coordinates* (see `remote_cluster`): it gives servers their epochs, keeps their leases
 alive, cuts versions and brings lost shards back. Others may join as workers. In a synchronous job
 of several ranks every shard joins the ranks' parts of a step and applies them once.
 """
@@ -16,10 +16,10 @@ from datetime import timedelta
 
 import numpy as np
 
-from emberkeep.cluster.client import surviving
-from emberkeep.cluster.coordinated import CoordinatedCluster
-from emberkeep.cluster.hosts import Hosts
-from emberkeep.cluster.remote import RemoteShard, Timing
+from emberkeep.cluster.base import surviving
+from emberkeep.cluster.remote.launcher import Hosts
+from emberkeep.cluster.remote.remote_cluster import CoordinatedCluster
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.parity.codes import Parity

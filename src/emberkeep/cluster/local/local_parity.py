@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from emberkeep.cluster.mail import Letter, Mail
+from emberkeep.cluster.local.mail import Letter, Mail
+from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.parity.codes import Parity, Placement
@@ -20,7 +21,6 @@ from emberkeep.parity.source import Source
 from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import Pool
-from emberkeep.shard import Shard
 
 Renew = Callable[[int], Shard]
 

@@ -1,0 +1,1 @@
+"""Shards in this process."""

@@ -1,0 +1,1 @@
+"""Shards in other processes, behind Arrow Flight: the client's side."""
