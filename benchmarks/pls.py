@@ -18,7 +18,7 @@ from datetime import timedelta
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from _common import options, report
-from emberkeep.overheads import Job
+from emberkeep.checkpoint import Job
 from emberkeep.planning import sweeps
 from emberkeep.planning.emulator import Emulation, Name, small_task
 

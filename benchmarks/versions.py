@@ -35,11 +35,10 @@ import numpy as np
 from _common import RESULTS, Options, options, report
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, Settings, Strategy, load
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
-from emberkeep.loading import load
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import FILTERS, Grid
 from emberkeep.rows.slab import RowIds

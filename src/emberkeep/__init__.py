@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.cluster.failure_schedule import fail_at, random_failures
     from emberkeep.cluster.local.local_cluster import local
     from emberkeep.cluster.ray import ray_cluster
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from emberkeep.keeper import Keeper, TierKeeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
-    from emberkeep.overheads import Job
     from emberkeep.parity.codes import Parity
     from emberkeep.strategies import (
         all_versions,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "checkpoint.overheads": ("Job",),
     "cluster.failure_schedule": ("fail_at", "random_failures"),
     "cluster.local.local_cluster": ("local",),
     "cluster.ray": ("ray_cluster",),
@@ -55,7 +56,6 @@ _HOMES = {
     "keeper": ("Keeper", "TierKeeper"),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
-    "overheads": ("Job",),
     "parity.codes": ("Parity",),
     "strategies": (
         "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",

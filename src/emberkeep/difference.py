@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
+from emberkeep.checkpoint.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.pieces import KIND

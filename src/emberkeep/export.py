@@ -22,7 +22,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.contents import (
+from emberkeep.checkpoint.contents import (
     SAFETENSORS_TYPES,
     Hold,
     check_tables,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
+from emberkeep.checkpoint.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
 from emberkeep.errors import (
     ChangedError,
     ConfigError,

@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from emberkeep.blobs.wrapper import OverlayStore
+from emberkeep.checkpoint.contents import checked_rows, dense_tensors
+from emberkeep.checkpoint.restore import DENSE
 from emberkeep.codecs import Raw, codec_from_dict
-from emberkeep.contents import checked_rows, dense_tensors
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
-from emberkeep.loading import DENSE
 from emberkeep.repository import (
     Collected,
     Collector,

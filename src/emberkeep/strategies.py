@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
-from emberkeep.checkpoint import Strategy
+from emberkeep.checkpoint.overheads import Job, partial_pays
+from emberkeep.checkpoint.recovery import Recovery, Scope
+from emberkeep.checkpoint.saver import Strategy
 from emberkeep.config import duration
 from emberkeep.errors import ConfigError
-from emberkeep.overheads import Job, partial_pays
 from emberkeep.parity.codes import Parity
-from emberkeep.recovery import Recovery, Scope
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout
 from emberkeep.rows.priority import Kind, Priority

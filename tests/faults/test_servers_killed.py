@@ -14,10 +14,10 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Strategy
+from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import ShardLostError
-from emberkeep.recovery import Home, recover_partially
 from emberkeep.repository import Repository
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool

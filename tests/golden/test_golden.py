@@ -11,10 +11,9 @@ import pytest
 import safetensors.numpy
 
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import LOSSLESS, Checkpointer
+from emberkeep.checkpoint import LOSSLESS, Checkpointer, load
 from emberkeep.follower import Follower
 from emberkeep.inspection import check
-from emberkeep.loading import load
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from tests.golden.make import (

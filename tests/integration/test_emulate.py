@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from emberkeep.checkpoint import Job
 from emberkeep.errors import ConfigError
-from emberkeep.overheads import Job
 from emberkeep.planning import emulator, sweeps
 from emberkeep.planning.emulator import (
     Emulation,

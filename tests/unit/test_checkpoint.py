@@ -494,7 +494,7 @@ def test_a_gc_that_fails_fails_no_save(
     def fails(*_: Any) -> None:
         raise kind("on purpose")
 
-    monkeypatch.setattr("emberkeep.checkpoint.Collector.collect", fails)
+    monkeypatch.setattr("emberkeep.checkpoint.saver.Collector.collect", fails)
     cluster = opened()
     keeper = begun(cluster, strategy=Strategy(layout=layout))
     for step in (1, 2):

@@ -15,7 +15,7 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from emberkeep.checkpoint import Extras
-from emberkeep.contents import IdSet, dense_arrays, merged_rows
+from emberkeep.checkpoint.contents import IdSet, dense_arrays, merged_rows
 from emberkeep.errors import ConfigError, DamageError, StorageError
 from emberkeep.export import file_name, to_directory, to_parquet, to_safetensors
 from emberkeep.inspection import check

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.errors import ConfigError
-from emberkeep.overheads import (
-    Job,
+from emberkeep.checkpoint import Job
+from emberkeep.checkpoint.overheads import (
     expected_pls,
     interval_for_pls,
     optimal_full_interval,
@@ -21,6 +20,7 @@ from emberkeep.overheads import (
     partial_pays,
     pls_of_loss,
 )
+from emberkeep.errors import ConfigError
 
 HOUR = timedelta(hours=1)
 MINUTE = timedelta(minutes=1)

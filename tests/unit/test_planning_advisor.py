@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from emberkeep.checkpoint import Job
 from emberkeep.errors import ConfigError
-from emberkeep.overheads import Job
 from emberkeep.planning.advisor import Plan, Question, advise, time_text
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)

@@ -11,10 +11,10 @@ import pytest
 
 from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint.recovery import Home, Losses, Recovery, plan, recover_partially
+from emberkeep.checkpoint.restore import rows_of
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, StateError
-from emberkeep.loading import rows_of
-from emberkeep.recovery import Home, Losses, Recovery, plan, recover_partially
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.pool import Pool

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from emberkeep.checkpoint import Job
 from emberkeep.errors import StorageError
-from emberkeep.overheads import Job
 from emberkeep.planning.emulator import (
     STRATEGIES,
     Emulated,

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
-from emberkeep.checkpoint import Strategy
+from emberkeep.checkpoint import Job, Strategy
+from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.errors import ConfigError
-from emberkeep.overheads import Job
-from emberkeep.recovery import Recovery
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, KeepNamed
 from emberkeep.rows.priority import Priority
 from emberkeep.strategies import Every, Preset, cpr, partial, retention, schedule

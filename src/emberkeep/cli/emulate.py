@@ -77,7 +77,7 @@ def emulate(
 
     The defaults are the CPR paper's job: 56 hours with two failures, on 8 shards.
     """
-    from emberkeep.overheads import Job
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.emulator import Emulation, small_task
     from emberkeep.planning.sweeps import SHORT
     from emberkeep.report.page import write

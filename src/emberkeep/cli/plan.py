@@ -82,7 +82,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how to recover and how often to save, what that costs, and why."""
-    from emberkeep.overheads import Job
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.advisor import Question, advise
 
     if (mtbf is None) == (failures is None):

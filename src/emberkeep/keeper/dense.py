@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.keeper.plain import Packed, pack, unpack
-from emberkeep.loading import shortened
 
 Json = dict[str, Any]
 

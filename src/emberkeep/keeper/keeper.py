@@ -17,7 +17,9 @@ import xxhash
 from torch import nn
 
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.checkpoint import Checkpointer, Extras, Saving, Settings
+from emberkeep.checkpoint.recovery import Recovery
+from emberkeep.checkpoint.restore import Restored, load
+from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving, Settings
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
@@ -34,8 +36,6 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
 from emberkeep.keeper.signals import Termination, end
 from emberkeep.keeper.tables import Hook
-from emberkeep.loading import Restored, load
-from emberkeep.recovery import Recovery
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.runtime.metrics import MetricsServer, exposition
 from emberkeep.runtime.pool import Pool

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from emberkeep.checkpoint.restore import Subject
 from emberkeep.errors import ConfigError
 from emberkeep.keeper import following
 from emberkeep.keeper.dense import Dense, Stateful, check_states
 from emberkeep.keeper.subjects import Together
 from emberkeep.keeper.tables import TorchTables, embeddings
-from emberkeep.loading import Subject
 from emberkeep.nn import EmbeddingBags, Embeddings
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from emberkeep.checkpoint import Checkpointer
-from emberkeep.errors import NoVersionError, RecoveryError, ShardLostError
-from emberkeep.recovery import (
+from emberkeep.checkpoint.recovery import (
     Home,
     Losses,
     Plan,
@@ -20,6 +18,8 @@ from emberkeep.recovery import (
     recover_partially,
     steps_of,
 )
+from emberkeep.checkpoint.saver import Checkpointer
+from emberkeep.errors import NoVersionError, RecoveryError, ShardLostError
 from emberkeep.repository import Manifest
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.restore import LoadsItself, Subject, load_rows
 from emberkeep.cluster.base import Cluster
-from emberkeep.loading import LoadsItself, Subject, load_rows
-from emberkeep.recovery import Home
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from emberkeep.blobs.local_store import LocalStore
+from emberkeep.checkpoint.recovery import Losses, steps_of
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import (
     ConfigError,
@@ -35,7 +36,6 @@ from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed
 from emberkeep.keeper.recovering import Recovered, Recoveries
 from emberkeep.nn import EmbeddingBags, Embeddings
-from emberkeep.recovery import Losses, steps_of
 from emberkeep.strategies import Interval, schedule
 
 _STATES = "step-"

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from emberkeep.errors import ConfigError
-from emberkeep.overheads import (
+from emberkeep.checkpoint.overheads import (
     Job,
     Overhead,
     expected_pls,
@@ -18,6 +17,7 @@ from emberkeep.overheads import (
     overhead_full,
     overhead_partial,
 )
+from emberkeep.errors import ConfigError
 
 HOUR = timedelta(hours=1)
 

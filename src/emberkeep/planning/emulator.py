@@ -21,13 +21,8 @@ from typing import Any, Literal, get_args
 
 from emberkeep import config
 from emberkeep.blobs import open_store
+from emberkeep.checkpoint.overheads import Job, Overhead, optimal_full_interval, partial_pays
 from emberkeep.errors import ConfigError
-from emberkeep.overheads import (
-    Job,
-    Overhead,
-    optimal_full_interval,
-    partial_pays,
-)
 from emberkeep.planning.advisor import DEFAULT_PLS, PRIORITY_SHARE
 from emberkeep.planning.failures import HOUR, Failure, drawn_failures, uniform_times
 from emberkeep.rows.priority import Kind

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from emberkeep.contents import Hold
+from emberkeep.checkpoint.contents import Hold
+from emberkeep.checkpoint.restore import DENSE, rows_of
 from emberkeep.errors import ConfigError, NoVersionError
-from emberkeep.loading import DENSE, rows_of
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import ahead_of

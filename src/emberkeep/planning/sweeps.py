@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.overheads import interval_for_pls, partial_pays
+from emberkeep.checkpoint.overheads import interval_for_pls, partial_pays
 from emberkeep.planning.emulator import Emulation, Name, Outcome, Progress, Task, run_all
 from emberkeep.planning.records import F64
 

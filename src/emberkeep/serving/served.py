@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.blobs import open_store
-from emberkeep.checkpoint import write_pieces
+from emberkeep.checkpoint.restore import load_shard
+from emberkeep.checkpoint.saver import write_pieces
 from emberkeep.cluster.base import of_shard
 from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
@@ -31,7 +32,6 @@ from emberkeep.errors import (
     ProtocolError,
     ServerError,
 )
-from emberkeep.loading import load_shard
 from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority

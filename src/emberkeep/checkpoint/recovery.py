@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.checkpoint import Checkpointer
+from emberkeep.checkpoint.overheads import pls_of_loss
+from emberkeep.checkpoint.restore import LoadsItself
+from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.base import Cluster, Part
 from emberkeep.errors import ConfigError
-from emberkeep.loading import LoadsItself
-from emberkeep.overheads import pls_of_loss
 from emberkeep.repository import Manifest, Repository
 from emberkeep.repository.documents import Json
 from emberkeep.runtime.pool import Pool

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.checkpoint.restore import DENSE
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
-from emberkeep.loading import DENSE
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.bundles import Bundle

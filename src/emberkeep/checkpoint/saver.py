@@ -20,17 +20,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.codecs import Codec, NonNegative, Quantized
-from emberkeep.errors import (
-    CancelledError,
-    ConfigError,
-    DamageError,
-    FencedError,
-    SaveError,
-    ShardLostError,
-    StateError,
-)
-from emberkeep.loading import (
+from emberkeep.checkpoint.restore import (
     DENSE,
     Fits,
     Restored,
@@ -40,6 +30,16 @@ from emberkeep.loading import (
     check_schema,
     load,
     load_shard,
+)
+from emberkeep.codecs import Codec, NonNegative, Quantized
+from emberkeep.errors import (
+    CancelledError,
+    ConfigError,
+    DamageError,
+    FencedError,
+    SaveError,
+    ShardLostError,
+    StateError,
 )
 from emberkeep.repository import (
     DEFAULT_RETENTION,

@@ -1,0 +1,43 @@
+"""From the engine to a repository and back. Names are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from emberkeep.checkpoint.overheads import Job
+    from emberkeep.checkpoint.restore import Restored, load
+    from emberkeep.checkpoint.saver import (
+        LOSSLESS,
+        Checkpointer,
+        Extras,
+        Saving,
+        Settings,
+        Strategy,
+    )
+
+__all__ = [
+    "LOSSLESS",
+    "Checkpointer",
+    "Extras",
+    "Job",
+    "Restored",
+    "Saving",
+    "Settings",
+    "Strategy",
+    "load",
+]
+
+_MODULES = {
+    "overheads": ["Job"],
+    "restore": ["Restored", "load"],
+    "saver": ["Checkpointer", "Extras", "LOSSLESS", "Saving", "Settings", "Strategy"],
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
