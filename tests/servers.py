@@ -94,8 +94,8 @@ class FarmHosts:
 
 
 def _serve(pipe: int, threads: int, port: int) -> None:
-    from emberkeep.serving.served import ServedShard
-    from emberkeep.serving.server import ShardServer
+    from emberkeep.server.flight_server import ShardServer
+    from emberkeep.server.shard_service import ServedShard
 
     server = ShardServer(ServedShard(threads=threads), port=port)
     os.write(pipe, (server.address + "\n").encode())
@@ -106,8 +106,8 @@ def _serve(pipe: int, threads: int, port: int) -> None:
 def _main() -> None:
     import pyarrow.flight  # noqa: F401
 
-    import emberkeep.serving.server  # noqa: F401
-    from emberkeep.serving.warm import warm_up
+    import emberkeep.server.flight_server  # noqa: F401
+    from emberkeep.server.server_warmup import warm_up
 
     warm_up()  # kernels are loaded once, here
 

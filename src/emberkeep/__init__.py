@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.cluster.failure_schedule import fail_at, random_failures
     from emberkeep.cluster.local.local_cluster import local
-    from emberkeep.cluster.ray import ray_cluster
     from emberkeep.cluster.remote.processes import connect, servers
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.follower import Follower
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
     from emberkeep.parity.codes import Parity
+    from emberkeep.server.ray.ray_cluster import ray_cluster
     from emberkeep.strategies import (
         all_versions,
         check_n_run,
@@ -49,7 +49,6 @@ _HOMES = {
     "checkpoint.overheads": ("Job",),
     "cluster.failure_schedule": ("fail_at", "random_failures"),
     "cluster.local.local_cluster": ("local",),
-    "cluster.ray": ("ray_cluster",),
     "cluster.remote.processes": ("connect", "servers"),
     "errors": ("EmberkeepError", "ShardLostError"),
     "follower": ("Follower",),
@@ -57,6 +56,7 @@ _HOMES = {
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),
     "parity.codes": ("Parity",),
+    "server.ray.ray_cluster": ("ray_cluster",),
     "strategies": (
         "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
         "partial",

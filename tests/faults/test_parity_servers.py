@@ -20,9 +20,9 @@ from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.messages import Differences, Message
 from emberkeep.parity.peers import Peer
-from emberkeep.serving.senders import Sender
-from emberkeep.serving.served import ServedShard
-from emberkeep.serving.server import ShardServer
+from emberkeep.server.flight_server import ShardServer
+from emberkeep.server.parity_sender import Sender
+from emberkeep.server.shard_service import ServedShard
 from emberkeep.tables import Adagrad, Optimizer, Table
 from emberkeep.wire.security import Security
 from tests.contracts.engine import OPTIMIZERS, state

@@ -259,8 +259,8 @@ def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
 
 
 def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(farm: Farm) -> None:
-    from emberkeep.serving.epoch import Session
-    from emberkeep.serving.served import ServedShard
+    from emberkeep.server.epoch import Session
+    from emberkeep.server.shard_service import ServedShard
 
     served = ServedShard(threads=1)
     assert served.drain(1.0)

@@ -21,11 +21,11 @@ import trustme
 from typer.testing import CliRunner
 
 from emberkeep.cli import app
-from emberkeep.cluster import raylocal
-from emberkeep.cluster.ray import NAMESPACE, RayHosts, clusters, find, ray_cluster
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
 from emberkeep.parity.codes import Parity
 from emberkeep.rows.slab import RowIds
+from emberkeep.server.ray import local_ray
+from emberkeep.server.ray.ray_cluster import NAMESPACE, RayHosts, clusters, find, ray_cluster
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.settings import demo
@@ -170,15 +170,15 @@ def test_a_ray_that_is_started_here_has_a_token_of_its_own(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     (tmp_path / "emberkeep").mkdir()
-    assert raylocal._new_token() == {}  # its user has decided
+    assert local_ray._new_token() == {}  # its user has decided
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
-    token = Path(raylocal._new_token()["RAY_AUTH_TOKEN_PATH"])
+    token = Path(local_ray._new_token()["RAY_AUTH_TOKEN_PATH"])
     assert token.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(raylocal, "local_address", lambda: "127.0.0.1:6379")
-    raylocal.bring_token("127.0.0.1:1")
+    monkeypatch.setattr(local_ray, "local_address", lambda: "127.0.0.1:6379")
+    local_ray.bring_token("127.0.0.1:1")
     assert "RAY_AUTH_MODE" not in os.environ
-    raylocal.bring_token("127.0.0.1:6379")
+    local_ray.bring_token("127.0.0.1:6379")
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.cluster import raylocal
 from emberkeep.errors import ServerError
+from emberkeep.server.ray import local_ray
 
 
 def test_a_ray_that_is_not_there_is_told_at_once(
@@ -16,17 +16,17 @@ def test_a_ray_that_is_not_there_is_told_at_once(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-        assert raylocal.reachable(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+        assert local_ray.reachable(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
     with pytest.raises(ServerError, match="no Ray answers"):
-        raylocal.reachable(f"127.0.0.1:{port}")
+        local_ray.reachable(f"127.0.0.1:{port}")
     with pytest.raises(ServerError, match="host:port"):
-        raylocal.reachable("nonsense")
+        local_ray.reachable("nonsense")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(raylocal, "_NOTED_BY_RAY", tmp_path / "nothing")
+    monkeypatch.setattr(local_ray, "_NOTED_BY_RAY", tmp_path / "nothing")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ServerError, match="emberkeep cluster up"):
-        raylocal.reachable("auto")
-    assert not raylocal.stop_local()
+        local_ray.reachable("auto")
+    assert not local_ray.stop_local()
 
 
 def test_a_note_that_cannot_be_read_starts_and_stops_nothing(
@@ -38,8 +38,8 @@ def test_a_note_that_cannot_be_read_starts_and_stops_nothing(
     note = tmp_path / "emberkeep" / "ray.json"
     note.mkdir(parents=True)
     started: list[object] = []
-    monkeypatch.setattr(raylocal.subprocess, "Popen", lambda *args, **_: started.append(args))
-    for call in (raylocal.start_local, raylocal.stop_local, raylocal.local_address):
+    monkeypatch.setattr(local_ray.subprocess, "Popen", lambda *args, **_: started.append(args))
+    for call in (local_ray.start_local, local_ray.stop_local, local_ray.local_address):
         with pytest.raises(ServerError, match="cannot be read"):
             call()
     assert note.exists()

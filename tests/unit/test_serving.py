@@ -38,10 +38,10 @@ from emberkeep.repository import Repository
 from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
 from emberkeep.runtime.metrics import MetricsServer
-from emberkeep.serving.epoch import Session
-from emberkeep.serving.pushes import Ledger, join
-from emberkeep.serving.served import ServedShard
-from emberkeep.serving.server import ShardServer
+from emberkeep.server.epoch import Session
+from emberkeep.server.flight_server import ShardServer
+from emberkeep.server.pushes import Ledger, join
+from emberkeep.server.shard_service import ServedShard
 from emberkeep.tables import SGD, Adagrad, Adam, Normal, Optimizer, Table
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import (

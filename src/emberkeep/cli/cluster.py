@@ -38,8 +38,8 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start servers that stay up. Without --address a local Ray is started for them."""
-    from emberkeep.cluster import ray
-    from emberkeep.cluster.raylocal import start_local, stop_local
+    from emberkeep.server.ray import ray_cluster
+    from emberkeep.server.ray.local_ray import start_local, stop_local
     from emberkeep.wire.security import Security, read_token
 
     security = Security(
@@ -47,14 +47,14 @@ def up(
     ).carried()
     local = address is None and start_local()
     try:
-        ray.ensure_ray(address or "auto")
-        actors = ray.start(
+        ray_cluster.ensure_ray(address or "auto")
+        actors = ray_cluster.start(
             shards, name=name, cpus=cpus, threads=threads, security=security, detached=True
         )
-        addresses = [ray.RayHosts(actors).address(shard) for shard in range(shards)]
+        addresses = [ray_cluster.RayHosts(actors).address(shard) for shard in range(shards)]
     except BaseException:
         if local:
-            ray.disconnect()
+            ray_cluster.disconnect()
             stop_local()
         raise
     if as_json:
@@ -79,10 +79,10 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show every server: its state, epoch and what it does."""
-    from emberkeep.cluster import ray
+    from emberkeep.server.ray import ray_cluster
 
-    ray.ensure_ray(address or "auto")
-    hosts = ray.RayHosts(_found(name))
+    ray_cluster.ensure_ray(address or "auto")
+    hosts = ray_cluster.RayHosts(_found(name))
     before, taken = _look(hosts), time.monotonic()
     if as_json:
         print_json({"name": name, "shards": before})
@@ -105,23 +105,23 @@ def status(
 @command
 def down(name: _Name = "emberkeep", address: _Address = None) -> None:
     """End the servers; a local Ray that `up` has started ends when no servers are left on it."""
-    from emberkeep.cluster import ray
-    from emberkeep.cluster.raylocal import stop_local
+    from emberkeep.server.ray import ray_cluster
+    from emberkeep.server.ray.local_ray import stop_local
 
-    ray.ensure_ray(address or "auto")
-    ray.stop(_found(name))
-    if address is None and not ray.clusters():
-        ray.disconnect()
+    ray_cluster.ensure_ray(address or "auto")
+    ray_cluster.stop(_found(name))
+    if address is None and not ray_cluster.clusters():
+        ray_cluster.disconnect()
         stop_local()
     say(f"cluster {name!r} is down")
 
 
 def _found(name: str) -> list[Any]:
-    from emberkeep.cluster import ray
+    from emberkeep.server.ray import ray_cluster
 
-    actors = ray.find(name)
+    actors = ray_cluster.find(name)
     if not actors:
-        there = ", ".join(ray.clusters()) or "none"
+        there = ", ".join(ray_cluster.clusters()) or "none"
         raise ConfigError(f"there is no cluster {name!r}; up are: {there}")
     return actors
 

@@ -53,9 +53,9 @@ def serve(
     """
     place = _place(shard)
     from emberkeep.runtime.metrics import MetricsServer
-    from emberkeep.serving.served import ServedShard
-    from emberkeep.serving.server import ShardServer
-    from emberkeep.serving.warm import warm_up
+    from emberkeep.server.flight_server import ShardServer
+    from emberkeep.server.server_warmup import warm_up
+    from emberkeep.server.shard_service import ServedShard
     from emberkeep.wire.security import Security, read_token
 
     security = Security(

@@ -121,7 +121,7 @@ def _cluster(settings: Settings, steps: int, rank: int) -> ClusterSpec:
     if given.kind == "connect":
         return connect(given.addresses, parity=parity)
     if given.kind == "ray":
-        from emberkeep.cluster.ray import RayCluster
+        from emberkeep.server.ray.ray_cluster import RayCluster
 
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from emberkeep import config
-from emberkeep.cluster import ray
-from emberkeep.cluster.raylocal import local_address
 from emberkeep.keeper import Costs, Recoveries
+from emberkeep.server.ray import ray_cluster
+from emberkeep.server.ray.local_ray import local_address
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
 from emberkeep.train.settings import Settings
@@ -29,16 +29,16 @@ def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
     version, if versions are saved.
     """
     given = settings.cluster
-    with ray.connected(given.address or (local_address() if given.name else None)):
+    with ray_cluster.connected(given.address or (local_address() if given.name else None)):
         started: list[Any] = []
         name = given.name or f"run-{uuid.uuid4().hex[:8]}"
-        if not ray.find(name):
-            started = ray.start(
+        if not ray_cluster.find(name):
+            started = ray_cluster.start(
                 given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security()
             )
         try:
             named = replace(settings, cluster=replace(given, name=name))
-            told = ray.run_workers(
+            told = ray_cluster.run_workers(
                 work,
                 {"settings": config.to_toml(named), "fresh": fresh},
                 workers=given.workers,
@@ -46,17 +46,17 @@ def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
                 attempts=1 if settings.checkpoint.path is None else ATTEMPTS,
             )
         finally:
-            ray.stop(started)
+            ray_cluster.stop(started)
     return _result(settings, told["result"])
 
 
 def work(given: dict[str, Any]) -> None:
     """What one worker does."""
     settings = config.parse(Settings, given["settings"], source="the settings of the run")
-    rank, _ = ray.place()
+    rank, _ = ray_cluster.place()
     result = run(settings, fresh=given["fresh"], rank=rank)
     if rank == 0:
-        ray.report(given, {"result": result.to_dict()})
+        ray_cluster.report(given, {"result": result.to_dict()})
     dist.barrier()  # nobody leaves while rank 0 still looks at rows
 
 

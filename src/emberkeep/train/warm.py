@@ -11,8 +11,8 @@ from emberkeep.data import Synthetic
 from emberkeep.nn import EmbeddingBags, Embeddings
 from emberkeep.rows.priority import Kind, Priority
 from emberkeep.rows.tracker import PRIORITISED
-from emberkeep.serving.warm import OPTIMIZERS
-from emberkeep.serving.warm import warm_up as serve_once
+from emberkeep.server.server_warmup import OPTIMIZERS
+from emberkeep.server.server_warmup import warm_up as serve_once
 from emberkeep.tables import SGD, Adam, Normal, Optimizer, Table
 
 _OPTIMIZERS: tuple[Optimizer, ...] = (*OPTIMIZERS, Adam(lr=0.1, step="row"))

@@ -16,8 +16,8 @@ from emberkeep.rows.lookup import unique_ids
 from emberkeep.rows.slab import F32, I64, U64, RowIds
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
-from emberkeep.serving.guarding import Guarding
-from emberkeep.serving.pushes import Ledger, Meeting, Part, join
+from emberkeep.server.parity_service import Guarding
+from emberkeep.server.pushes import Ledger, Meeting, Part, join
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,

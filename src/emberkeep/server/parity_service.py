@@ -48,7 +48,7 @@ from emberkeep.parity.stream_frames import (
 from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import be_nice
-from emberkeep.serving.senders import Sender
+from emberkeep.server.parity_sender import Sender
 from emberkeep.wire.protocol import Bytes, Json, pack_frame, unpack_frame
 from emberkeep.wire.security import Security
 

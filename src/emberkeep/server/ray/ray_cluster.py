@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emberkeep.cluster.raylocal import bring_token, local_address, reachable
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools
+from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security
 
@@ -154,9 +154,9 @@ class _Host:
     """The actor: its process is the server. Ray makes it again when the process dies."""
 
     def __init__(self, threads: int | None, host: str, security: Security) -> None:
-        from emberkeep.serving.served import ServedShard
-        from emberkeep.serving.server import ShardServer
-        from emberkeep.serving.warm import warm_up
+        from emberkeep.server.flight_server import ShardServer
+        from emberkeep.server.server_warmup import warm_up
+        from emberkeep.server.shard_service import ServedShard
 
         warm_up()
         self._server = ShardServer(ServedShard(threads=threads), host=host, security=security)

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, ServerError
-from emberkeep.serving.epoch import Session
-from emberkeep.serving.served import ServedShard
+from emberkeep.server.epoch import Session
+from emberkeep.server.shard_service import ServedShard
 from emberkeep.wire.connection import blob_of
 from emberkeep.wire.protocol import PROTOCOL, describe_error, pack_frame, refusal, unpack_frame
 from emberkeep.wire.security import HEADER, Security, read_pem

@@ -37,9 +37,9 @@ from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.pool import Pool
-from emberkeep.serving.epoch import Epoch, Session
-from emberkeep.serving.guarding import guarding_from
-from emberkeep.serving.metrics import Metrics
+from emberkeep.server.epoch import Epoch, Session
+from emberkeep.server.parity_service import guarding_from
+from emberkeep.server.server_metrics import Metrics
 from emberkeep.tables import optimizer_from
 from emberkeep.wire.protocol import (
     APPLY,

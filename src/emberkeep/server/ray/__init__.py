@@ -1,0 +1,1 @@
+"""Shard servers that Ray places and supervises."""
