@@ -13,7 +13,7 @@ import safetensors.numpy
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import LOSSLESS, Checkpointer, load
 from emberkeep.follower import Follower
-from emberkeep.inspection import check
+from emberkeep.inspect.summary import check
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from tests.golden.make import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.difference import TableDifference, compare
+from emberkeep.inspect.difference import TableDifference, compare
 from emberkeep.runtime import pool
 from tests.unit.repositories import TABLES, Run, State
 

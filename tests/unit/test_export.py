@@ -17,8 +17,8 @@ from safetensors import safe_open
 from emberkeep.checkpoint import Extras
 from emberkeep.checkpoint.contents import IdSet, dense_arrays, merged_rows
 from emberkeep.errors import ConfigError, DamageError, StorageError
-from emberkeep.export import file_name, to_directory, to_parquet, to_safetensors
-from emberkeep.inspection import check
+from emberkeep.inspect.export import file_name, to_directory, to_parquet, to_safetensors
+from emberkeep.inspect.summary import check
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from tests.unit.repositories import TABLES, Run, State, flipped

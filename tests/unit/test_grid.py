@@ -20,9 +20,9 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Strategy
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
+from emberkeep.inspect.picture import as_html, as_text, picture
 from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
-from emberkeep.picture import as_html, as_text, picture
 from emberkeep.repository import VersionId
 from emberkeep.repository.grid.bundle_reader import runs
 from emberkeep.repository.grid.bundles import Unpacked, pack_head, unpack_heads

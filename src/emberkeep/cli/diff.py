@@ -33,8 +33,8 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the weights of two versions, table by table."""
-    from emberkeep.difference import compare
-    from emberkeep.inspection import codec_text, files_of
+    from emberkeep.inspect.difference import compare
+    from emberkeep.inspect.summary import codec_text, files_of
     from emberkeep.runtime import pool
 
     repository, store = open_repository(url)

@@ -23,7 +23,7 @@ from emberkeep.cli._shell import command
 from emberkeep.cli._work import progress
 
 if TYPE_CHECKING:
-    from emberkeep.export import Exported
+    from emberkeep.inspect.export import Exported
 
 
 class Format(str, enum.Enum):
@@ -56,8 +56,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the rows of one version as safetensors or Parquet: ids, weights, optimizer planes."""
-    from emberkeep.export import to_parquet, to_safetensors
-    from emberkeep.inspection import files_of
+    from emberkeep.inspect.export import to_parquet, to_safetensors
+    from emberkeep.inspect.summary import files_of
     from emberkeep.runtime import pool
 
     repository, store = open_repository(url)

@@ -35,7 +35,7 @@ def fork(
 ) -> None:
     """Copy a version, with all that it needs, to a new repository; neither depends on the other."""
     from emberkeep.blobs import open_store
-    from emberkeep.inspection import files_of
+    from emberkeep.inspect.summary import files_of
     from emberkeep.repository import fork as copy
 
     repository, _ = open_repository(url)

@@ -51,7 +51,7 @@ def gc(
     repository may remove anything, so this takes over from a trainer that is still running: it
     will stop at its next save. Trainers run gc themselves, after every save.
     """
-    from emberkeep.inspection import plan_collection
+    from emberkeep.inspect.summary import plan_collection
     from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
 
     policy = KeepLast(n=keep_last) | KeepNamed()
@@ -84,7 +84,7 @@ def gc(
 
 
 def _refuse_if_active(repository: Repository) -> None:
-    from emberkeep.inspection import newest_writer
+    from emberkeep.inspect.summary import newest_writer
 
     writer = newest_writer(repository)
     if writer is None:

@@ -46,7 +46,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a version holds, and what the repository's storage is used for."""
-    from emberkeep.inspection import describe
+    from emberkeep.inspect.summary import describe
 
     if html is not None and not grid:
         raise ConfigError("--html draws the grid: say --grid too")
@@ -76,7 +76,7 @@ def show(
 def _show_grid(
     repository: Repository, version: VersionId, html: Path | None, as_json: bool
 ) -> None:
-    from emberkeep.picture import as_html, as_text, picture
+    from emberkeep.inspect.picture import as_html, as_text, picture
 
     drawn = picture(repository, version)
     if drawn is None:

@@ -40,7 +40,7 @@ def verify(
 
     Names what is damaged or missing, and which versions it concerns.
     """
-    from emberkeep.inspection import check, files_of
+    from emberkeep.inspect.summary import check, files_of
     from emberkeep.runtime import pool
 
     repository, store = open_repository(url)

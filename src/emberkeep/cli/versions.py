@@ -21,7 +21,7 @@ from emberkeep.errors import DamageError
 @command
 def versions(url: Url, as_json: JsonOption = False) -> None:
     """List the versions of a repository, oldest first."""
-    from emberkeep.inspection import list_versions
+    from emberkeep.inspect.summary import list_versions
 
     repository, _ = open_repository(url)
     found = list_versions(repository)

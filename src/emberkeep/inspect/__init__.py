@@ -1,0 +1,1 @@
+"""What can be said of a repository without a cluster: summary, difference, export."""
