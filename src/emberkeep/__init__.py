@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from emberkeep.cluster.local.local_cluster import local
     from emberkeep.cluster.remote.processes import connect, servers
     from emberkeep.errors import EmberkeepError, ShardLostError
-    from emberkeep.follower import Follower
+    from emberkeep.inference.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
     from emberkeep.models import DLRM, PNN, DeepFM
     from emberkeep.nn import EmbeddingBags, Embeddings
@@ -51,7 +51,7 @@ _HOMES = {
     "cluster.local.local_cluster": ("local",),
     "cluster.remote.processes": ("connect", "servers"),
     "errors": ("EmberkeepError", "ShardLostError"),
-    "follower": ("Follower",),
+    "inference.follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),
     "models": ("DLRM", "DeepFM", "PNN"),
     "nn": ("EmbeddingBags", "Embeddings"),

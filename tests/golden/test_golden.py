@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import LOSSLESS, Checkpointer, load
-from emberkeep.follower import Follower
+from emberkeep.inference import Follower
 from emberkeep.inspect.summary import check
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool

@@ -23,7 +23,7 @@ from emberkeep.errors import (
     StateError,
     StorageError,
 )
-from emberkeep.follower import Follower, View
+from emberkeep.inference import Follower, View
 from emberkeep.repository import KeepAll, KeepLast, Repository, Writer, fork
 from emberkeep.tables import Normal, RowWiseAdagrad, Table
 from emberkeep.testing.stores import RecordingStore
