@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from emberkeep.inference.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
     from emberkeep.models import DLRM, PNN, DeepFM
-    from emberkeep.nn import EmbeddingBags, Embeddings
+    from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
     from emberkeep.parity.codes import Parity
     from emberkeep.server.ray.ray_cluster import ray_cluster
     from emberkeep.strategies import (
@@ -54,7 +54,7 @@ _HOMES = {
     "inference.follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),
     "models": ("DLRM", "DeepFM", "PNN"),
-    "nn": ("EmbeddingBags", "Embeddings"),
+    "nn.embeddings": ("EmbeddingBags", "Embeddings"),
     "parity.codes": ("Parity",),
     "server.ray.ray_cluster": ("ray_cluster",),
     "strategies": (

@@ -16,7 +16,7 @@ from emberkeep.keeper import following
 from emberkeep.keeper.dense import Dense, Stateful, check_states
 from emberkeep.keeper.subjects import Together
 from emberkeep.keeper.tables import TorchTables, embeddings
-from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

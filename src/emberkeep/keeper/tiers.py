@@ -35,7 +35,7 @@ from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
 from emberkeep.keeper.parts import Optimizers, take_apart
 from emberkeep.keeper.plain import Packed
 from emberkeep.keeper.recovering import Recovered, Recoveries
-from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 from emberkeep.strategies import Interval, schedule
 
 _STATES = "step-"

@@ -14,7 +14,7 @@ from emberkeep.cluster.remote.processes import connect, servers
 from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
 from emberkeep.errors import ConfigError
 from emberkeep.models import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
-from emberkeep.nn import EmbeddingBags
+from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.tables import Table
 from emberkeep.train.settings import Settings
 

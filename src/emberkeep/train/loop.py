@@ -26,7 +26,7 @@ from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
 from emberkeep.keeper import Keeper, TierKeeper
 from emberkeep.models import Ids
-from emberkeep.nn import EmbeddingBags
+from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.keeping import Keeping, Progress

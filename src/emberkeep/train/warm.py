@@ -8,7 +8,7 @@ import torch
 
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.data import Synthetic
-from emberkeep.nn import EmbeddingBags, Embeddings
+from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 from emberkeep.rows.priority import Kind, Priority
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.server.server_warmup import OPTIMIZERS
