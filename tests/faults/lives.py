@@ -196,7 +196,7 @@ def plain(
     import emberkeep as ek
     from emberkeep.checkpoint import Settings
     from emberkeep.data import Reader, Synthetic
-    from emberkeep.keeper.plain import pack
+    from emberkeep.keeper.plain_state import pack
 
     if int(world) > 1:
         torch.distributed.init_process_group(

@@ -37,7 +37,7 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.repository import KeepAll, Repository
 
 ROWS, DIM = 300, 4

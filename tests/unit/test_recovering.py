@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import RecoveryError, ShardLostError
-from emberkeep.keeper.recovering import Recoverer
+from emberkeep.keeper.recoverer import Recoverer
 
 
 def test_recoveries_that_lose_shards_again_and_again_end(monkeypatch: pytest.MonkeyPatch) -> None:

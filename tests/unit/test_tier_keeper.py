@@ -13,7 +13,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.errors import DamageError
 from emberkeep.keeper import tier_state
-from emberkeep.keeper.plain import pack
+from emberkeep.keeper.plain_state import pack
 from emberkeep.tiered import durable_open
 
 WIDTH = 3

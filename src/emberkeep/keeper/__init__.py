@@ -2,7 +2,7 @@
 
 from emberkeep.keeper.costs import Costs
 from emberkeep.keeper.keeper import Keeper
-from emberkeep.keeper.recovering import Recovered, Recoveries
-from emberkeep.keeper.tiers import TierKeeper
+from emberkeep.keeper.recoverer import Recovered, Recoveries
+from emberkeep.keeper.tier_saver import TierKeeper
 
 __all__ = ["Costs", "Keeper", "Recovered", "Recoveries", "TierKeeper"]

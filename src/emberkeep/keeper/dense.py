@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.plain_state import Packed, pack, unpack
 
 Json = dict[str, Any]
 

@@ -30,12 +30,12 @@ from emberkeep.errors import (
 )
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.dense import Json, Stateful, check_stateful, generators, set_generators
-from emberkeep.keeper.parts import Optimizers, take_apart
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.model_parts import Optimizers, take_apart
+from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
-from emberkeep.keeper.recovering import Recovered, Recoverer, Recoveries
+from emberkeep.keeper.recoverer import Recovered, Recoverer, Recoveries
 from emberkeep.keeper.signals import Termination, end
-from emberkeep.keeper.tables import Hook
+from emberkeep.keeper.torch_tables import Hook
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.runtime.metrics import MetricsServer, exposition
 from emberkeep.runtime.pool import Pool

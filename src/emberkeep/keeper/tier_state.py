@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from emberkeep.errors import DamageError
-from emberkeep.keeper.plain import Packed, pack, unpack
+from emberkeep.keeper.plain_state import Packed, pack, unpack
 
 Json = dict[str, Any]
 

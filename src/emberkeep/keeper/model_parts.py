@@ -12,10 +12,10 @@ from torch import nn
 
 from emberkeep.checkpoint.restore import Subject
 from emberkeep.errors import ConfigError
-from emberkeep.keeper import following
+from emberkeep.keeper import followable
+from emberkeep.keeper.combined_subject import Together
 from emberkeep.keeper.dense import Dense, Stateful, check_states
-from emberkeep.keeper.subjects import Together
-from emberkeep.keeper.tables import TorchTables, embeddings
+from emberkeep.keeper.torch_tables import TorchTables, embeddings
 from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -99,7 +99,7 @@ def _followed(
         assert isinstance(weight, torch.Tensor)
         trainers = trained_by.get(id(weight), [])
         first = trainers[0] if trainers else None
-        reason = following.why_not(module, *(first or (None, {})))
+        reason = followable.why_not(module, *(first or (None, {})))
         if len(trainers) > 1:
             reason = "it is trained more than once per step"
         if reason is None:

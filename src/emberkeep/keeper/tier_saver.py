@@ -32,9 +32,9 @@ from emberkeep.errors import (
 )
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
-from emberkeep.keeper.parts import Optimizers, take_apart
-from emberkeep.keeper.plain import Packed
-from emberkeep.keeper.recovering import Recovered, Recoveries
+from emberkeep.keeper.model_parts import Optimizers, take_apart
+from emberkeep.keeper.plain_state import Packed
+from emberkeep.keeper.recoverer import Recovered, Recoveries
 from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 from emberkeep.strategies import Interval, schedule
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emberkeep.errors import ConfigError, ShardLostError, StateError
-from emberkeep.keeper import following
+from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.rows.priority import Priority, Ranking
 from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
@@ -59,7 +59,7 @@ class TorchTable:
         if self.rows % 64:
             self.touched[-1] = np.uint64((1 << (self.rows % 64)) - 1)
         self.dirty: U64 = _no_rows(words)
-        self.state_names = following.state_names(optimizer)
+        self.state_names = followable.state_names(optimizer)
         self._make_state()
         self.planes: Planes = self._views()
         self._addresses = self._where()
@@ -96,7 +96,7 @@ class TorchTable:
                 f"{', '.join([*unknown, *(f'no {name}' for name in missing)])}, which it had not "
                 "when the keeper was made: make the keeper after the optimizer has its settings"
             )
-        planes = {following.PLANES[name]: state[name] for name in self.state_names}
+        planes = {followable.PLANES[name]: state[name] for name in self.state_names}
         return {"weight": self.weight, **planes}
 
     def _views(self) -> Planes:
@@ -121,7 +121,7 @@ class TorchTable:
         """Called with the gradient in place; `blind` if it will be computed within the step."""
         self.look_again()
         gradient = self.weight.grad
-        reason = following.moves_others(type(self.optimizer).__name__, group)
+        reason = followable.moves_others(type(self.optimizer).__name__, group)
         if blind:
             reason = "the gradient is computed inside of step(closure)"
         if reason is not None:
@@ -132,7 +132,7 @@ class TorchTable:
                 )
             self.change_all()
         elif gradient is not None:
-            self.change(following.changed_rows(gradient).numpy())
+            self.change(followable.changed_rows(gradient).numpy())
 
     def change(self, rows: I64) -> None:
         """These rows are about to change: whoever copies them has them as they are first."""
