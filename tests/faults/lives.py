@@ -329,7 +329,7 @@ def _be_born(question: dict[str, Any]) -> None:
 def _serve() -> None:
     for name in ("torch.distributed", "emberkeep.cli.train", "emberkeep.train.loop"):
         importlib.import_module(name)
-    importlib.import_module("emberkeep.train.warm").warm_up()
+    importlib.import_module("emberkeep.train.train_warmup").warm_up()
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:

@@ -15,7 +15,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.settings import demo
+from emberkeep.train.run_config import demo
 
 STEPS = 18
 SHARDS = 4

@@ -26,7 +26,7 @@ from emberkeep.train import build
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.settings import demo
+from emberkeep.train.run_config import demo
 from tests.servers import Farm, FarmHosts
 
 SHARDS = 3

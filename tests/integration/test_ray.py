@@ -28,7 +28,7 @@ from emberkeep.server.ray import local_ray
 from emberkeep.server.ray.ray_cluster import NAMESPACE, RayHosts, clusters, find, ray_cluster
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
-from emberkeep.train.settings import demo
+from emberkeep.train.run_config import demo
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security
 

@@ -20,7 +20,7 @@ from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step, TensorBoard
 from emberkeep.train.loop import digest, evaluate, run
 from emberkeep.train.result import Result
-from emberkeep.train.settings import Settings, demo
+from emberkeep.train.run_config import Settings, demo
 
 SMALL = [
     "data.samples=3000",

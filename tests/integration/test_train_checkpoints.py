@@ -16,7 +16,7 @@ from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.settings import Settings, demo
+from emberkeep.train.run_config import Settings, demo
 
 SMALL = [
     "data.samples=2000",

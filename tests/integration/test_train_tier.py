@@ -13,7 +13,7 @@ from emberkeep.nn import EmbeddingBags
 from emberkeep.tiered import durable_open
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 from tests.integration.test_train import small
 
 STEPS = 11  # of 250 samples, from 2700

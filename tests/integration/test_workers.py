@@ -53,7 +53,7 @@ def work(rank: int, addresses: list[str], where: str, more: list[str]) -> None:
 
     from emberkeep.train import build
     from emberkeep.train.loop import run
-    from emberkeep.train.settings import demo
+    from emberkeep.train.run_config import demo
 
     dist.init_process_group("gloo", init_method=f"file://{where}.meeting", rank=rank, world_size=2)
     build._cluster = lambda *_: Connect(addresses=tuple(addresses), rank=rank, world=2)

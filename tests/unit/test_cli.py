@@ -11,7 +11,7 @@ import pytest
 
 import emberkeep
 from emberkeep.cli import main
-from emberkeep.train import settings
+from emberkeep.train import run_config
 
 
 def emberkeep_command(
@@ -74,7 +74,7 @@ def test_a_printed_config_is_the_config_of_the_demo(tmp_path: Path) -> None:
     assert printed.returncode == 0
     path = tmp_path / "run.toml"
     path.write_text(printed.stdout)
-    assert settings.load(path) == settings.DEMO
+    assert run_config.load(path) == run_config.DEMO
     again = emberkeep_command("train", str(path), "--print-config", "--set", "run.seed=7")
     assert "seed = 7" in again.stdout
 

@@ -8,7 +8,7 @@ import pytest
 from emberkeep.errors import ConfigError
 from emberkeep.parity.codes import Parity
 from emberkeep.tables import Adam, RowWiseAdagrad, Tier
-from emberkeep.train.settings import (
+from emberkeep.train.run_config import (
     DEMO,
     DataSettings,
     RowOptimizerSettings,

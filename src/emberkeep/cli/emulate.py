@@ -81,7 +81,7 @@ def emulate(
     from emberkeep.planning.emulator import Emulation, small_task
     from emberkeep.planning.sweeps import SHORT
     from emberkeep.report.page import write
-    from emberkeep.train.settings import load
+    from emberkeep.train.run_config import load
 
     job = Job(
         duration=read_time("--duration", duration),

@@ -16,7 +16,7 @@ from emberkeep.errors import ConfigError
 if TYPE_CHECKING:
     from emberkeep.keeper import Costs, Recoveries
     from emberkeep.train.result import Result
-    from emberkeep.train.settings import Settings
+    from emberkeep.train.run_config import Settings
 
 
 @command
@@ -97,14 +97,14 @@ def train(
 
 
 def _settings(config: Path | None, demo: bool, overrides: list[str]) -> Settings:
-    from emberkeep.train import settings
+    from emberkeep.train import run_config
 
     if config is not None and demo:
         raise ConfigError(f"--demo has settings of its own: leave out {config}, or --demo")
     if config is not None:
-        return settings.load(config, overrides)
+        return run_config.load(config, overrides)
     if demo:
-        return settings.demo(overrides)
+        return run_config.demo(overrides)
     raise ConfigError("name a CONFIG.toml (--print-config writes one to start from), or use --demo")
 
 

@@ -19,7 +19,7 @@ def warm(
 ) -> None:
     """Compile all kernels now, so that no later run has to."""
     from emberkeep.kernels._jit import announcer
-    from emberkeep.train.warm import warm_up
+    from emberkeep.train.train_warmup import warm_up
 
     start = time.perf_counter()
     warm_up()

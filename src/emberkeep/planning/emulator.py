@@ -29,8 +29,7 @@ from emberkeep.rows.priority import Kind
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.strategies import Every
 from emberkeep.train.hooks import Step
-from emberkeep.train.recording import Recording
-from emberkeep.train.settings import (
+from emberkeep.train.run_config import (
     CheckpointSettings,
     DataSettings,
     FailureSettings,
@@ -40,6 +39,7 @@ from emberkeep.train.settings import (
     Settings,
     TableSettings,
 )
+from emberkeep.train.run_trace import Recording
 
 Name = Literal["full", "partial", "cpr", "cpr_mfu", "cpr_ssu", "cpr_scar"]
 STRATEGIES: tuple[Name, ...] = get_args(Name)

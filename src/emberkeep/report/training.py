@@ -8,7 +8,7 @@ import numpy as np
 
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing
-from emberkeep.train.recording import Recording
+from emberkeep.train.run_trace import Recording
 
 _WINDOW = 1 / 40  # of the steps: over so many the loss is averaged
 

@@ -1,0 +1,1 @@
+"""The training run of `emberkeep train`, from its settings to its result."""

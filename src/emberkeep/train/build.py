@@ -16,7 +16,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.models.dlrm import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.tables import Table
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 
 CRITEO_DENSE = 13
 CRITEO_FEATURES = tuple(f"C{field + 1}" for field in range(26))

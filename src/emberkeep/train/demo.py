@@ -8,14 +8,14 @@ from pathlib import Path
 
 from emberkeep import config
 from emberkeep.train.hooks import Hook
-from emberkeep.train.recording import Recording
-from emberkeep.train.settings import (
+from emberkeep.train.run_config import (
     DEMO,
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     Settings,
 )
+from emberkeep.train.run_trace import Recording
 
 _REPOSITORY = "run"
 

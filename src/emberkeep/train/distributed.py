@@ -14,7 +14,7 @@ from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 from emberkeep.wire.security import Security
 
 ATTEMPTS = 4

@@ -29,9 +29,9 @@ from emberkeep.models.dlrm import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
-from emberkeep.train.keeping import Keeping, Progress
+from emberkeep.train.kept_run import Keeping, Progress
 from emberkeep.train.result import Result
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 
 
 def run(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from emberkeep.keeper import Costs, Recoveries
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

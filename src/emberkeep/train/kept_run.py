@@ -18,7 +18,7 @@ from emberkeep.errors import StateError
 from emberkeep.keeper import Costs, Keeper, Recoveries, TierKeeper
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook
-from emberkeep.train.settings import Settings
+from emberkeep.train.run_config import Settings
 
 Json = dict[str, Any]
 
