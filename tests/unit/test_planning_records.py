@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.planning.records import read_record
+from emberkeep.planning.failure_log import read_record
 
 GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 

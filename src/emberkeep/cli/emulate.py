@@ -94,8 +94,8 @@ def emulate(
     )
     times = None
     if failures is not None:
+        from emberkeep.planning.failure_log import read_record
         from emberkeep.planning.failures import fits
-        from emberkeep.planning.records import read_record
 
         record = read_record(failures)
         best = fits(record.gaps_hours)[0]

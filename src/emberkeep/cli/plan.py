@@ -15,8 +15,8 @@ from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from emberkeep.planning.advisor import Plan
+    from emberkeep.planning.failure_log import Record
     from emberkeep.planning.failures import Fit
-    from emberkeep.planning.records import Record
 
 
 @command
@@ -135,8 +135,8 @@ def _fitted(
     path: Path, column: str | None, nodes: int | None, shards: int
 ) -> tuple[Record, tuple[Fit, ...], timedelta]:
     """The record, the distributions fitted to it, and the MTBF of the job."""
+    from emberkeep.planning.failure_log import read_record
     from emberkeep.planning.failures import fits, scaled_mtbf
-    from emberkeep.planning.records import read_record
 
     record = read_record(path, column=column)
     for line in record.taken:
@@ -159,8 +159,8 @@ def _costs(
             raise ConfigError("give --save-time and --load-time, or --repository to measure them")
         return save, load
     from emberkeep.cli._repository import open_repository
-    from emberkeep.planning.measured import load_time as measured_load
-    from emberkeep.planning.measured import save_time as measured_save
+    from emberkeep.planning.measurements import load_time as measured_load
+    from emberkeep.planning.measurements import save_time as measured_save
 
     opened, _ = open_repository(repository)
     if save is None:

@@ -1,0 +1,1 @@
+"""Which strategy a job should use: advice from models, emulation from runs."""

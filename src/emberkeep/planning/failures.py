@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.planning.records import F64, FEWEST
+from emberkeep.planning.failure_log import F64, FEWEST
 
 HOUR = timedelta(hours=1)
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from emberkeep.errors import ConfigError
 from emberkeep.planning.advisor import Option, Plan, advise, time_text
+from emberkeep.planning.failure_log import F64, Record
 from emberkeep.planning.failures import HOUR, Fit, Scaling, scaled_mtbf
-from emberkeep.planning.records import F64, Record
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
 
