@@ -24,7 +24,7 @@ from emberkeep.planning.emulator import (
     tactics,
 )
 from emberkeep.planning.sweeps import Point, lines
-from emberkeep.report import emulation as pages
+from emberkeep.report import emulation_page as pages
 from emberkeep.report.page import Page, strict, write
 from emberkeep.report.plots import drawing, stacked_bars
 

@@ -36,7 +36,7 @@ def demo(
 
     from emberkeep.cli._progress import progress
     from emberkeep.report.page import write
-    from emberkeep.report.training import training_page
+    from emberkeep.report.training_page import training_page
     from emberkeep.train.demo import demonstrate
 
     found = demonstrate(given, hooks=lambda: [progress()], tell=say)

@@ -18,7 +18,7 @@ from emberkeep.cli._shell import command, say
 
 if TYPE_CHECKING:
     from emberkeep.planning.emulator import Emulation, Progress
-    from emberkeep.report.emulation import Table
+    from emberkeep.report.emulation_page import Table
     from emberkeep.report.page import Page
 
 Sweep = Literal["pls", "failures", "fraction"]
@@ -139,7 +139,7 @@ class _Shown:
 
 def _compared(spec: Emulation, strategies: list[str] | None, progress: Progress) -> _Shown:
     from emberkeep.planning.emulator import STRATEGIES, emulate, named
-    from emberkeep.report import emulation as pages
+    from emberkeep.report import emulation_page as pages
 
     found = emulate(spec, [named(n) for n in strategies or STRATEGIES], progress=progress)
     told = found.to_dict()
@@ -156,7 +156,7 @@ def _swept(
 ) -> _Shown:
     from emberkeep.planning import sweeps
     from emberkeep.planning.emulator import named
-    from emberkeep.report import emulation as pages
+    from emberkeep.report import emulation_page as pages
 
     names = [named(name) for name in strategies or ()]
     told: dict[str, Any] = {"sweep": sweep}

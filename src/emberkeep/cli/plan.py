@@ -118,7 +118,7 @@ def plan(
     told = {**found.to_dict(), "failures": _told(record, fitted)}
     if report is not None:
         from emberkeep.report.page import write
-        from emberkeep.report.planning import plan_page
+        from emberkeep.report.plan_page import plan_page
 
         page = plan_page(found, record=record, fitted=fitted, nodes=shards)
         rows = [{"strategy": name, **o.to_dict()} for name, o in found.strategies.items()]
@@ -197,7 +197,7 @@ def _told(record: Record | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | No
 
 def _print(plan: Plan, record: Record | None, fitted: tuple[Fit, ...]) -> None:
     from emberkeep.planning.advisor import time_text
-    from emberkeep.report.planning import TITLES, plan_table
+    from emberkeep.report.plan_page import TITLES, plan_table
 
     job = plan.question.job
     if record is not None:

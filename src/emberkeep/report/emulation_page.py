@@ -10,7 +10,7 @@ from emberkeep.planning.advisor import time_text
 from emberkeep.planning.emulator import Emulated, Outcome
 from emberkeep.planning.sweeps import Line, Point
 from emberkeep.report.page import Page
-from emberkeep.report.planning import TITLES
+from emberkeep.report.plan_page import TITLES
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
 
 if TYPE_CHECKING:
