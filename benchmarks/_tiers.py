@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import emberkeep as ek
+from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic
 from emberkeep.models import DLRM, KAGGLE
-from emberkeep.rows.slab import RowIds
 from emberkeep.tiered.reads import Reads
 from emberkeep.tiered.tiered_slab import TieredSlab
 

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from _common import Options, options, report
+from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.repository import KeepLast, Repository
-from emberkeep.rows.slab import RowIds
 from emberkeep.tables import Adagrad, Optimizer, RowWiseAdagrad, Table
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64

@@ -21,11 +21,11 @@ import numpy as np
 
 import emberkeep as ek
 from _common import interleaved_ms, options, report
+from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.processes import Connect, ProcessHosts
 from emberkeep.cluster.shard import Shard
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import shared
 
 SHARDS, DIM, ROWS = 4, 16, 2_000_000

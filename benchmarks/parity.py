@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 import emberkeep as ek
 from _common import RESULTS, criteo_batches, interleaved_ms, options, report
+from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import LOSSLESS, Checkpointer
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.models import DLRM, KAGGLE
 from emberkeep.repository import Repository
 from emberkeep.rows.lookup import unique_ids
-from emberkeep.rows.slab import RowIds
 
 TABLES, ROWS, BATCH, DENSE, SHARDS = 26, 200_000, 2048, 13, 6
 DIM = KAGGLE.dim

@@ -33,6 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from _common import RESULTS, Options, options, report
+from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, Settings, Strategy, load
@@ -41,7 +42,6 @@ from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import FILTERS, Grid
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adagrad, Table
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from emberkeep._types import RowIds
 from emberkeep.errors import GradientError, IdError, StateError, TableFullError
-from emberkeep.rows.slab import RowIds
 from emberkeep.tables import (
     SGD,
     Adagrad,

@@ -25,11 +25,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from emberkeep._types import I64, Bools, Words
 from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.parity.codes import Placement
 from emberkeep.parity.host import Host
 from emberkeep.parity.member import Guard, begin
-from emberkeep.parity.messages import I64, Bools, Changed, Layer, Message, Point, Shape, Words
+from emberkeep.parity.messages import Changed, Layer, Message, Point, Shape
 from emberkeep.parity.rebuilder import Coordinator, Decode
 from emberkeep.parity.source import Source
 from tests.contracts.parity import check_parity

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
@@ -26,7 +27,6 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
 from emberkeep.tables import SGD, Table
 from emberkeep.wire.connection import Connection

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Strategy
 from emberkeep.checkpoint.recovery import Home, recover_partially
@@ -19,7 +20,6 @@ from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import ShardLostError
 from emberkeep.repository import Repository
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
 from emberkeep.tables import SGD, Table
 from emberkeep.train import build

@@ -18,7 +18,7 @@ TRAIN = """
 import resource, sys
 import numpy as np
 from emberkeep.cluster.local.local_cluster import local
-from emberkeep.rows.slab import RowIds
+from emberkeep._types import RowIds
 from emberkeep.tables import Adagrad, Table, Tier
 
 LIMIT, ROWS, DIM = 900 * 2**20, 2_400_000, 64

@@ -20,10 +20,10 @@ import ray
 import trustme
 from typer.testing import CliRunner
 
+from emberkeep._types import RowIds
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
 from emberkeep.parity.codes import Parity
-from emberkeep.rows.slab import RowIds
 from emberkeep.server.ray import local_ray
 from emberkeep.server.ray.ray_cluster import NAMESPACE, RayHosts, clusters, find, ray_cluster
 from emberkeep.tables import SGD, Table

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Adagrad, Optimizer, Table
 from tests.contracts.cluster import ClusterContract

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep._types import RowIds
 from emberkeep.parity.coded_slabs import Recorder, marks_of
 from emberkeep.parity.messages import Changed
-from emberkeep.rows.slab import RowIds, Slab
+from emberkeep.rows.slab import Slab
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS

@@ -18,6 +18,7 @@ import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
@@ -35,7 +36,6 @@ from emberkeep.errors import (
 )
 from emberkeep.parity.codes import Parity
 from emberkeep.repository import Repository
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime import pool
 from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.server.epoch import Session

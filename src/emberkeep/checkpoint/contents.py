@@ -16,19 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, Array, Json
 from emberkeep.checkpoint.restore import DENSE
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import plan
 from emberkeep.repository.grid.version_rows import rows_of_bundle, rows_of_plan
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
-
-I64 = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
 
 _PIN_LIFETIME = timedelta(hours=1)
 

@@ -12,19 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, Json
 from emberkeep.checkpoint.overheads import pls_of_loss
 from emberkeep.checkpoint.restore import LoadsItself
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.base import Cluster, Part
 from emberkeep.errors import ConfigError
 from emberkeep.repository import Manifest, Repository
-from emberkeep.repository.documents import Json
 from emberkeep.runtime.pool import Pool
 
-I64 = npt.NDArray[np.int64]
 Scope = Literal["full", "partial"]
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, Json
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.version_rows import rows_apart, rows_of_plan
 from emberkeep.repository.pieces import KIND, read_chunks
@@ -20,8 +19,6 @@ from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import ahead_of
-
-I64 = npt.NDArray[np.int64]
 
 DENSE = "dense"
 _ATTEMPTS = 5

@@ -17,9 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
+from emberkeep._types import Json
 from emberkeep.checkpoint.restore import (
     DENSE,
     Fits,
@@ -52,7 +50,6 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
 from emberkeep.repository.grid.bundles import streams
 from emberkeep.repository.grid.catalog import grid_of, plan
@@ -65,8 +62,6 @@ from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import Ahead, Worker
-
-I64 = npt.NDArray[np.int64]
 
 _CHUNK_ROWS = 32768
 _NICEST = 19

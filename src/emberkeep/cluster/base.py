@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64, Json, Planes, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.local.local_parity import ParityStatus
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
@@ -23,12 +24,9 @@ from emberkeep.kernels import hash_index
 from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.slab import F32, I64, Planes, RowIds
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table, check_tables
-
-Json = dict[str, Any]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from emberkeep._types import F32, I64, Planes, RowIds
 from emberkeep.errors import ShardLostError
 from emberkeep.parity.coded_slabs import Recorder, state_of
 from emberkeep.parity.member import Guard
 from emberkeep.parity.messages import PushNumber
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
-from emberkeep.rows.slab import F32, I64, Planes, Push, RowIds, Slab
+from emberkeep.rows.slab import Push, Slab
 from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.memory import Values

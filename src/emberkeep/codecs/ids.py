@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from emberkeep._types import Array
 from emberkeep.errors import ConfigError, DamageError, IdError, StateError
-
-Array = NDArray[Any]
 
 _ID_HEADER = np.dtype(
     [

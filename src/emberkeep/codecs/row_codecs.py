@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from emberkeep._types import Array
 from emberkeep.errors import ConfigError, DamageError, StateError
 from emberkeep.runtime.pool import Pool, shared, spans
 
-Array = NDArray[Any]
 Buffers = Mapping[str, Array]
 
 _PARAM_BYTES = 4

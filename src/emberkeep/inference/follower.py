@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U64, Array, Json
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.checkpoint.contents import Array, Hold, dense_arrays, dense_bytes, merged_rows
+from emberkeep.checkpoint.contents import Hold, dense_arrays, dense_bytes, merged_rows
 from emberkeep.errors import (
     ChangedError,
     ConfigError,
@@ -33,7 +34,6 @@ from emberkeep.errors import (
 )
 from emberkeep.kernels import hash_index, initial_values
 from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
@@ -41,10 +41,6 @@ from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.tables import Normal, origin_from
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 
 _ATTEMPTS = 5
 _LEAST_SLOTS = 4096

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64
 from emberkeep.checkpoint.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.pieces import KIND
 from emberkeep.runtime.pool import Pool
-
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
 
 _BUDGET_NBYTES = 512 * 2**20
 

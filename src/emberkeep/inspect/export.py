@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import Json
 from emberkeep.checkpoint.contents import (
     SAFETENSORS_TYPES,
     Hold,
@@ -32,11 +32,8 @@ from emberkeep.checkpoint.contents import (
 )
 from emberkeep.errors import ConfigError, StorageError
 from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.documents import Json
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
-
-Array = npt.NDArray[Any]
 
 _COPY_NBYTES = 8 * 2**20
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}

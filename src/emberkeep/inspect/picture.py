@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
+from emberkeep._types import Json
 from emberkeep.repository import Repository, VersionId
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.catalog import GridPlan, bundles_of, plan, uncovered
 
 _SHADES = " .:-=+*#%@"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from emberkeep._types import Json
 from emberkeep.blobs.wrapper import OverlayStore
 from emberkeep.checkpoint.contents import checked_rows, dense_tensors
 from emberkeep.checkpoint.restore import DENSE
@@ -29,7 +30,6 @@ from emberkeep.repository import (
     verify,
 )
 from emberkeep.repository import names as places
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.catalog import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.restore import LoadsItself, Subject, load_rows
 from emberkeep.cluster.base import Cluster
@@ -17,8 +17,6 @@ from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
 from emberkeep.runtime.pool import Pool
-
-I64 = npt.NDArray[np.int64]
 
 
 class _Here:

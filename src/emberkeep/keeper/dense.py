@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from emberkeep._types import Json
 from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.keeper.plain_state import Packed, pack, unpack
-
-Json = dict[str, Any]
 
 
 class Stateful(Protocol):

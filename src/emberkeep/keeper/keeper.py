@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import xxhash
 from torch import nn
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.checkpoint.restore import Restored, load
@@ -29,7 +30,7 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.keeper.costs import Costs, Ledger
-from emberkeep.keeper.dense import Json, Stateful, check_stateful, generators, set_generators
+from emberkeep.keeper.dense import Stateful, check_stateful, generators, set_generators
 from emberkeep.keeper.model_parts import Optimizers, take_apart
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from emberkeep._types import Json
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Losses, steps_of
 from emberkeep.cluster.local.local_cluster import LocalCluster
@@ -31,7 +32,7 @@ from emberkeep.errors import (
     ShardLostError,
 )
 from emberkeep.keeper import tier_state
-from emberkeep.keeper.dense import Json, Stateful, generators, set_generators
+from emberkeep.keeper.dense import Stateful, generators, set_generators
 from emberkeep.keeper.model_parts import Optimizers, take_apart
 from emberkeep.keeper.plain_state import Packed
 from emberkeep.keeper.recoverer import Recovered, Recoveries

@@ -9,14 +9,12 @@ of it is used.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import xxhash
 
+from emberkeep._types import Json
 from emberkeep.errors import DamageError
 from emberkeep.keeper.plain_state import Packed, pack, unpack
-
-Json = dict[str, Any]
 
 HEAD = b'{"__metadata__":{"xxh3_128":"'
 _NONE = b"0" * 32

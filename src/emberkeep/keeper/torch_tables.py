@@ -16,17 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from emberkeep._types import I64, U64, Planes
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.rows.priority import Priority, Ranking
-from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Planes, Snapshot, TableRange, freeze
+from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Snapshot, TableRange, freeze
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock
-
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 Timed = Callable[[Hook], Hook]

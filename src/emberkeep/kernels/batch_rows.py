@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, F64, I32, I64, U64
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import add_row, add_scaled_row, copy_row
-from emberkeep.kernels.hash_index import F32, GOLDEN, I64, U64
-
-I32 = npt.NDArray[np.int32]
-F64 = npt.NDArray[np.float64]
+from emberkeep.kernels.hash_index import GOLDEN
 
 _ONE = np.uint64(1)
 _EXPONENT = np.uint32(0x7F800000)

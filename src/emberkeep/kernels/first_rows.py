@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I32, I64, U64, Bools
 from emberkeep.kernels._jit import kernel
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 _u64 = np.uint64
 _ZERO, _ONE = _u64(0), _u64(1)

@@ -10,16 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import carray
 
+from emberkeep._types import I64, U32, U64
 from emberkeep.kernels._intrinsics import numbers_at, prefetch_row, test_bit, words_at
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._words import copy_words, xor_words
-from emberkeep.kernels.hash_index import I64, U64
-
-U32 = npt.NDArray[np.uint32]
 
 _HIGH = np.uint32(0x80808080)
 _LOW = np.uint32(0x7F7F7F7F)

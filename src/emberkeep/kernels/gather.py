@@ -6,15 +6,8 @@ rows.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
+from emberkeep._types import I32, I64, U8, Bools
 from emberkeep.kernels._jit import kernel
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 
 @kernel

@@ -7,16 +7,10 @@ table, ids ascending within a group.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I32, I64, U8, U64, Bools
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hash_index import GOLDEN, hash_id, mix64
-
-U8 = npt.NDArray[np.uint8]
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 _u64 = np.uint64
 _ZERO, _ONE, _S6, _S7, _S8, _S32, _S63 = (

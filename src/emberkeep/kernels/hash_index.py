@@ -12,11 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U64
 from emberkeep.kernels._jit import inline, kernel
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
 
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I32, I64, U8
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.grid_arrays import unpack_ids
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
 
 
 @inline

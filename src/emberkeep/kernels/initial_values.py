@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import F32, I64, U64
 from emberkeep.kernels._intrinsics import prefetch_bit, prefetch_row, set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import add_scaled_row, copy_row
-from emberkeep.kernels.hash_index import F32, GOLDEN, I64, U64, hash_id, mix64
+from emberkeep.kernels.hash_index import GOLDEN, hash_id, mix64
 
 UNIFORM = 0
 NORMAL = 1

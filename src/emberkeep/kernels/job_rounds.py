@@ -9,9 +9,9 @@ only after it has taken it.
 
 from __future__ import annotations
 
+from emberkeep._types import I64
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import fetch_add, load, make_call, relax, store
-from emberkeep.kernels.hash_index import I64
 
 # Where things stand, in words. Those that several threads write have a cache line of their own.
 GIVEN = 0  # how many tasks were given to the pool in Python

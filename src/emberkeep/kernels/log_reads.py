@@ -8,9 +8,9 @@ import sys
 import numpy as np
 from numba import types
 
+from emberkeep._types import I64, U64, Bools
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hash_index import I64, U64
-from emberkeep.kernels.log_records import HEADER_WORDS, LOW, Bool, checksum, copy_bytes
+from emberkeep.kernels.log_records import HEADER_WORDS, LOW, checksum, copy_bytes
 
 _pread = types.ExternalFunction(
     "pread", types.int64(types.int32, types.uintp, types.uintp, types.int64)
@@ -44,7 +44,7 @@ def _take(
     stamps: I64,
     addresses: I64,
     widths: I64,
-    by_row: Bool,
+    by_row: Bools,
 ) -> bool:
     """Copies one record of a block that was checked to its frame; False if it is not there."""
     slot = position % per_block
@@ -76,7 +76,7 @@ def _take_all(
     stamps: I64,
     addresses: I64,
     widths: I64,
-    by_row: Bool,
+    by_row: Bools,
 ) -> int:
     """Checks a block that was read and copies the records begin:end from it; a bad one, or -1."""
     block = positions[begin] // per_block
@@ -114,7 +114,7 @@ def read_records(
     stamps: I64,
     addresses: I64,
     widths: I64,
-    by_row: Bool,
+    by_row: Bools,
 ) -> int:
     """Reads records to frames, with as many reads under way as there are buffers.
 

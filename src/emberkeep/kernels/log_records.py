@@ -10,17 +10,12 @@ by frame, or by row where `by_row` says so. Record number p is slot `p % per_blo
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
+from emberkeep._types import I32, I64, U8, U32, U64, Bools
 from emberkeep.kernels._intrinsics import test_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hash_index import GOLDEN, I64, U64, mix64
-
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
-I32 = npt.NDArray[np.int32]
-Bool = npt.NDArray[np.bool_]
+from emberkeep.kernels.hash_index import GOLDEN, mix64
 
 HEADER = 32
 HEADER_WORDS = HEADER // 8
@@ -70,7 +65,7 @@ def pack(
     stamps: I64,
     addresses: I64,
     widths: I64,
-    by_row: Bool,
+    by_row: Bools,
 ) -> None:
     """Writes records first, first + 1, … of a buffer of blocks; headers are written by `seal`."""
     base = words.ctypes.data
@@ -159,7 +154,7 @@ def merge_records(
     touched: U64,
     addresses: I64,
     widths: I64,
-    by_row: Bool,
+    by_row: Bools,
 ) -> int:
     """Lets the records of one segment that are not void take part: for each row the newest wins.
 

@@ -7,13 +7,9 @@ from one power of two to the next. Equal steps there are nearly equal ratios, in
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, U8, U32
 from emberkeep.kernels._jit import kernel
-
-F32 = npt.NDArray[np.float32]
-U32 = npt.NDArray[np.uint32]
-U8 = npt.NDArray[np.uint8]
 
 _f32 = np.float32
 _i32 = np.int32

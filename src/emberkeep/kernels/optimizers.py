@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import F32, I32, I64
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
-from emberkeep.kernels.batch_rows import I32
-from emberkeep.kernels.hash_index import F32, I64
 from emberkeep.kernels.initial_values import AHEAD
 
 

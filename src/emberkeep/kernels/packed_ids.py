@@ -7,13 +7,9 @@ modulo 2^64, which is exact for any two int64 in order, however far apart.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I64, U8, U64
 from emberkeep.kernels._jit import kernel
-
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
-U8 = npt.NDArray[np.uint8]
 
 _u64 = np.uint64
 

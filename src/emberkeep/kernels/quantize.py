@@ -14,14 +14,9 @@ value is decoded with one rounding.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I32, U8, U32
 from emberkeep.kernels._jit import inline, kernel
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-U32 = npt.NDArray[np.uint32]
-U8 = npt.NDArray[np.uint8]
 
 _f32 = np.float32
 _i32 = np.int32

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I32, I64, U32, U64, Bools
 from emberkeep.kernels import optimizers
 from emberkeep.kernels._intrinsics import prefetch_row, set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._words import copy_words, xor_words
-from emberkeep.kernels.batch_rows import I32
-from emberkeep.kernels.galois import U32
-from emberkeep.kernels.hash_index import F32, I64, U64
 from emberkeep.kernels.initial_values import AHEAD
 from emberkeep.kernels.optimizers import (
     adagrad,
@@ -30,8 +27,6 @@ from emberkeep.kernels.optimizers import (
     row_wise_adagrad,
     sgd,
 )
-
-Bools = npt.NDArray[np.bool_]
 
 # Rows that are updated at a time: they, their gradients and their records fit the first cache.
 _BLOCK = 32

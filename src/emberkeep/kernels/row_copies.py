@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U64
 from emberkeep.kernels._jit import kernel
 from emberkeep.kernels.batch_rows import count_ones
-from emberkeep.kernels.hash_index import I64, U64
 
 _ONE = np.uint64(1)
 

@@ -8,14 +8,11 @@ takes the memory of its entries and no more.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I32, I64, U32, U64
 from emberkeep.kernels._intrinsics import set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels.hash_index import F32, I64, U64, mix64
-
-U32 = npt.NDArray[np.uint32]
-I32 = npt.NDArray[np.int32]
+from emberkeep.kernels.hash_index import mix64
 
 WAYS = 8
 _MOST = np.uint32(0xFFFFFFFF)

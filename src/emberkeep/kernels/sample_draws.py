@@ -7,15 +7,10 @@ samples is drawn on its own, in any order, and is the same however it is cut.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, F64, I64, U64
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hash_index import GOLDEN, mix64
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 
 LATENTS = 4
 """Width of the hidden vector of an id: four 16-bit pieces of one hash."""

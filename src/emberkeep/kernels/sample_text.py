@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U8
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hash_index import GOLDEN, mix64
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
 
 FIELD_SHIFT = 33
 """A dynamic Criteo id is field · 2^33 + value; values have 32 bits, the one above is `missing`."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from emberkeep._types import F32, I64, U64
 from emberkeep.kernels._intrinsics import _prefetch, prefetch_row, set_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import write_call
 from emberkeep.kernels._lanes import copy_row
 from emberkeep.kernels._streams import fence, fills_lines, stream_row
-from emberkeep.kernels.hash_index import F32, I64, U64
 from emberkeep.kernels.initial_values import AHEAD
 
 _TOGETHER = 64

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, IdError, StateError
-from emberkeep.rows.lookup import F32, I64, Bags, Layout, Lookup, merge
-from emberkeep.rows.slab import RowIds
+from emberkeep.rows.lookup import Bags, Layout, Lookup, merge
 from emberkeep.tables import Optimizer, Table, check_tables
 
 # Backward passes without a step after which a forgotten optimizer is the likely reason.

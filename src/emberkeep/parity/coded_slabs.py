@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import I64, U8, U32, Bools, Words
 from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
 from emberkeep.parity.codes import Placement
-from emberkeep.parity.messages import I64, U8, U32, Bools, Changed, Layer, Shape, State, Words
+from emberkeep.parity.messages import Changed, Layer, Shape, State
 from emberkeep.rows.slab import Recording, Slab, Writer, slab_rows
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, spans

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import U8
 from emberkeep.errors import ConfigError
-
-U8 = npt.NDArray[np.uint8]
 
 # x^8 + x^4 + x^3 + x^2 + 1, in which x generates all 255 non-zero elements.
 POLYNOMIAL = 0x11D

@@ -11,16 +11,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from emberkeep._types import I64, U8, U32, Bools, Words
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
 from emberkeep.parity.coded_slabs import SlabRows
 from emberkeep.parity.codes import Code, Placement, products
 from emberkeep.parity.messages import (
-    I64,
     LAYERS,
-    U8,
-    U32,
-    Bools,
     Changed,
     Differences,
     Fill,
@@ -31,7 +28,6 @@ from emberkeep.parity.messages import (
     Syndrome,
     Values,
     Wanted,
-    Words,
 )
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, Pool, spans

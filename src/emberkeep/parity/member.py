@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from emberkeep._types import I64, Bools, Words
 from emberkeep.parity.codes import Placement
 from emberkeep.parity.host import Host
 from emberkeep.parity.messages import (
-    I64,
     LAYERS,
-    Bools,
     Changed,
     Differences,
     Fill,
@@ -25,7 +24,6 @@ from emberkeep.parity.messages import (
     State,
     Values,
     Wanted,
-    Words,
 )
 from emberkeep.parity.source import Source
 

@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
-Words = npt.NDArray[Any]
-"""Records, as 32-bit words, or marks, as bytes."""
-Bools = npt.NDArray[np.bool_]
+from emberkeep._types import I64, U8, U32, Bools, Words
 
 Layer: TypeAlias = Literal["records", "marks"]
 LAYERS: tuple[Layer, Layer] = ("records", "marks")

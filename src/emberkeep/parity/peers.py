@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, Bools, Json, Words
 from emberkeep.errors import ServerError, ShardLostError
-from emberkeep.parity.messages import I64, Bools, Layer, Point, Standing, Syndrome, Wanted, Words
+from emberkeep.parity.messages import Layer, Point, Standing, Syndrome, Wanted
 from emberkeep.parity.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.wire.connection import Connection
-from emberkeep.wire.protocol import Json
 from emberkeep.wire.security import Security
 
 Arrays = Mapping[str, npt.NDArray[Any]]

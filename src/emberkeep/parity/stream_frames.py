@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U8, Json
 from emberkeep.errors import ProtocolError
 from emberkeep.parity.codes import Placement
 from emberkeep.parity.messages import (
-    I64,
     Changed,
     Differences,
     Fill,
@@ -23,7 +23,7 @@ from emberkeep.parity.messages import (
     Values,
     Wanted,
 )
-from emberkeep.wire.protocol import Bytes, Json, pack_frame
+from emberkeep.wire.protocol import pack_frame
 
 Arrays = dict[str, npt.NDArray[Any]]
 _NO_ROWS: I64 = np.empty(0, np.int64)
@@ -33,7 +33,7 @@ _CHANGED = ("stripes", "bounds", "records", "marked", "marked_bounds", "marks")
 
 def pack_messages(
     messages: Sequence[Message], *, host: int, host_epoch: int, placement: Placement
-) -> Bytes:
+) -> U8:
     """Consecutive messages of one stream, for one host."""
     told: list[Json] = []
     arrays: Arrays = {}

@@ -16,11 +16,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F64
 from emberkeep.errors import ConfigError, DataError
-
-F64 = npt.NDArray[np.float64]
 
 FEWEST = 5
 """A distribution is not fitted to fewer gaps."""

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from emberkeep._types import F64
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.planning.failure_log import F64, FEWEST
+from emberkeep.planning.failure_log import FEWEST
 
 HOUR = timedelta(hours=1)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import F64
 from emberkeep.checkpoint.overheads import interval_for_pls, partial_pays
 from emberkeep.planning.emulator import Emulation, Name, Outcome, Progress, Task, run_all
-from emberkeep.planning.failure_log import F64
 
 TARGETS = (0.02, 0.1, 0.2)
 COUNTS = (2, 20, 40)

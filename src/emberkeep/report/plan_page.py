@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import F64
 from emberkeep.errors import ConfigError
 from emberkeep.planning.advisor import Option, Plan, advise, time_text
-from emberkeep.planning.failure_log import F64, Record
+from emberkeep.planning.failure_log import Record
 from emberkeep.planning.failures import HOUR, Fit, Scaling, scaled_mtbf
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars

@@ -11,13 +11,12 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 
+from emberkeep._types import Json
 from emberkeep.errors import ConfigError, DamageError, FormatError
-
-Json: TypeAlias = dict[str, Any]
 
 FORMAT = 2
 """The format that this release writes. Format 1 is read, and continued, by every later release."""

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobInfo, BlobStore
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import documents
-from emberkeep.repository.documents import Json
 from emberkeep.repository.marks import Mark
 from emberkeep.repository.names import (
     VERSIONS,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from emberkeep._types import Json
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents
-from emberkeep.repository.documents import Json
 from emberkeep.repository.names import VersionId, parse_data
 from emberkeep.rows.tracker import PRIORITISED
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.errors import ConfigError, DamageError, MissingObjectError
 from emberkeep.repository import documents
-from emberkeep.repository.documents import Json
 from emberkeep.repository.names import CONDEMNED, VersionId, mark_name, parse_mark
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import Json
 from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
 from emberkeep.errors import DamageError, FormatError
-from emberkeep.repository.documents import Json
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import recycled
 from emberkeep.runtime.pool import Pool

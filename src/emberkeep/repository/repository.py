@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobInfo, BlobStore, Buffer
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.errors import (
@@ -23,7 +24,6 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import documents, names
 from emberkeep.repository.digests import digest
-from emberkeep.repository.documents import Json
 from emberkeep.repository.history import (
     History,
     Lineage,

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, Buffer
 from emberkeep.errors import (
     DamageError,
@@ -24,7 +25,6 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import names
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
-from emberkeep.repository.documents import Json
 from emberkeep.repository.history import (
     History,
     create_or_read,

@@ -11,17 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I32, I64, RowIds
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
-from emberkeep.rows.slab import RowIds
 from emberkeep.runtime.pool import Job, Pool, spans
 from emberkeep.tables import Table
 
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 Writer = Callable[..., object]
 
 _NO_SCALES: F32 = np.empty(0, np.float32)

@@ -15,15 +15,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U64
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_scores as kernels
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool, spans
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 
 Kind = Literal["mfu", "ssu", "scar"]
 

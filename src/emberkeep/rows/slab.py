@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U64, Planes, RowIds
 from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
@@ -34,10 +34,6 @@ from emberkeep.tables import (
     Table,
 )
 
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
-Planes = dict[str, npt.NDArray[Any]]
 Writer = Callable[..., object]
 Places = tuple[I64, I64, I64, F32, I64]
 
@@ -48,22 +44,6 @@ _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_APART_NBYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class RowIds:
-    """Unique ids of the tables of one slab: those of table t at offsets[t]:offsets[t + 1]."""
-
-    ids: I64
-    offsets: I64
-
-    def table_of(self, position: int) -> int:
-        return int(np.searchsorted(self.offsets, position, side="right")) - 1
-
-    def part(self, start: int, stop: int) -> RowIds:
-        """Those at some positions."""
-        ids = self.ids[start:stop]
-        return RowIds(ids, np.clip(self.offsets - start, 0, ids.size))
 
 
 @dataclass(frozen=True, slots=True)

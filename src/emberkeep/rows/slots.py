@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I64, U64
 from emberkeep.kernels import hash_index
 from emberkeep.runtime.memory import lazy_zeros
-
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 
 # At each refill the oldest 1/64 of the slots is queued: a refill reads the ticks of all slots
 # once, so an eviction costs the reading of about 64 of them, in sequence.

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U64, Planes
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies
@@ -25,10 +26,6 @@ from emberkeep.rows.priority import Ranking
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock
-
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
-Planes = dict[str, npt.NDArray[Any]]
 
 # Rows copied, and words of bitmaps looked at, under one holding of the lock.
 _SLICE_ROWS = 4096

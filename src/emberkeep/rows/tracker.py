@@ -13,12 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I64, U64
 from emberkeep.runtime.memory import lazy_zeros
 
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
 Removed = dict[int, list[I64]]
 
 # What changed since the last version, and since the version that increments count from.

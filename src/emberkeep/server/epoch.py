@@ -9,26 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from emberkeep._types import F32, I64, U8, U64, Json, RowIds
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
-from emberkeep.rows.slab import F32, I64, U64, RowIds
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import Guarding
 from emberkeep.server.pushes import Ledger, Meeting, Part, join
-from emberkeep.wire.protocol import (
-    APPLY,
-    CHECK,
-    Bytes,
-    Changed,
-    Json,
-    Request,
-    Shape,
-    done_reply,
-    rows_reply,
-)
+from emberkeep.wire.protocol import APPLY, CHECK, Changed, Request, Shape, done_reply, rows_reply
 
 # In the ledger of a parity stream: the steps that ranks have pushed together.
 _RANKS = "ranks"
@@ -134,7 +124,7 @@ class Epoch:
 
     # -- pulls and pushes ------------------------------------------------------------------------
 
-    def pull(self, request: Request, session: Session, *, ahead: bool) -> Bytes:
+    def pull(self, request: Request, session: Session, *, ahead: bool) -> U8:
         self.check_serving(request.epoch)
         self._check_owned(request.wanted)
         blob, out = rows_reply(
@@ -150,7 +140,7 @@ class Epoch:
         self.check_serving(request.epoch)
         return blob
 
-    def push(self, request: Request, session: Session) -> Bytes:
+    def push(self, request: Request, session: Session) -> U8:
         """Applies a push once, whatever number of times it is sent."""
         self.check_serving(request.epoch)
         prefetched, session.prefetched = session.prefetched, None
@@ -172,7 +162,7 @@ class Epoch:
         self.check_serving(request.epoch)
         return self._done(request, changed)
 
-    def _done(self, request: Request, changed: Sequence[Changed]) -> Bytes:
+    def _done(self, request: Request, changed: Sequence[Changed]) -> U8:
         """The answer to a push, once its parity is settled."""
         if self.guarding is None or request.kind == CHECK:
             return done_reply(self.number, request.number, changed)

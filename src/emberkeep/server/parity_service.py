@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U8, Json
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import (
     EpochError,
@@ -45,11 +46,10 @@ from emberkeep.parity.stream_frames import (
     unpack_point,
     unpack_wanted,
 )
-from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import be_nice
 from emberkeep.server.parity_sender import Sender
-from emberkeep.wire.protocol import Bytes, Json, pack_frame, unpack_frame
+from emberkeep.wire.protocol import pack_frame, unpack_frame
 from emberkeep.wire.security import Security
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -178,7 +178,7 @@ class Guarding:
     def _trouble(self) -> str:
         return next((s.trouble for s in self._senders.values() if s.trouble), "")
 
-    def receive(self, blob: Bytes, epoch: int) -> Bytes:
+    def receive(self, blob: U8, epoch: int) -> U8:
         """Messages of another shard's stream, and the answer to them."""
         header, arrays = unpack_frame(blob)
         try:

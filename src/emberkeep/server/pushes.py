@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from emberkeep._types import F32, RowIds
 from emberkeep.errors import EmberkeepError, ProtocolError, RankError
 from emberkeep.rows.lookup import merge
-from emberkeep.rows.slab import F32, RowIds
 from emberkeep.runtime.pool import Pool
 
 _T = TypeVar("_T")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+from emberkeep._types import Json
 from emberkeep.runtime.metrics import Histogram, Sample, exposition
 
-Json = dict[str, Any]
 _STATES = ("empty", "recovering", "serving", "lost")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import U8, Json
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.saver import write_pieces
@@ -49,8 +50,6 @@ from emberkeep.wire.protocol import (
     PROTOCOL,
     PULL,
     PUSH,
-    Bytes,
-    Json,
     describe_error,
     is_frame,
     pack_frame,
@@ -126,7 +125,7 @@ class ServedShard:
 
     # -- pulls and pushes ------------------------------------------------------------------------
 
-    def answer(self, blob: Bytes, session: Session) -> Bytes:
+    def answer(self, blob: U8, session: Session) -> U8:
         """The reply to one request; what is refused is told in the reply."""
         epoch = self._epoch
         if is_frame(blob):
@@ -147,7 +146,7 @@ class ServedShard:
             self.metrics.refused += 1
             return refusal(error, 0 if epoch is None else epoch.number)
 
-    def _hear(self, blob: Bytes, epoch: Epoch | None) -> Bytes:
+    def _hear(self, blob: U8, epoch: Epoch | None) -> U8:
         """What another shard tells the host of its parity."""
         try:
             with self._working():

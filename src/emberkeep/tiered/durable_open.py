@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from emberkeep._types import I64, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
@@ -25,8 +26,8 @@ from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.decisions import Decisions
-from emberkeep.tiered.log import I64, MOST_ROWS, START, Layout, RowLog, aligned, check_schema
-from emberkeep.tiered.superblock import Json, Point, Superblock, unpack_bits
+from emberkeep.tiered.log import MOST_ROWS, START, Layout, RowLog, aligned, check_schema
+from emberkeep.tiered.superblock import Point, Superblock, unpack_bits
 from emberkeep.tiered.tiered_slab import TieredSlab
 
 # What files are made of; tests put others in their place.

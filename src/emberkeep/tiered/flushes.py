@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered.frames import FLUSHING, Frames
-from emberkeep.tiered.log import I64, U32, Extent, RowLog
+from emberkeep.tiered.log import Extent, RowLog
 
 # Copies for a checkpoint that may wait to be written before a push writes them itself.
 _MOST_WAITING_NBYTES = 64 * 2**20

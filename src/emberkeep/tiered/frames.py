@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I32, I64, U64
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.memory import lazy_zeros
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 
 # Why a frame may not be given away: its row is being read, is being written, or is about to be
 # pushed.

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.runtime.background import Background
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.tiered.frames import LOADING, Frames
-from emberkeep.tiered.log import I64, U32, RowLog
+from emberkeep.tiered.log import RowLog
 from emberkeep.tiered.reads import Reads
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U64, Bools, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, StateError, TierError
 from emberkeep.kernels import log_records as kernels
@@ -35,7 +36,6 @@ from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.superblock import (
     ROOM,
     SLOT_NBYTES,
-    Json,
     Point,
     Superblock,
     decode,
@@ -43,11 +43,6 @@ from emberkeep.tiered.superblock import (
     pack_bits,
     slot,
 )
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-Bool = npt.NDArray[np.bool_]
 
 BLOCK = 4096
 START = 2 * SLOT_NBYTES
@@ -79,7 +74,7 @@ class Layout:
 
     addresses: I64
     widths: I64
-    by_row: Bool
+    by_row: Bools
     arrays: tuple[npt.NDArray[Any], ...]
     """What the addresses point to, kept alive."""
 
@@ -513,7 +508,7 @@ class RowLog:
             areas[short[0]] += (segment,)
             self.head = replace(self.head, areas=(areas[0], areas[1]))
 
-    def prepare(self, point: Point, free: Bool, wanted: Callable[[], bool]) -> None:
+    def prepare(self, point: Point, free: Bools, wanted: Callable[[], bool]) -> None:
         """From now on the file can be taken to `point`, should everybody else get there.
 
         `free` are the segments that were free when the point was made; see `free_segments`. Does
@@ -548,7 +543,7 @@ class RowLog:
             assert point is not None
             self.write_head(prepared=None, synced=max(self.head.synced, point.sequence))
 
-    def free_segments(self) -> Bool:
+    def free_segments(self) -> Bools:
         return np.equal(self.states, _FREE)
 
     def free_now(self) -> Json:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from emberkeep._types import I64
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_reads as kernels
 from emberkeep.runtime.pool import spans
-from emberkeep.tiered.log import I64, START, Layout, RowLog, aligned
+from emberkeep.tiered.log import START, Layout, RowLog, aligned
 
 # Reads under way at once from one thread, and the threads that stand in where there is no queue.
 DEPTH = 64

@@ -19,15 +19,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from emberkeep._types import Json
 from emberkeep.errors import DamageError, FormatError
-
-Json = dict[str, Any]
 
 FORMAT = 2
 SLOT_NBYTES = 64 * 1024

@@ -21,10 +21,11 @@ from fractions import Fraction
 
 import numpy as np
 
+from emberkeep._types import F32, I64, U64, Json, Planes, RowIds
 from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
 from emberkeep.kernels import batch_rows, scatter
 from emberkeep.kernels import log_records as kernels
-from emberkeep.rows.slab import F32, I64, U64, Planes, Push, RowIds, Slab
+from emberkeep.rows.slab import Push, Slab
 from emberkeep.runtime.background import Background
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool
@@ -33,7 +34,7 @@ from emberkeep.tiered.flushes import Flushes
 from emberkeep.tiered.frames import Frames
 from emberkeep.tiered.loads import Loads
 from emberkeep.tiered.log import Layout, RowLog, layout_of
-from emberkeep.tiered.superblock import Json, Point
+from emberkeep.tiered.superblock import Point
 
 # What a frame costs beside its planes.
 _FRAME_NBYTES = 48

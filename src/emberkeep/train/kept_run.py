@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from emberkeep._types import Json
 from emberkeep.blobs import open_store
 from emberkeep.data import Reader
 from emberkeep.errors import StateError
@@ -19,8 +20,6 @@ from emberkeep.keeper import Costs, Keeper, Recoveries, TierKeeper
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook
 from emberkeep.train.run_config import Settings
-
-Json = dict[str, Any]
 
 
 class Progress:

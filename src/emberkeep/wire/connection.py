@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import U8, Json
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
-from emberkeep.wire.protocol import PROTOCOL, Bytes, Json, error_from, pack_frame, unpack_frame
+from emberkeep.wire.protocol import PROTOCOL, error_from, pack_frame, unpack_frame
 from emberkeep.wire.security import HEADER, Security, read_pem, split_address
 
 _TICK_SECONDS = 0.05
@@ -34,13 +35,13 @@ _OPTIONS = [
 ]
 
 
-def blob_of(chunk: Any) -> Bytes:
+def blob_of(chunk: Any) -> U8:
     """The message of what a stream has brought, as a view of it; anything else is
     `ProtocolError`."""
     content = chunk.app_metadata
     if chunk.data is not None or content is None:
         raise ProtocolError("a message is bytes, and no record batch")
-    blob: Bytes = np.frombuffer(content, np.uint8)
+    blob: U8 = np.frombuffer(content, np.uint8)
     return blob
 
 
@@ -123,7 +124,7 @@ class Connection:
             raise self._failed("opening a stream", error) from None
         return greeting
 
-    def send(self, blob: Bytes, deadline: timedelta) -> None:
+    def send(self, blob: U8, deadline: timedelta) -> None:
         """Sends a request; `receive` its reply within the deadline, in the order of sending."""
         if self._writer is None:
             raise ServerError(f"{self.address}: there is no stream")
@@ -135,7 +136,7 @@ class Connection:
         except pa.ArrowException as error:
             raise self._failed("sending", error) from None
 
-    def receive(self) -> Bytes:
+    def receive(self) -> U8:
         import pyarrow as pa
 
         try:

@@ -21,12 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep import errors
+from emberkeep._types import F32, I64, U8, Json, RowIds
 from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
-from emberkeep.rows.slab import F32, I64, RowIds
 from emberkeep.tables import Normal, Table, Uniform
-
-Json = dict[str, Any]
-Bytes = npt.NDArray[np.uint8]
 
 PROTOCOL = 1
 MAX_ROWS = 2**24
@@ -70,7 +67,7 @@ class Request:
     grads: Sequence[F32] = ()
 
 
-def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> Bytes:
+def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> U8:
     """One buffer; `unpack_request` is its inverse. With `positions_G` those rows of the gradients
     are sent, slab by slab."""
     wanted, grads = request.wanted, request.grads
@@ -106,7 +103,7 @@ def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> 
     return blob
 
 
-def unpack_request(blob: Bytes, shape: Shape) -> Request:
+def unpack_request(blob: U8, shape: Shape) -> Request:
     """The request, its arrays copied: what arrives is neither aligned nor writable."""
     if blob.size < _HEADER.size:
         raise ProtocolError(f"a request of {blob.size} bytes is shorter than its header")
@@ -147,7 +144,7 @@ def _row_ids(reader: _Reader, tables: int) -> RowIds:
 class _Reader:
     """Takes arrays off a message, never past its end."""
 
-    def __init__(self, blob: Bytes, at: int) -> None:
+    def __init__(self, blob: U8, at: int) -> None:
         self._blob = blob
         self._at = at
 
@@ -168,7 +165,7 @@ class _Reader:
 # -- replies -------------------------------------------------------------------------------------
 
 
-def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tuple[Bytes, list[F32]]:
+def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tuple[U8, list[F32]]:
     """An empty reply to a pull, and the parts of it that the rows are to be written into."""
     sizes = [rows * dim * 4 for rows, dim in zip(rows_G, dims_G, strict=True)]
     blob = np.empty(_HEADER.size + sum(sizes), np.uint8)
@@ -181,7 +178,7 @@ def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tupl
 
 
 def take_rows(
-    blob: Bytes, positions_G: Sequence[I64], dims_G: Sequence[int], out_G: Sequence[F32]
+    blob: U8, positions_G: Sequence[I64], dims_G: Sequence[int], out_G: Sequence[F32]
 ) -> None:
     """Writes the rows of a reply to where they are wanted, slab by slab."""
     sizes = [4 * at.size * dim for at, dim in zip(positions_G, dims_G, strict=True)]
@@ -212,7 +209,7 @@ class Changed:
 def done_reply(
     epoch: int, number: int, changed: Sequence[Changed] = (), *, settled: int | None = None,
     waiting: bool = False,
-) -> Bytes:  # fmt: skip
+) -> U8:  # fmt: skip
     """A push was applied; `changed` completes the prefetched pull, if there was one.
 
     With parity, `settled` is the last push of the worker that no loss can undo any more, and
@@ -233,19 +230,19 @@ def done_reply(
     return blob
 
 
-def settled_of(blob: Bytes) -> tuple[int, bool]:
+def settled_of(blob: U8) -> tuple[int, bool]:
     """What the reply to a push says of parity: the last settled push, and whether to send again."""
     _expect(blob, DONE)
     _, _, _, waiting, _, _, settled, _, _ = _HEADER.unpack_from(blob.data)
     return int(settled), bool(waiting)
 
 
-def is_frame(blob: Bytes) -> bool:
+def is_frame(blob: U8) -> bool:
     """Whether a message of a stream is a frame: what shards tell each other."""
     return bytes(blob[: len(_FRAME_MAGIC)]) == _FRAME_MAGIC
 
 
-def unpack_done(blob: Bytes, dims_G: Sequence[int]) -> list[Changed]:
+def unpack_done(blob: U8, dims_G: Sequence[int]) -> list[Changed]:
     """What a push changed of the prefetched pull, slab by slab; nothing if there was none."""
     groups = _expect(blob, DONE)
     if groups not in (0, len(dims_G)):
@@ -261,7 +258,7 @@ def unpack_done(blob: Bytes, dims_G: Sequence[int]) -> list[Changed]:
     return changed
 
 
-def refusal(error: BaseException, epoch: int) -> Bytes:
+def refusal(error: BaseException, epoch: int) -> U8:
     """An error as a reply."""
     told = json.dumps(describe_error(error)).encode()
     blob = np.empty(_HEADER.size + len(told), np.uint8)
@@ -270,7 +267,7 @@ def refusal(error: BaseException, epoch: int) -> Bytes:
     return blob
 
 
-def check_reply(blob: Bytes) -> None:
+def check_reply(blob: U8) -> None:
     """Raises what a refusal tells of."""
     if blob.size < _HEADER.size:
         raise ProtocolError(f"a reply of {blob.size} bytes is shorter than its header")
@@ -278,7 +275,7 @@ def check_reply(blob: Bytes) -> None:
         raise error_from(_json(blob[_HEADER.size :].tobytes()))
 
 
-def _expect(blob: Bytes, kind: int) -> int:
+def _expect(blob: U8, kind: int) -> int:
     """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
     check_reply(blob)
     magic, found, groups, *_ = _HEADER.unpack_from(blob.data)
@@ -311,7 +308,7 @@ def pack_frame(header: Json, arrays: Mapping[str, npt.NDArray[Any]] | None = Non
 
 def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
     """The header and the arrays, copied."""
-    blob: Bytes = np.frombuffer(content, np.uint8)
+    blob: U8 = np.frombuffer(content, np.uint8)
     if not _FRAME.size <= blob.size <= MAX_FRAME_NBYTES:
         raise ProtocolError(f"a frame has 8 bytes to {MAX_FRAME_NBYTES}, not {blob.size}")
     magic, length = _FRAME.unpack_from(blob.data)

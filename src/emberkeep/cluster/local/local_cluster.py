@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import ParityStatus, Protection
@@ -24,7 +25,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, Shard
 from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.slab import F32, I64, Push, RowIds
+from emberkeep.rows.slab import Push
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table

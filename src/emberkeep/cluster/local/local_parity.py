@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from emberkeep._types import I64
 from emberkeep.cluster.local.mail import Letter, Mail
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, ShardLostError
@@ -18,7 +19,6 @@ from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
 from emberkeep.parity.member import Guard, begin
 from emberkeep.parity.messages import Point
 from emberkeep.parity.source import Source
-from emberkeep.rows.slab import I64
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import Pool
 

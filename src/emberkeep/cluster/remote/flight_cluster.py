@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import numpy as np
 
+from emberkeep._types import F32, I64, U8, RowIds
 from emberkeep.cluster.base import surviving
 from emberkeep.cluster.remote.launcher import Hosts
 from emberkeep.cluster.remote.remote_cluster import CoordinatedCluster
@@ -23,7 +24,7 @@ from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.parity.codes import Parity
-from emberkeep.rows.slab import F32, I64, RowIds, not_finite, outside
+from emberkeep.rows.slab import not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.protocol import (
@@ -32,7 +33,6 @@ from emberkeep.wire.protocol import (
     PREFETCH,
     PULL,
     PUSH,
-    Bytes,
     Request,
     pack_request,
     settled_of,
@@ -186,9 +186,7 @@ class FlightCluster(CoordinatedCluster):
         self._await_ahead()
         self._ahead = None
 
-    def _rows(
-        self, wanted: Sequence[RowIds], routed: Routed, replies: Sequence[Bytes]
-    ) -> list[F32]:
+    def _rows(self, wanted: Sequence[RowIds], routed: Routed, replies: Sequence[U8]) -> list[F32]:
         out: list[F32] = [
             np.empty((ids.ids.size, dim), np.float32)
             for ids, dim in zip(wanted, self._dims, strict=True)
@@ -241,7 +239,7 @@ class FlightCluster(CoordinatedCluster):
                 self._unsettled.popleft()
             self._complete(rows, replies)
 
-    def _complete(self, rows: list[F32] | None, replies: Sequence[Bytes]) -> None:
+    def _complete(self, rows: list[F32] | None, replies: Sequence[U8]) -> None:
         """Brings what the push has changed of the prefetched rows into them."""
         ahead = self._ahead
         if ahead is None or rows is None:
@@ -307,7 +305,7 @@ class FlightCluster(CoordinatedCluster):
         number: int = 0,
         lr: float = 0.0,
         only: int | None = None,
-    ) -> list[Bytes]:
+    ) -> list[U8]:
         """One request for each shard, or for one of them."""
         blobs = []
         for s, shard in enumerate(self.handles):
@@ -327,13 +325,13 @@ class FlightCluster(CoordinatedCluster):
             blobs.append(pack_request(request, [parts[s][1] for parts in routed]))
         return blobs
 
-    def _exchange(self, blobs: Sequence[Bytes], deadline: timedelta) -> list[Bytes]:
+    def _exchange(self, blobs: Sequence[U8], deadline: timedelta) -> list[U8]:
         """Sends one request to each shard, then takes all replies.
 
         A request whose reply was lost is sent again if its server is still there. Errors come out
         once all shards have answered: streams stay in step.
         """
-        replies: list[Bytes | None] = [None] * len(blobs)
+        replies: list[U8 | None] = [None] * len(blobs)
         errors: list[EmberkeepError] = []
         failed: list[int] = []
         try:

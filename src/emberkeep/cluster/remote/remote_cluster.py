@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from emberkeep._types import I64, Json
 from emberkeep.cluster.base import Cluster, Part, surviving
 from emberkeep.cluster.local.local_parity import ParityStatus
 from emberkeep.cluster.remote.launcher import Hosts
@@ -34,11 +35,11 @@ from emberkeep.errors import (
 from emberkeep.parity.codes import Parity
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.slab import I64, slab_rows
+from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
-from emberkeep.wire.protocol import Json, describe_table
+from emberkeep.wire.protocol import describe_table
 from emberkeep.wire.security import Security
 
 _T = TypeVar("_T")

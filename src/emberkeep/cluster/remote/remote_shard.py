@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U8, Json, Planes, RowIds
 from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
@@ -26,10 +27,9 @@ from emberkeep.errors import (
 from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.slab import F32, I64, Planes, RowIds
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.wire.connection import Connection
-from emberkeep.wire.protocol import FRAME_NBYTES, Bytes, Json, check_reply
+from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
 from emberkeep.wire.security import Security
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -184,11 +184,11 @@ class RemoteShard:
 
     # -- pulls and pushes ------------------------------------------------------------------------
 
-    def send(self, blob: Bytes, deadline: timedelta) -> None:
+    def send(self, blob: U8, deadline: timedelta) -> None:
         self._open().send(blob, deadline)
         self._waiting += 1
 
-    def receive(self) -> Bytes:
+    def receive(self) -> U8:
         """The next reply. What the server refuses comes out as its error."""
         connection = self._open()
         blob = connection.receive()
@@ -198,7 +198,7 @@ class RemoteShard:
         check_reply(blob)
         return blob
 
-    def again(self, blob: Bytes, deadline: timedelta) -> Bytes:
+    def again(self, blob: U8, deadline: timedelta) -> U8:
         """Sends a request once more on a new connection; the server's own errors come out."""
         self._revive()
         try:

@@ -20,12 +20,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from emberkeep._types import I32, I64, U8, Array, Json
 from emberkeep.codecs import Codec, Raw, codec_from_dict
 from emberkeep.errors import DamageError
-from emberkeep.repository.documents import Json
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
 from emberkeep.rows.snapshot import Chunk
@@ -35,10 +34,6 @@ from emberkeep.runtime.pool import Pool
 SUFFIX = "grid"
 PIECE_NBYTES = 32 * 2**20
 
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
 
 _RAW = Raw()
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import I32, I64, U64
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import names
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
@@ -44,10 +44,6 @@ from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
 from emberkeep.repository.writer import Writer
-
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-U64 = npt.NDArray[np.uint64]
 
 # Versions whose ids are remembered for pieces that were not compared with them yet.
 _MOST_UNSEEN = 16

@@ -7,8 +7,8 @@ import time
 import warnings
 from collections.abc import Callable
 
+from emberkeep._types import Json
 from emberkeep.errors import DamageError, EmberkeepError, FencedError
-from emberkeep.repository.documents import Json
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.grid.extraction import Extracted, Extractor
 from emberkeep.repository.manifest import Manifest

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, Bools
 from emberkeep.errors import DamageError
 from emberkeep.repository.grid.bundle_reader import Heads
 from emberkeep.repository.grid.bundles import Bundle, Family, check, unpack_heads
 from emberkeep.runtime.memory import lazy_zeros
-
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep._types import I64, U8
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
     ranges,
@@ -42,9 +43,6 @@ from emberkeep.repository.repository import Repository
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.memory import Spread, Values, recycled
 from emberkeep.runtime.pool import Pool, spans
-
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
 
 # Bodies are looked at together up to this: the more rows, the nearer stand those of one table.
 _BATCH_NBYTES = 32 * 2**20
