@@ -15,7 +15,8 @@ from emberkeep.parity.member import Guard
 from emberkeep.parity.messages import PushNumber
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
-from emberkeep.rows.slab import Push, Slab
+from emberkeep.rows.push import Push
+from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.memory import Values

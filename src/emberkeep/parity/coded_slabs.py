@@ -13,7 +13,8 @@ from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
 from emberkeep.parity.codes import Placement
 from emberkeep.parity.messages import Changed, Layer, Shape, State
-from emberkeep.rows.slab import Recording, Slab, Writer, slab_rows
+from emberkeep.rows.push import Recording, Writer
+from emberkeep.rows.slab import Slab, slab_rows
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, spans
 

@@ -5,7 +5,7 @@ A `Layout` is fixed when the model is built; a `Lookup` lives from forward to ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,10 +15,9 @@ import numpy as np
 from emberkeep._types import F32, I32, I64, RowIds
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
+from emberkeep.rows.push import Writer
 from emberkeep.runtime.pool import Job, Pool, spans
 from emberkeep.tables import Table
-
-Writer = Callable[..., object]
 
 _NO_SCALES: F32 = np.empty(0, np.float32)
 _NO_ENDS: I64 = np.empty((0, 0), np.int64)

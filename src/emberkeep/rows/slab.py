@@ -9,15 +9,15 @@ fact last looked).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from emberkeep._types import F32, I64, U64, Planes, RowIds
-from emberkeep.errors import GradientError, IdError, ShardLostError, StateError, TableFullError
+from emberkeep.errors import IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
+from emberkeep.rows.push import Push, Recording, Writer, WriteWatcher, not_finite, outside
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
@@ -34,7 +34,6 @@ from emberkeep.tables import (
     Table,
 )
 
-Writer = Callable[..., object]
 Places = tuple[I64, I64, I64, F32, I64]
 
 # Tables start at a multiple of this many rows, so that no two share a word of a bitmap.
@@ -44,57 +43,6 @@ _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_APART_NBYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """A push that was checked and can no longer fail; row -1 stands for a new dynamic id."""
-
-    wanted: RowIds
-    rows: I64
-    grads_UD: F32
-    unknown_T: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """How an update shall be recorded: what the recording kernel takes before its own arguments.
-
-    `fresh` rows are trained for the first time; the others are marked as changed.
-    """
-
-    args: tuple[Any, ...]
-    fresh: int
-
-
-class WriteWatcher(Protocol):
-    """Who wants to know by what rows change."""
-
-    def before_write(self, written: I64) -> None:
-        """Rows are about to change, in whatever way."""
-        ...
-
-    def before_update(self, written: I64) -> Recording | None:
-        """An optimizer is about to change rows: how its kernel records it, or None if it is to
-        update them as without a watcher."""
-        ...
-
-
-def outside(table: Table, identity: int) -> IdError:
-    """An id that a fixed table does not have."""
-    assert table.rows is not None
-    return IdError(
-        f"table {table.name!r} has rows 0..{table.rows - 1}, id {identity} is outside; hash ids to "
-        "the table's size or use rows=None"
-    )
-
-
-def not_finite(table: Table, identity: int) -> GradientError:
-    """A gradient that would ruin a row."""
-    return GradientError(
-        f"the gradient of table {table.name!r}, id {identity}, is not finite; no row was changed. "
-        "Lower the learning rate, clip gradients, or use a GradScaler under mixed precision"
-    )
 
 
 def slab_rows(tables: Sequence[Table], shard: int, shards: int) -> int:

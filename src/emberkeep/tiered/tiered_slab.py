@@ -25,7 +25,8 @@ from emberkeep._types import F32, I64, U64, Json, Planes, RowIds
 from emberkeep.errors import CancelledError, ConfigError, ShardLostError, TierError
 from emberkeep.kernels import batch_rows, scatter
 from emberkeep.kernels import log_records as kernels
-from emberkeep.rows.slab import Push, Slab
+from emberkeep.rows.push import Push
+from emberkeep.rows.slab import Slab
 from emberkeep.runtime.background import Background
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool

@@ -25,7 +25,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, Shard
 from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.slab import Push
+from emberkeep.rows.push import Push
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table

@@ -24,7 +24,7 @@ from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.parity.codes import Parity
-from emberkeep.rows.slab import not_finite, outside
+from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.protocol import (
