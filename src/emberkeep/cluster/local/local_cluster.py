@@ -19,10 +19,11 @@ import numpy.typing as npt
 from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
-from emberkeep.cluster.local.local_parity import ParityStatus, Protection
+from emberkeep.cluster.local.local_parity import Protection
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.parity.codes import Parity
+from emberkeep.parity.status import ParityStatus
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.push import Push

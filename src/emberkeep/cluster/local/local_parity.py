@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from emberkeep._types import I64
@@ -19,7 +18,7 @@ from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
 from emberkeep.parity.member import Guard, begin
 from emberkeep.parity.messages import Point
 from emberkeep.parity.source import Source
-from emberkeep.runtime.metrics import Sample
+from emberkeep.parity.status import ParityStatus
 from emberkeep.runtime.pool import Pool
 
 Renew = Callable[[int], Shard]
@@ -28,56 +27,6 @@ Renew = Callable[[int], Shard]
 _ALONE_SECONDS = 0.25
 # What a single push may take for a rebuild, however long ago the last one was.
 _MOST_ALONG_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityStatus:
-    """How well rows are protected right now."""
-
-    k: int
-    r: int
-    lag: int
-    """Messages that are under way: 0 says that parity is up to date."""
-    unprotected_stripes: int
-    """Parity rows that are being filled after a host was lost."""
-    missing_rows: int
-    """Rows that a replacement has not got back yet; whoever asks for one gets it at once."""
-    rebuilt_rows: int
-    """Rows brought back so far, over all losses."""
-    rebuilt_nbytes: int
-    degraded_reads: int
-    """Calls that had to wait for rows to be decoded."""
-    recoveries: int
-    messages: int
-    sent_nbytes: int
-    updates: tuple[int, ...]
-    """Parity rows updated, shard by shard."""
-    lost_shards: int = 0
-    """Shards that are known to be lost and not replaced yet."""
-
-    @property
-    def protected(self) -> bool:
-        """Whether `r` more shards may be lost."""
-        behind = self.lag or self.unprotected_stripes or self.missing_rows
-        return not (behind or self.lost_shards)
-
-    def samples(self) -> list[Sample]:
-        """The same for Prometheus."""
-        return [
-            ("parity_protected", "gauge", "1 if r more shards may be lost", self.protected),
-            ("parity_lost_shards", "gauge", "shards lost and not replaced", self.lost_shards),
-            ("parity_lag_messages", "gauge", "messages on their way to parity hosts", self.lag),
-            ("parity_unprotected_stripes", "gauge", "parity rows yet to be filled",
-             self.unprotected_stripes),
-            ("parity_missing_rows", "gauge", "rows yet to come back", self.missing_rows),
-            ("parity_rebuilt_rows_total", "counter", "rows that came back", self.rebuilt_rows),
-            ("parity_rebuilt_bytes_total", "counter", "bytes of them", self.rebuilt_nbytes),
-            ("parity_degraded_reads_total", "counter", "calls that had to wait for rows",
-             self.degraded_reads),
-            ("parity_recoveries_total", "counter", "lost shards brought back", self.recoveries),
-            ("parity_messages_total", "counter", "messages to parity hosts", self.messages),
-            ("parity_sent_bytes_total", "counter", "bytes of them", self.sent_nbytes),
-        ]  # fmt: skip
 
 
 class Protection:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, Json
 from emberkeep.cluster.base import Cluster, Part, surviving
-from emberkeep.cluster.local.local_parity import ParityStatus
 from emberkeep.cluster.remote.launcher import Hosts
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import DistantProtection
@@ -33,6 +32,7 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.parity.codes import Parity
+from emberkeep.parity.status import ParityStatus
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import slab_rows

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from emberkeep.cluster.local.local_parity import ParityStatus
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.messages import Point
 from emberkeep.parity.peers import Peer, PeerGuard
 from emberkeep.parity.rebuilder import Calls, Coordinator
+from emberkeep.parity.status import ParityStatus
 from emberkeep.parity.stream_frames import pack_point
 from emberkeep.wire.security import Security
 
