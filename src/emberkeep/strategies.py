@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
-from emberkeep.checkpoint.saver import Strategy
+from emberkeep.checkpoint.spec import Strategy
 from emberkeep.config import duration
 from emberkeep.errors import ConfigError
 from emberkeep.parity.codes import Parity

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.checkpoint.restore import Restored, load
-    from emberkeep.checkpoint.saver import (
-        LOSSLESS,
-        Checkpointer,
-        Extras,
-        Saving,
-        Settings,
-        Strategy,
-    )
+    from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
+    from emberkeep.checkpoint.spec import LOSSLESS, Settings, Strategy
 
 __all__ = [
     "LOSSLESS",
@@ -32,7 +26,8 @@ __all__ = [
 _MODULES = {
     "overheads": ["Job"],
     "restore": ["Restored", "load"],
-    "saver": ["Checkpointer", "Extras", "LOSSLESS", "Saving", "Settings", "Strategy"],
+    "saver": ["Checkpointer", "Extras", "Saving"],
+    "spec": ["LOSSLESS", "Settings", "Strategy"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

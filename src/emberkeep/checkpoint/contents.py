@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, Array, Json
-from emberkeep.checkpoint.restore import DENSE
+from emberkeep.checkpoint.targets import DENSE
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.grid.bundles import Bundle

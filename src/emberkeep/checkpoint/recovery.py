@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, Json
 from emberkeep.checkpoint.overheads import pls_of_loss
-from emberkeep.checkpoint.restore import LoadsItself
 from emberkeep.checkpoint.saver import Checkpointer
+from emberkeep.checkpoint.targets import LoadsItself
 from emberkeep.cluster.base import Cluster, Part
 from emberkeep.errors import ConfigError
 from emberkeep.repository import Manifest, Repository

@@ -15,24 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.restore import (
-    DENSE,
-    Fits,
-    Restored,
-    Subject,
-    Target,
-    Whose,
-    check_schema,
-    load,
-    load_shard,
-)
-from emberkeep.codecs import Codec, NonNegative, Quantized
+from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
+from emberkeep.checkpoint.spec import LOSSLESS, Settings, Strategy
+from emberkeep.checkpoint.targets import DENSE, Elsewhere, Subject, Target
+from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
-    ConfigError,
     DamageError,
     FencedError,
     SaveError,
@@ -40,13 +30,11 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.repository import (
-    DEFAULT_RETENTION,
     Collector,
     Draft,
     Manifest,
     Pin,
     Repository,
-    RetentionPolicy,
     VersionId,
     Writer,
 )
@@ -54,10 +42,9 @@ from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
 from emberkeep.repository.grid.bundles import streams
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.extraction_worker import Rounds
-from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
-from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for, resets, starts_anew
+from emberkeep.repository.pieces import KIND, SUFFIX, pieces
+from emberkeep.repository.policies import Grid, resets, starts_anew
 from emberkeep.repository.writer import FileWriter
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
@@ -65,98 +52,6 @@ from emberkeep.runtime.readahead import Ahead, Worker
 
 _CHUNK_ROWS = 32768
 _NICEST = 19
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """What versions hold and how: selection, codec and layout.
-
-    - `layout`: *full* saves every trained row each time; *one_shot* saves what changed since the
-      first version; *intermittent* does so too and starts anew when that has become cheaper;
-      *consecutive* saves what changed since the last version; *grid* does so too, and rearranges
-      rows beside training so that any version is restored fast, as `grid` says.
-    - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
-      falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
-    - `quantize_optimizer` stores accumulators in 8 bits too, row-wise ones in 16.
-    - `priority` saves the rows that matter most between whole versions: of every
-      `priority.rounds` saves the first is whole, as `layout` says, the others are prioritised.
-      Those hold no instant: they bring single shards back, nothing else.
-    """
-
-    layout: Layout = "intermittent"
-    bits: int | None = None
-    expected_restores: int | None = None
-    quantize_optimizer: bool = False
-    priority: Priority | None = None
-    grid: Grid | None = None
-
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
-        if self.bits is not None:
-            if self.expected_restores is not None:
-                raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
-            Quantized(bits=self.bits)
-        if self.grid is not None and self.layout != "grid":
-            raise ConfigError(f"grid= goes with layout='grid', not {self.layout!r}")
-        if self.layout == "grid" and self.priority is not None:
-            raise ConfigError(
-                "a grid holds whole versions, and prioritised ones are not of one instant: choose "
-                "another layout, or no priority"
-            )
-        if self.expected_restores is not None and self.expected_restores < 0:
-            raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
-
-    @property
-    def lossy(self) -> bool:
-        return (
-            self.bits is not None or self.expected_restores is not None or self.quantize_optimizer
-        )
-
-    def codecs(self, restores: int) -> dict[str, Codec]:
-        """The codec of each plane that is not stored as it is."""
-        bits = self.bits
-        if self.expected_restores is not None:
-            bits = bits_for(self.expected_restores, restores)
-        chosen: dict[str, Codec] = {}
-        if bits is not None:
-            chosen["weight"] = Quantized(bits=bits)
-        if self.quantize_optimizer:
-            chosen["accumulator"] = chosen["second_moment"] = NonNegative()
-        return chosen
-
-
-LOSSLESS = Strategy(layout="full")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How versions are written.
-
-    `overlap` says what a save does that finds the one before still running: "wait" for it, or
-    "cancel" it, told as the event `save_cancelled`; its rows are in the new one. After a save was
-    cancelled none is until a version is committed: where writing takes longer than the interval,
-    every other save is a version, and the one after it waits.
-
-    A background save that fails is warned of, and its rows are in the next one; after
-    `max_failures` in a row the next call raises.
-    """
-
-    overlap: Literal["wait", "cancel"] = "wait"
-    threads: int = 2
-    nice: int = 10
-    piece_nbytes: int = PIECE_NBYTES
-    buffer_nbytes: int = 256 * 2**20
-    max_failures: int = 3
-    retention: RetentionPolicy = DEFAULT_RETENTION
-    grace: timedelta = timedelta(minutes=10)
-
-    def __post_init__(self) -> None:
-        if self.overlap not in ("wait", "cancel"):
-            raise ConfigError(f"overlap must be 'wait' or 'cancel', not {self.overlap!r}")
-        for name in ("threads", "piece_nbytes", "buffer_nbytes", "max_failures"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,22 +95,6 @@ class _Chain:
     grid: bool = False
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
-
-
-@runtime_checkable
-class Elsewhere(Protocol):
-    """Frozen rows in another process, which writes them to the store itself."""
-
-    def reaches(self, url: str) -> bool:
-        """Whether that process can open the store; otherwise the rows are fetched and written."""
-        ...
-
-    def write(
-        self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
-        piece_nbytes: int, cancelled: threading.Event,
-    ) -> None:  # fmt: skip
-        """Returns when the rows are in the store, and their files part of the draft."""
-        ...
 
 
 def write_pieces(

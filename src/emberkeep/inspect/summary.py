@@ -13,7 +13,7 @@ from typing import Any
 from emberkeep._types import Json
 from emberkeep.blobs.wrapper import OverlayStore
 from emberkeep.checkpoint.contents import checked_rows, dense_tensors
-from emberkeep.checkpoint.restore import DENSE
+from emberkeep.checkpoint.targets import DENSE
 from emberkeep.codecs import Raw, codec_from_dict
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.repository import (

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from emberkeep._types import I64
 from emberkeep.checkpoint.recovery import Home
-from emberkeep.checkpoint.restore import LoadsItself, Subject, load_rows
+from emberkeep.checkpoint.restore import load_rows
+from emberkeep.checkpoint.targets import LoadsItself, Subject
 from emberkeep.cluster.base import Cluster
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority

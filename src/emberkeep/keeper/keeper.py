@@ -20,7 +20,8 @@ from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.checkpoint.restore import Restored, load
-from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving, Settings
+from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
+from emberkeep.checkpoint.spec import Settings
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,

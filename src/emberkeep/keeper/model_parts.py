@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from emberkeep.checkpoint.restore import Subject
+from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import ConfigError
 from emberkeep.keeper import followable
 from emberkeep.keeper.combined_subject import Together

@@ -6,7 +6,8 @@ import time
 from datetime import timedelta
 
 from emberkeep.checkpoint.contents import Hold
-from emberkeep.checkpoint.restore import DENSE, rows_of
+from emberkeep.checkpoint.restore import rows_of
+from emberkeep.checkpoint.targets import DENSE
 from emberkeep.errors import ConfigError, NoVersionError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
