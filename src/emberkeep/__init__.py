@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.inference.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
-    from emberkeep.models.dlrm import DLRM, PNN, DeepFM
+    from emberkeep.models.deepfm import DeepFM
+    from emberkeep.models.dlrm import DLRM
+    from emberkeep.models.pnn import PNN
     from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
     from emberkeep.parity.codes import Parity
     from emberkeep.server.ray.ray_cluster import ray_cluster
@@ -53,7 +55,9 @@ _HOMES = {
     "errors": ("EmberkeepError", "ShardLostError"),
     "inference.follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),
-    "models.dlrm": ("DLRM", "DeepFM", "PNN"),
+    "models.deepfm": ("DeepFM",),
+    "models.dlrm": ("DLRM",),
+    "models.pnn": ("PNN",),
     "nn.embeddings": ("EmbeddingBags", "Embeddings"),
     "parity.codes": ("Parity",),
     "server.ray.ray_cluster": ("ray_cluster",),

@@ -13,7 +13,10 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.processes import connect, servers
 from emberkeep.data import Category, Criteo, Parquet, Source, Synthetic, Window, split
 from emberkeep.errors import ConfigError
-from emberkeep.models.dlrm import DLRM, PNN, DeepFM, DenseOnly, DLRMShape
+from emberkeep.models.baseline import DenseOnly
+from emberkeep.models.deepfm import DeepFM
+from emberkeep.models.dlrm import DLRM, DLRMShape
+from emberkeep.models.pnn import PNN
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.tables import Table
 from emberkeep.train.run_config import Settings

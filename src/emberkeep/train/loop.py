@@ -25,7 +25,7 @@ from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
 from emberkeep.keeper import Keeper, TierKeeper
-from emberkeep.models.dlrm import Ids
+from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
