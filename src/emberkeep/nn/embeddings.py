@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, IdError, StateError
+from emberkeep.nn.jagged import KeyedJagged
+from emberkeep.nn.row_optimizer import RowOptimizer
 from emberkeep.rows.lookup import Bags, Layout, Lookup, merge
 from emberkeep.tables import Optimizer, Table, check_tables
 
@@ -30,41 +32,8 @@ _FORGOTTEN_STEPS = 256
 _INT64 = np.dtype(np.int64)
 
 
-@runtime_checkable
-class KeyedJagged(Protocol):
-    """What is used of TorchRec's KeyedJaggedTensor: feature by feature, sample by sample."""
-
-    def keys(self) -> Sequence[str]: ...
-    def values(self) -> Tensor: ...
-    def lengths(self) -> Tensor: ...
-
-
 Ids: TypeAlias = "Tensor | tuple[Tensor, Tensor | _Ends]"
 Features: TypeAlias = "Mapping[str, Ids] | KeyedJagged"
-
-
-class RowOptimizer(torch.optim.Optimizer):
-    """Trains the rows of one module. Its only setting that may change is `lr`.
-
-    `step()` applies everything that was accumulated since the last step, each row once, and clears
-    it; `zero_grad()` drops it.
-    """
-
-    def __init__(self, module: _Module, handle: nn.Parameter, lr: float) -> None:
-        self._rows = [module]  # in a list: the optimizer must not own the module's submodules
-        super().__init__([handle], {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._rows[0]._step(float(self.param_groups[0]["lr"]))
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._rows[0]._drop_gradients()
 
 
 class _Rows(torch.autograd.Function):
