@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.emberkeep-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-CHECKED := src tests benchmarks
+CHECKED := src tests benchmarks scripts
 
 .PHONY: help demo test soak lint format bench clean
 
