@@ -26,7 +26,7 @@ import torch.distributed as dist
 from _common import Options, options, report
 from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.repository import KeepLast, Repository
@@ -39,7 +39,7 @@ LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an
 SKEW = 0.6  # Zipf exponent
 BLOCK = 250_000
 LR = 0.01
-FULL = Strategy(layout="full")
+FULL = VersionSpec(layout="full")
 
 
 class Run:
@@ -157,18 +157,18 @@ def in_memory() -> Iterator[None]:
         place = before
 
 
-def begun(run: Run, path: Path, strategy: Strategy) -> Checkpointer:
+def begun(run: Run, path: Path, spec: VersionSpec) -> Checkpointer:
     store = open_store(str(path))
     repository = Repository.create(store, schema=run.cluster.schema())
-    settings = Settings(retention=KeepLast(n=1), grace=timedelta(0))
-    return Checkpointer(repository, run.cluster, strategy=strategy, settings=settings)
+    settings = SaveSettings(retention=KeepLast(n=1), grace=timedelta(0))
+    return Checkpointer(repository, run.cluster, spec=spec, settings=settings)
 
 
 @contextmanager
-def baseline(run: Run, strategy: Strategy = FULL) -> Iterator[Checkpointer]:
+def baseline(run: Run, spec: VersionSpec = FULL) -> Iterator[Checkpointer]:
     """A repository of its own that holds one version with all rows."""
     with directory() as path:
-        keeper = begun(run, path, strategy)
+        keeper = begun(run, path, spec)
         keeper.save(0)
         keeper.wait()
         yield keeper
@@ -179,7 +179,7 @@ def stored(path: Path) -> int:
 
 
 def beside_training(
-    run: Run, keeper: Checkpointer, strategy: Strategy, saves: int
+    run: Run, keeper: Checkpointer, spec: VersionSpec, saves: int
 ) -> dict[str, float]:
     """Saves one after the other while training goes on without a break, just after a baseline.
 
@@ -193,7 +193,7 @@ def beside_training(
             run.interval()
             steps += STEPS
             began = time.perf_counter()
-            saving = keeper.save(step, strategy=strategy)
+            saving = keeper.save(step, spec=spec)
             pauses.append((time.perf_counter() - began) * 1e3)
             while not saving.committed.done():
                 run.step()
@@ -210,10 +210,10 @@ def beside_training(
     }
 
 
-def sizes(run: Run, strategy: Strategy, intervals: int) -> tuple[float, float, list[str]]:
+def sizes(run: Run, spec: VersionSpec, intervals: int) -> tuple[float, float, list[str]]:
     """Mean bytes written per version, the most that was stored, and what the versions were."""
     with directory() as path:
-        keeper = begun(run, path, strategy)
+        keeper = begun(run, path, spec)
         written, capacity, kinds = [], 0, []
         for step in range(intervals):
             if step:
@@ -234,7 +234,7 @@ def pauses(pairs: list[tuple[Run, Checkpointer]], saves: int) -> list[list[float
         for times, (run, keeper) in zip(taken, pairs, strict=False):
             run.step()
             start = time.perf_counter()
-            keeper.save(step, strategy=Strategy(layout="consecutive"))
+            keeper.save(step, spec=VersionSpec(layout="consecutive"))
             times.append((time.perf_counter() - start) * 1e3)
             keeper.wait()
         start = time.perf_counter()
@@ -350,26 +350,26 @@ def measure_sizes(run: Run, quick: bool, figures: Figures, rows: Rows) -> None:
     """Bytes of every layout in every width; nothing here is timed."""
     layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
     strategies = [
-        Strategy(layout=layout, bits=bits, quantize_optimizer=bits is not None)
+        VersionSpec(layout=layout, bits=bits, quantize_optimizer=bits is not None)
         for bits in ([8, 2] if quick else WIDTHS)
         for layout in (["intermittent"] if quick else layouts)
     ]
     if not quick:
-        strategies += [Strategy(layout="intermittent", bits=bits) for bits in (8, 2)]
-    for strategy in strategies:
+        strategies += [VersionSpec(layout="intermittent", bits=bits) for bits in (8, 2)]
+    for spec in strategies:
         with in_memory():  # sizes are the same wherever the files are
-            mean, capacity, kinds = sizes(run, strategy, saved(quick))
-        name = f"{strategy.layout}, {width(strategy.bits)}"
-        if strategy.bits is not None:
-            name += f", accumulator {'16 bits' if strategy.quantize_optimizer else 'float32'}"
+            mean, capacity, kinds = sizes(run, spec, saved(quick))
+        name = f"{spec.layout}, {width(spec.bits)}"
+        if spec.bits is not None:
+            name += f", accumulator {'16 bits' if spec.quantize_optimizer else 'float32'}"
         rows.append(
             [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
              f"{run.nbytes / mean:.1f}×", f"{run.nbytes / capacity:.1f}×"]
         )  # fmt: skip
-        if strategy.layout == "intermittent" and strategy.quantize_optimizer:
-            if strategy.bits in (2, 8):
-                figures[f"write_ratio_{strategy.bits}bit"] = run.nbytes / mean
-                figures[f"capacity_ratio_{strategy.bits}bit"] = run.nbytes / capacity
+        if spec.layout == "intermittent" and spec.quantize_optimizer:
+            if spec.bits in (2, 8):
+                figures[f"write_ratio_{spec.bits}bit"] = run.nbytes / mean
+                figures[f"capacity_ratio_{spec.bits}bit"] = run.nbytes / capacity
             print(f"{name}: {' '.join(kinds)}", flush=True)
 
 
@@ -381,8 +381,8 @@ def saved(quick: bool) -> int:
 def measure_beside(
     run: Run, keeper: Checkpointer, bits: int | None, saves: int, figures: Figures, rows: Rows
 ) -> None:
-    strategy = Strategy(layout="intermittent", bits=bits)
-    beside = beside_training(run, keeper, strategy, saves)
+    spec = VersionSpec(layout="intermittent", bits=bits)
+    beside = beside_training(run, keeper, spec, saves)
     rows.append(
         [f"intermittent, {width(bits)}, beside training", f"{beside['pause_ms']:.2f}",
          f"{beside['stall_s']:.2f}", f"{beside['commit_s']:.2f}", "", "",
@@ -440,8 +440,8 @@ def measure(given: Options, torch_path: Path) -> None:
         elementwise = Run(ROWS // 4, Adagrad(lr=LR))
         elementwise.change()
         for quantize in (False, True):
-            strategy = Strategy(layout="full", bits=8, quantize_optimizer=quantize)
-            mean, capacity, _ = sizes(elementwise, strategy, 2)
+            spec = VersionSpec(layout="full", bits=8, quantize_optimizer=quantize)
+            mean, capacity, _ = sizes(elementwise, spec, 2)
             name = (
                 f"element-wise Adagrad, 8 bits, accumulator {'8 bits' if quantize else 'float32'}"
             )

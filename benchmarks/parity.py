@@ -286,7 +286,7 @@ def checkpoint_seconds(cluster: Any) -> tuple[float, float]:
     """Saving all rows, and restoring them after the loss of a shard, without training beside."""
     with tempfile.TemporaryDirectory() as directory:
         repository = Repository.create(open_store(directory), schema=cluster.schema())
-        saver = Checkpointer(repository, cluster, strategy=LOSSLESS)
+        saver = Checkpointer(repository, cluster, spec=LOSSLESS)
         start = time.perf_counter()
         saver.save(1)
         saver.wait()

@@ -33,7 +33,7 @@ import torch
 
 from _common import options, report
 from emberkeep.blobs import MemoryStore
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic, split
 from emberkeep.models import DLRM, DLRMShape
@@ -147,8 +147,8 @@ class Resumed(Hook):
         self._keeper = Checkpointer(
             Repository.open(store),
             cluster,
-            strategy=Strategy(layout="full", bits=bits),
-            settings=Settings(threads=1, retention=KeepLast(n=1), grace=timedelta(0)),
+            spec=VersionSpec(layout="full", bits=bits),
+            settings=SaveSettings(threads=1, retention=KeepLast(n=1), grace=timedelta(0)),
         )
         self._steps = steps
 

@@ -36,7 +36,7 @@ from _common import RESULTS, Options, options, report
 from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy, load
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
@@ -163,7 +163,7 @@ def row_nbytes(path: Path) -> int:
 
 
 def history(
-    run: Run, path: Path, strategy: Strategy, versions: int, *, settled: bool = False
+    run: Run, path: Path, spec: VersionSpec, versions: int, *, settled: bool = False
 ) -> dict[str, Any]:
     """Trains and saves; how long saves held up training, and what was written.
 
@@ -175,8 +175,8 @@ def history(
     keeper = Checkpointer(
         repository,
         run.cluster,
-        strategy=strategy,
-        settings=Settings(retention=KeepAll(), grace=timedelta(0)),
+        spec=spec,
+        settings=SaveSettings(retention=KeepAll(), grace=timedelta(0)),
         on_event=lambda name, details: events.append((name, details)),
     )
     run.begin(versions)
@@ -227,7 +227,7 @@ POOL = Pool(2)
 def save_full(run: Run, path: Path) -> None:
     """What is in memory as one whole version."""
     repository = Repository.create(open_store(str(path)), schema=run.cluster.schema())
-    keeper = Checkpointer(repository, run.cluster, strategy=Strategy(layout="full"))
+    keeper = Checkpointer(repository, run.cluster, spec=VersionSpec(layout="full"))
     keeper.save(0)
     keeper.wait()
 
@@ -302,8 +302,8 @@ def ablation(versions: int, dim: int) -> dict[str, dict[str, float]]:
     for name, rules in cases.items():
         run = Run(dim, 0.0)
         with directory() as path:
-            strategy = Strategy(layout="grid", grid=rules)
-            told = history(run, path, strategy, versions, settled=True)
+            spec = VersionSpec(layout="grid", grid=rules)
+            told = history(run, path, spec, versions, settled=True)
             numbers = range(versions // 4, versions + 1, versions // 4)
             taken = [restore(run, path, number, cold=True) for number in numbers]
         found[name] = {
@@ -400,9 +400,9 @@ def main() -> None:
     versions, dim = (60, 24) if given.quick else (150, 128)
     dense_ms = 3.0 if given.quick else DENSE_MS
     layouts = {
-        "naive": Strategy(layout="consecutive"),
-        "grid": Strategy(layout="grid"),
-        "differential": Strategy(layout="intermittent"),
+        "naive": VersionSpec(layout="consecutive"),
+        "grid": VersionSpec(layout="grid"),
+        "differential": VersionSpec(layout="intermittent"),
     }
     told: dict[str, dict[str, Any]] = {}
     paths: dict[str, Path] = {}
@@ -410,9 +410,9 @@ def main() -> None:
     with directory() as root:
         # What a process does once at its first save, the first layout would pay for.
         history(run, root / "first", layouts["naive"], 2)
-        for name, strategy in layouts.items():
+        for name, spec in layouts.items():
             paths[name] = root / name
-            told[name] = history(run, paths[name], strategy, versions)
+            told[name] = history(run, paths[name], spec, versions)
             shown = {k: v for k, v in told[name].items() if k not in ("stored", "blocked")}
             print(f"{name}: {shown}", flush=True)
         step = versions // (3 if given.quick else 10)

@@ -1,6 +1,6 @@
-"""Presets: what versions hold, when they are taken and how long they are kept, under one name.
+"""Strategies: what versions hold, when they are taken and how long they are kept, under one name.
 
-A preset is named by what a user wants; the name of the paper that it comes from is an alias with
+A strategy is named by what a user wants; the name of the paper that it comes from is an alias with
 that paper's defaults. It is plain data, composed of parts that work alone as well, and refuses
 what cannot be combined when it is written down.
 """
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
-from emberkeep.checkpoint.spec import Strategy
+from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.config import duration
 from emberkeep.errors import ConfigError
 from emberkeep.parity.codes import Parity
@@ -118,7 +118,7 @@ def retention(keep: Keep) -> RetentionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class Strategy:
     """What versions hold and how, when they are taken, which are kept, and what is done when shards
     are lost.
 
@@ -127,14 +127,14 @@ class Preset:
     too many are lost at once.
     """
 
-    strategy: Strategy = field(default_factory=Strategy)
+    spec: VersionSpec = field(default_factory=VersionSpec)
     schedule: Every = field(default_factory=lambda: Every(time=timedelta(minutes=30)))
     retention: RetentionPolicy = DEFAULT_RETENTION
     recovery: Recovery | None = None
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy.priority is not None and (
+        if self.spec.priority is not None and (
             self.recovery is None or self.recovery.scope != "partial"
         ):
             raise ConfigError(
@@ -152,12 +152,12 @@ def incremental(
     quantize_optimizer: bool = False,
     keep: Keep = 3,
     recovery: Literal["full"] | None = None,
-) -> Preset:
+) -> Strategy:
     """Versions that hold the rows that changed. Nothing is lost unless `bits=` or
-    `expected_restores=` says so; `Strategy` explains the choices. With `recovery="full"` lost
+    `expected_restores=` says so; `VersionSpec` explains the choices. With `recovery="full"` lost
     shards take everybody back to the newest version, the first of which is taken at once."""
-    return Preset(
-        strategy=Strategy(
+    return Strategy(
+        spec=VersionSpec(
             layout=layout,
             bits=bits,
             expected_restores=expected_restores,
@@ -182,13 +182,13 @@ def all_versions(
     expected_restores: int | None = None,
     quantize_optimizer: bool = False,
     keep: Keep = "all",
-) -> Preset:
+) -> Strategy:
     """Every version kept, in little more than the space of what changed, and any of them restored
     about as fast as if it had been saved whole; `Grid` explains the choices."""
     if isinstance(restore_budget, str):
         restore_budget = schedule(restore_budget).time
-    return Preset(
-        strategy=Strategy(
+    return Strategy(
+        spec=VersionSpec(
             layout="grid",
             bits=bits,
             expected_restores=expected_restores,
@@ -219,7 +219,7 @@ def check_n_run(
     expected_restores: int | None = None,
     quantize_optimizer: bool = False,
     keep: Keep = 1,
-) -> Preset:
+) -> Strategy:
     """`incremental` with the defaults of the Check-N-Run paper: quantized, and only the newest
     version is kept. Unless said otherwise one restore is expected, which means 2 bits until a
     second one happens and 8 bits from then on."""
@@ -246,7 +246,7 @@ def partial(
     bits: int | None = None,
     most_pls: float = 1.0,
     keep: Keep = 3,
-) -> Preset:
+) -> Strategy:
     """Lost shards come back alone, with their newest saved rows, and training goes on.
 
     How much that loses on average is `pls`, the portion of lost samples: from it and the `job`
@@ -266,8 +266,8 @@ def partial(
     if job is not None:
         verdict = partial_pays(job, pls)
         if not verdict.pays:
-            return Preset(
-                strategy=Strategy(layout=layout, bits=bits),
+            return Strategy(
+                spec=VersionSpec(layout=layout, bits=bits),
                 schedule=Every(time=verdict.full_interval),
                 retention=retention(keep),
                 recovery=Recovery(scope="full", reason=verdict.reason),
@@ -276,8 +276,8 @@ def partial(
     assert every is not None
     ranked = None if priority is None else Priority(kind=priority, fraction=fraction)
     rounds = 1 if ranked is None else ranked.rounds
-    return Preset(
-        strategy=Strategy(layout=layout, bits=bits, priority=ranked),
+    return Strategy(
+        spec=VersionSpec(layout=layout, bits=bits, priority=ranked),
         schedule=schedule(every).divided(rounds),
         retention=retention(keep * rounds if type(keep) is int else keep),
         recovery=Recovery(scope="partial", most_pls=most_pls, reason=reason),
@@ -300,15 +300,15 @@ def parity(
     bits: int | None = None,
     keep: Keep = 3,
     recovery: Scope = "full",
-) -> Preset:
+) -> Strategy:
     """Up to `r` lost shards come back from the others with every row as it was, while training
     goes on; `Parity` explains the choices.
 
     Two levels: when more shards are lost at once than parity can bring back, `recovery` is made
     from the newest version. As that is rare, so are versions.
     """
-    return Preset(
-        strategy=Strategy(layout=layout, bits=bits),
+    return Strategy(
+        spec=VersionSpec(layout=layout, bits=bits),
         schedule=schedule(every),
         retention=retention(keep),
         recovery=Recovery(scope=recovery),

@@ -194,7 +194,7 @@ def plain(
     from torch import nn
 
     import emberkeep as ek
-    from emberkeep.checkpoint import Settings
+    from emberkeep.checkpoint import SaveSettings
     from emberkeep.data import Reader, Synthetic
     from emberkeep.keeper.plain_state import pack
 
@@ -242,7 +242,7 @@ def plain(
         optimizers,
         reader=reader,
         strategy=ek.incremental(every=every, layout="consecutive", keep=2),
-        settings=Settings(grace=timedelta(0)),  # gc at every save
+        settings=SaveSettings(grace=timedelta(0)),  # gc at every save
         state={"rate": scheduler},
     ) as keeper:
         keeper.resume()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import BlobStore, MemoryStore
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError, SaveError
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
@@ -39,8 +39,8 @@ class Life:
         self.checkpointer = Checkpointer(
             Repository.open(store),
             self.cluster,
-            strategy=Strategy(layout=layout),
-            settings=Settings(retention=retention or KeepAll(), grace=NOW),
+            spec=VersionSpec(layout=layout),
+            settings=SaveSettings(retention=retention or KeepAll(), grace=NOW),
         )
 
     def resume(self, version: int | None = None) -> None:

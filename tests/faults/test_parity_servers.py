@@ -198,8 +198,8 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
 
     plain = bags_on(shards=1)
     bags = ek.EmbeddingBags(TABLES, optimizer=ek.Adagrad(lr=0.1), cluster=_On(clusters, 4))
-    preset = ek.parity(k=3, every=4, recovery="full")
-    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=preset) as keeper:
+    strategy = ek.parity(k=3, every=4, recovery="full")
+    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=strategy) as keeper:
         train(bags, range(6), keeper)
         bags.cluster.hosts.kill(2)
         train(bags, range(6, 8), keeper)

@@ -14,7 +14,7 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import Checkpointer, Strategy
+from emberkeep.checkpoint import Checkpointer, VersionSpec
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard
@@ -106,7 +106,7 @@ def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
     cluster = FlightCluster([table], SGD(lr=1.0), hosts, pool=pool.Pool(1))
     initial = cluster.read("t", np.arange(ROWS))["weight"]
     repository = Repository.create(LocalStore(where), schema=cluster.schema())
-    keeper = Checkpointer(repository, cluster, strategy=Strategy(layout="consecutive"))
+    keeper = Checkpointer(repository, cluster, spec=VersionSpec(layout="consecutive"))
     keeper.save(0)
     keeper.wait()
     applied: list[list[int]] = [[] for _ in range(SHARDS)]

@@ -24,7 +24,7 @@ import numpy as np
 import safetensors.numpy
 
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, Extras, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.tables import Adagrad, Adam, Normal, Optimizer, RowWiseAdagrad, Table, Uniform
@@ -45,7 +45,7 @@ class Golden:
     """One repository: how it was saved, and by how many writers one after the other."""
 
     name: str
-    strategy: Strategy
+    spec: VersionSpec
     optimizer: Optimizer
     shards: int = 1
     writers: int = 1
@@ -54,46 +54,46 @@ class Golden:
 REPOSITORIES = (
     Golden(
         name="full-exact",
-        strategy=Strategy(layout="full"),
+        spec=VersionSpec(layout="full"),
         optimizer=Adam(lr=0.1, step="row"),
         writers=2,
     ),
     Golden(
         name="one-shot-exact-two-shards",
-        strategy=Strategy(layout="one_shot"),
+        spec=VersionSpec(layout="one_shot"),
         optimizer=RowWiseAdagrad(lr=0.1),
         shards=2,
     ),
     Golden(
         name="intermittent-8-bits",
-        strategy=Strategy(layout="intermittent", bits=8),
+        spec=VersionSpec(layout="intermittent", bits=8),
         optimizer=RowWiseAdagrad(lr=0.1),
     ),
     Golden(
         name="consecutive-4-bits-two-shards",
-        strategy=Strategy(layout="consecutive", bits=4),
+        spec=VersionSpec(layout="consecutive", bits=4),
         optimizer=RowWiseAdagrad(lr=0.1),
         shards=2,
         writers=2,
     ),
     Golden(
         name="one-shot-3-bits",
-        strategy=Strategy(layout="one_shot", bits=3),
+        spec=VersionSpec(layout="one_shot", bits=3),
         optimizer=RowWiseAdagrad(lr=0.1),
     ),
     Golden(
         name="consecutive-2-bits-accumulators-8",
-        strategy=Strategy(layout="consecutive", bits=2, quantize_optimizer=True),
+        spec=VersionSpec(layout="consecutive", bits=2, quantize_optimizer=True),
         optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.125),
     ),
     Golden(
         name="intermittent-2-bits-row-wise-accumulators-16",
-        strategy=Strategy(layout="intermittent", bits=2, quantize_optimizer=True),
+        spec=VersionSpec(layout="intermittent", bits=2, quantize_optimizer=True),
         optimizer=RowWiseAdagrad(lr=0.1),
     ),
     Golden(
         name="grid-4-bits-row-wise-accumulators-16",
-        strategy=Strategy(layout="grid", bits=4, quantize_optimizer=True),
+        spec=VersionSpec(layout="grid", bits=4, quantize_optimizer=True),
         optimizer=RowWiseAdagrad(lr=0.1),
     ),
 )
@@ -140,14 +140,14 @@ def make(golden: Golden, where: Path) -> None:
 
     random = np.random.default_rng(SEED)
     store = LocalStore(where / golden.name)
-    settings = Settings(retention=KeepAll(), grace=timedelta(0), threads=1)
+    settings = SaveSettings(retention=KeepAll(), grace=timedelta(0), threads=1)
     cluster = opened(golden)
     Repository.create(store, schema=cluster.schema(), clock=clock)
 
     def keeper() -> Checkpointer:
         return Checkpointer(
             Repository.open(store, clock=clock), cluster,
-            strategy=golden.strategy, settings=settings,
+            spec=golden.spec, settings=settings,
         )  # fmt: skip
 
     saving = keeper()
@@ -185,11 +185,11 @@ def _write_expected(
         store = LocalStore(where / f"{golden.name}-scratch")
         shutil.copytree(where / golden.name, where / f"{golden.name}-scratch")
         copy = Repository.open(store)
-        restored = Checkpointer(copy, fresh, strategy=golden.strategy).restore(version.number)
+        restored = Checkpointer(copy, fresh, spec=golden.spec).restore(version.number)
         shutil.rmtree(where / f"{golden.name}-scratch")
         assert restored is not None
         assert restored.dense is not None
-        if not golden.strategy.lossy:
+        if not golden.spec.lossy:
             for name, values in saved[version.number].items():
                 assert contents(fresh)[name].tobytes() == values.tobytes()
         manifest = restored.manifest

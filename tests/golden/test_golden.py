@@ -100,7 +100,7 @@ def test_it_is_whole_and_can_be_followed(root: Path) -> None:
 
 def test_a_run_goes_on_from_it(golden: Golden, root: Path) -> None:
     cluster = opened(golden)
-    keeper = Checkpointer(Repository.open(LocalStore(root)), cluster, strategy=LOSSLESS)
+    keeper = Checkpointer(Repository.open(LocalStore(root)), cluster, spec=LOSSLESS)
     keeper.restore()
     keeper.close(40)
     fresh = opened(golden)

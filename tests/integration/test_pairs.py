@@ -98,13 +98,13 @@ def build(case: dict[str, Any], on: OnServers | None = None) -> tuple[ek.Embeddi
         cluster=on or ek.local(shards=case["shards"]),
     )
     if case["layout"] == "grid":
-        preset: Any = ek.all_versions(every=3, bits=case["bits"])
+        strategy: Any = ek.all_versions(every=3, bits=case["bits"])
     else:
-        preset = ek.incremental(every=3, layout=case["layout"], bits=case["bits"])
+        strategy = ek.incremental(every=3, layout=case["layout"], bits=case["bits"])
     if case["parity"] is not None:
         k, r = case["parity"]
         bags.cluster.protect(ek.Parity(k=k, r=r, chunk_rows=16))
-    return bags, preset
+    return bags, strategy
 
 
 def train(bags: ek.EmbeddingBags, steps: range, keeper: ek.Keeper | None = None) -> None:
@@ -130,17 +130,17 @@ def test_every_pair_survives(
     first, second = servers[case["shards"]] if case["cluster"] == "servers" else (None, None)
     plain, _ = build({**case, "parity": None})
     train(plain, range(12))
-    bags, preset = build(case, first)
+    bags, strategy = build(case, first)
     lost = [] if case["parity"] is None else list(range(case["parity"][1]))
-    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=preset) as keeper:
+    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=strategy) as keeper:
         train(bags, range(4), keeper)
         kill(bags, lost)
         train(bags, range(4, 8), keeper)
         if lost:
             bags.cluster.rebuild()
     # The process ends here; another one goes on.
-    again, preset = build(case, second)
-    with ek.Keeper(tmp_path / "run", again, again.optimizer, strategy=preset) as keeper:
+    again, strategy = build(case, second)
+    with ek.Keeper(tmp_path / "run", again, again.optimizer, strategy=strategy) as keeper:
         keeper.resume()
         assert state(again.cluster) == state(bags.cluster)  # the last version is exact
         kill(again, lost)

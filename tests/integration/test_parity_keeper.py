@@ -68,7 +68,7 @@ def test_versions_after_a_loss_know_what_was_deleted() -> None:
     """A shard that comes back has forgotten deletions: the next version is a baseline."""
     bags = bags_on(shards=4, parity=ek.Parity(k=3, r=1))
     repository = Repository.create(MemoryStore(), schema=bags.cluster.schema())
-    saver = Checkpointer(repository, bags.cluster, strategy=ek.incremental().strategy)
+    saver = Checkpointer(repository, bags.cluster, spec=ek.incremental().spec)
     train(bags, range(6))
     saver.save(6)
     assert saver.wait().layout["kind"] == "full"
@@ -98,9 +98,9 @@ def read_or_recover(bags: ek.EmbeddingBags, keeper: ek.Keeper) -> None:
 @pytest.mark.parametrize("scope", ["full", "partial"])
 def test_more_losses_than_parity_bears_fall_to_the_repository(tmp_path: Path, scope: Any) -> None:
     bags = bags_on(shards=4)
-    preset = ek.parity(k=3, every=4, recovery=scope)
+    strategy = ek.parity(k=3, every=4, recovery=scope)
     with ek.Keeper(
-        tmp_path / "run", bags, bags.optimizer, strategy=preset, total_steps=20
+        tmp_path / "run", bags, bags.optimizer, strategy=strategy, total_steps=20
     ) as keeper:
         train(bags, range(8), keeper)
         keeper.wait()

@@ -20,7 +20,7 @@ from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step, TensorBoard
 from emberkeep.train.loop import digest, evaluate, run
 from emberkeep.train.result import Result
-from emberkeep.train.run_config import Settings, demo
+from emberkeep.train.run_config import RunConfig, demo
 
 SMALL = [
     "data.samples=3000",
@@ -33,7 +33,7 @@ SMALL = [
 ]
 
 
-def small(*overrides: str) -> Settings:
+def small(*overrides: str) -> RunConfig:
     return demo([*SMALL, *overrides])
 
 
@@ -191,7 +191,7 @@ def criteo_lines(count: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def criteo(path: Path, *overrides: str) -> Settings:
+def criteo(path: Path, *overrides: str) -> RunConfig:
     return small(
         "data.source=criteo", f'data.paths=["{path}"]', "data.samples=2000", "run.batch_size=64",
         *overrides,

@@ -16,7 +16,7 @@ from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.run_config import Settings, demo
+from emberkeep.train.run_config import RunConfig, demo
 
 SMALL = [
     "data.samples=2000",
@@ -30,7 +30,7 @@ SMALL = [
 ]
 
 
-def settings(path: Path, *overrides: str) -> Settings:
+def settings(path: Path, *overrides: str) -> RunConfig:
     return demo([*SMALL, f"checkpoint.path={path}", *overrides])
 
 
@@ -53,7 +53,7 @@ class Recorder(Hook):
             raise Ends
 
 
-def interrupted(given: Settings, end_at: int) -> Recorder:
+def interrupted(given: RunConfig, end_at: int) -> Recorder:
     recorder = Recorder(end_at)
     with pytest.raises(Ends):
         run(given, hooks=[recorder])

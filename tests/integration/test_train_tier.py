@@ -13,7 +13,7 @@ from emberkeep.nn import EmbeddingBags
 from emberkeep.tiered import durable_open
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 from tests.integration.test_train import small
 
 STEPS = 11  # of 250 samples, from 2700
@@ -24,7 +24,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 32 * 1024)
 
 
-def tiered(path: Path, *overrides: str, every: str = "3 steps") -> Settings:
+def tiered(path: Path, *overrides: str, every: str = "3 steps") -> RunConfig:
     given = [f'tier.path="{path}"', 'tier.memory="80KB"', f'tier.every="{every}"']
     return small(*given, *overrides)
 

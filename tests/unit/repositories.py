@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.numpy
 
 from emberkeep.blobs import BlobStore, MemoryStore
-from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, Extras, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import Grid
@@ -23,7 +23,7 @@ TABLES = [
     Table("evicting", rows=None, capacity=30, dim=6, on_full="evict_oldest"),
     Table("wide/odd name", rows=40, dim=9),
 ]
-KEEP = Settings(retention=KeepAll(), grace=timedelta(0))
+KEEP = SaveSettings(retention=KeepAll(), grace=timedelta(0))
 State = dict[str, tuple[Any, dict[str, Any]]]
 
 
@@ -46,8 +46,8 @@ class Run:
         self.repository = Repository.create(self.store, schema=self.cluster.schema())
         # When a grid starts anew by its rule depends on measured times.
         grid = Grid(resets=False) if self.layout == "grid" else None
-        strategy = Strategy(layout=self.layout, bits=self.bits, grid=grid)
-        self.keeper = Checkpointer(self.repository, self.cluster, strategy=strategy, settings=KEEP)
+        spec = VersionSpec(layout=self.layout, bits=self.bits, grid=grid)
+        self.keeper = Checkpointer(self.repository, self.cluster, spec=spec, settings=KEEP)
 
     def train(self) -> None:
         table = TABLES[self.random.integers(0, len(TABLES))]

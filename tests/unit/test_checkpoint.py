@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.checkpoint import Checkpointer, Extras, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, Extras, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ TABLES = [
 ]
 EVICTING = [*TABLES, Table("evicting", rows=None, capacity=150, dim=6, on_full="evict_oldest")]
 LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
-KEEP = Settings(retention=KeepAll(), grace=timedelta(0))
+KEEP = SaveSettings(retention=KeepAll(), grace=timedelta(0))
 
 
 def opened(tables: list[Table] = TABLES, *, shards: int = 1) -> LocalCluster:
@@ -67,7 +67,7 @@ def begun(cluster: LocalCluster, store: Any = None, **settings: Any) -> Checkpoi
 def test_every_version_comes_back_bit_for_bit(layout: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     cluster = opened(EVICTING)
-    keeper = begun(cluster, strategy=Strategy(layout=layout))
+    keeper = begun(cluster, spec=VersionSpec(layout=layout))
     states = {}
     for step in range(1, 9):
         train(cluster, random)
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
     random, twin_random = (np.random.default_rng(5) for _ in range(2))
     cluster, twin = opened(EVICTING), opened(EVICTING)
     store = MemoryStore()
-    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
     for step in range(1, 12):
         train(cluster, random)
         train(twin, twin_random)
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
         keeper.wait()
         if step % 3 == 0:  # the process ends, another one takes over
             cluster = opened(EVICTING)
-            keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+            keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
             restored = keeper.restore()
             assert restored is not None
             assert restored.manifest.step == step
@@ -131,7 +131,7 @@ def test_the_steps_of_a_version_are_those_of_its_rows(shards: int) -> None:
 def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> None:
     store = MemoryStore()
     cluster = opened()
-    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
     random = np.random.default_rng(8)
     train(cluster, random, steps=6)
     keeper.save(1)
@@ -143,7 +143,7 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
         keeper.save(step)
         keeper.wait()
         cluster = opened()
-        keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+        keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
         keeper.restore()
         assert state(cluster) == expected
 
@@ -152,7 +152,7 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
 def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
     store = MemoryStore()
     cluster = opened(EVICTING)
-    keeper = begun(cluster, store, strategy=Strategy(layout=layout))
+    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
     train(cluster, np.random.default_rng(8))
     keeper.save(1)
     keeper.wait()
@@ -167,7 +167,7 @@ def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
         assert manifest.files == () or layout == "full"
     keeper.settle()
     fresh = opened(EVICTING)
-    begun(fresh, store, strategy=Strategy(layout=layout)).restore()
+    begun(fresh, store, spec=VersionSpec(layout=layout)).restore()
     assert state(fresh) == expected
 
 
@@ -175,13 +175,13 @@ def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
 def test_versions_move_to_another_number_of_shards(before: int, after: int) -> None:
     random = np.random.default_rng(1)
     cluster = opened(shards=before)
-    keeper = begun(cluster, strategy=Strategy(layout="one_shot"))
+    keeper = begun(cluster, spec=VersionSpec(layout="one_shot"))
     for step in range(1, 4):
         train(cluster, random)
         keeper.save(step)
         keeper.wait()
     moved = opened(shards=after)
-    second = begun(moved, keeper.repository.store, strategy=Strategy(layout="one_shot"))
+    second = begun(moved, keeper.repository.store, spec=VersionSpec(layout="one_shot"))
     second.restore()
     assert state(moved) == state(cluster)
     second.save(4)
@@ -193,7 +193,7 @@ def test_versions_move_to_another_number_of_shards(before: int, after: int) -> N
 
 def test_increments_hold_only_what_changed() -> None:
     cluster = opened()
-    keeper = begun(cluster, strategy=Strategy(layout="consecutive"))
+    keeper = begun(cluster, spec=VersionSpec(layout="consecutive"))
     train(cluster, np.random.default_rng(0), steps=20)
     keeper.save(1)
     keeper.wait()
@@ -209,7 +209,7 @@ def test_increments_hold_only_what_changed() -> None:
 
 def test_quantized_rows_come_back_within_their_bound_and_close_loses_nothing() -> None:
     cluster = opened()
-    keeper = begun(cluster, strategy=Strategy(layout="full", bits=8))
+    keeper = begun(cluster, spec=VersionSpec(layout="full", bits=8))
     train(cluster, np.random.default_rng(0), steps=10)
     keeper.save(1)
     keeper.wait()
@@ -220,7 +220,7 @@ def test_quantized_rows_come_back_within_their_bound_and_close_loses_nothing() -
     span = planes["weight"].max(axis=1) - planes["weight"].min(axis=1)
     assert (np.abs(got["weight"] - planes["weight"]).max(axis=1) <= 0.505 * span / 255).all()
     assert got["first_moment"].tobytes() == planes["first_moment"].tobytes()
-    keeper = begun(cluster, keeper.repository.store, strategy=Strategy(layout="full", bits=2))
+    keeper = begun(cluster, keeper.repository.store, spec=VersionSpec(layout="full", bits=2))
     assert keeper.close(2) is not None
     exact = opened()
     begun(exact, keeper.repository.store).restore()
@@ -232,7 +232,7 @@ def test_bits_follow_the_restores() -> None:
     chosen = []
     for _ in range(4):
         cluster = opened()
-        keeper = begun(cluster, store, strategy=Strategy(layout="full", expected_restores=2))
+        keeper = begun(cluster, store, spec=VersionSpec(layout="full", expected_restores=2))
         keeper.restore()
         train(cluster, np.random.default_rng(0))
         keeper.save(1)
@@ -244,8 +244,8 @@ def test_bits_follow_the_restores() -> None:
 
 def test_retention_removes_old_versions_and_keeps_what_the_rest_needs() -> None:
     cluster = opened()
-    settings = Settings(retention=KeepLast(n=2), grace=timedelta(0))
-    keeper = begun(cluster, strategy=Strategy(layout="one_shot"), settings=settings)
+    settings = SaveSettings(retention=KeepLast(n=2), grace=timedelta(0))
+    keeper = begun(cluster, spec=VersionSpec(layout="one_shot"), settings=settings)
     random = np.random.default_rng(2)
     for step in range(1, 7):
         train(cluster, random)
@@ -271,7 +271,7 @@ class Flaky(MemoryStore):
 
 def test_a_failed_save_is_warned_of_and_its_rows_are_in_the_next() -> None:
     store, cluster = Flaky(), opened()
-    keeper = begun(cluster, store, strategy=Strategy(layout="consecutive"))
+    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
     random = np.random.default_rng(4)
     train(cluster, random)
     keeper.save(1)
@@ -322,8 +322,8 @@ def test_a_process_that_was_replaced_stops() -> None:
 
 def test_a_newer_save_cancels_the_older_one_when_told_to() -> None:
     cluster = opened()
-    settings = Settings(retention=KeepAll(), overlap="cancel")
-    keeper = begun(cluster, settings=settings, strategy=Strategy(layout="consecutive"))
+    settings = SaveSettings(retention=KeepAll(), overlap="cancel")
+    keeper = begun(cluster, settings=settings, spec=VersionSpec(layout="consecutive"))
     random = np.random.default_rng(0)
     for step in range(1, 30):
         train(cluster, random, steps=1)
@@ -360,8 +360,8 @@ def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any
     events: list[tuple[str, Any]] = []
     Repository.create(store, schema=cluster.schema())
     keeper = Late(
-        Repository.open(store), cluster, strategy=Strategy(layout="full"),
-        settings=Settings(retention=KeepAll(), overlap="cancel"),
+        Repository.open(store), cluster, spec=VersionSpec(layout="full"),
+        settings=SaveSettings(retention=KeepAll(), overlap="cancel"),
         on_event=lambda *told: events.append(told),
     )  # fmt: skip
     for step in range(1, 10):
@@ -379,7 +379,7 @@ def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any
 
 def test_damage_is_refused_or_passed_over_as_asked() -> None:
     cluster, store = opened(), MemoryStore()
-    keeper = begun(cluster, store, strategy=Strategy(layout="full"))
+    keeper = begun(cluster, store, spec=VersionSpec(layout="full"))
     random = np.random.default_rng(0)
     states = []
     for step in (1, 2, 3):
@@ -423,7 +423,7 @@ def test_a_model_of_another_shape_is_refused_by_name() -> None:
 )
 def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Strategy(**wrong)
+        VersionSpec(**wrong)
 
 
 # -- extraction that fails -----------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_a_round_that_fails_anywhere_is_told_and_done_again(
 ) -> None:
     random, cluster, store = np.random.default_rng(4), opened(), MemoryStore()
     events: list[tuple[str, Any]] = []
-    rules = Strategy(layout="grid", grid=Grid(ratio=0.0, resets=False))
+    rules = VersionSpec(layout="grid", grid=Grid(ratio=0.0, resets=False))
 
     def keeping() -> Checkpointer:
         keeper = begun(cluster, store, strategy=rules, on_event=lambda *told: events.append(told))
@@ -496,7 +496,7 @@ def test_a_gc_that_fails_fails_no_save(
 
     monkeypatch.setattr("emberkeep.checkpoint.saver.Collector.collect", fails)
     cluster = opened()
-    keeper = begun(cluster, strategy=Strategy(layout=layout))
+    keeper = begun(cluster, spec=VersionSpec(layout=layout))
     for step in (1, 2):
         train(cluster, np.random.default_rng(step))
         with pytest.warns(UserWarning, match="on purpose"):
@@ -508,7 +508,7 @@ def test_a_gc_that_fails_fails_no_save(
 def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
     before = {thread.name for thread in threading.enumerate()}
     cluster = opened()
-    keeper = begun(cluster, strategy=Strategy(layout="grid"))
+    keeper = begun(cluster, spec=VersionSpec(layout="grid"))
     for step in (1, 3):
         train(cluster, np.random.default_rng(step))
         keeper.save(step)

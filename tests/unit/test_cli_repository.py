@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.blobs import Buffer, LocalStore, open_store
-from emberkeep.checkpoint import Checkpointer, Strategy
+from emberkeep.checkpoint import Checkpointer, VersionSpec
 from emberkeep.cli import main
 from emberkeep.cli._repository import numbers_text, size_text
 from emberkeep.cli._work import ReadingStore, _Lines
@@ -251,7 +251,7 @@ def test_fork(shell: Shell, root: Path, run: Run, tmp_path: Path) -> None:
     assert shell("fork", root, tmp_path / "new") == 2
     assert "already holds a repository" in shell.err
     copy = Repository.open(LocalStore(tmp_path / "new"))
-    Checkpointer(copy, run.cluster, strategy=Strategy(layout="full"), settings=KEEP).restore()
+    Checkpointer(copy, run.cluster, spec=VersionSpec(layout="full"), settings=KEEP).restore()
 
 
 @pytest.mark.parametrize(

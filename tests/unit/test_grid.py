@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import emberkeep as ek
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import Strategy
+from emberkeep.checkpoint import VersionSpec
 from emberkeep.cli import app
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.inspect.picture import as_html, as_text, picture
@@ -313,9 +313,9 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], reason: str) -> N
 
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ConfigError, match="goes with layout='grid'"):
-        Strategy(layout="full", grid=Grid())
+        VersionSpec(layout="full", grid=Grid())
     with pytest.raises(ConfigError, match="not of one instant"):
-        Strategy(layout="grid", priority=Priority())
+        VersionSpec(layout="grid", priority=Priority())
     assert ek.incr_cp is ek.all_versions
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
-from emberkeep.checkpoint import Settings
+from emberkeep.checkpoint import SaveSettings
 from emberkeep.data import Reader, Synthetic
 from emberkeep.errors import (
     ConfigError,
@@ -42,7 +42,7 @@ from emberkeep.repository import KeepAll, Repository
 
 ROWS, DIM = 300, 4
 EACH = ek.incremental(every=1, keep="all")
-NOW = Settings(retention=KeepAll(), grace=timedelta(0))
+NOW = SaveSettings(retention=KeepAll(), grace=timedelta(0))
 
 
 class Model(nn.Module):

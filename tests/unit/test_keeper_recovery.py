@@ -12,7 +12,7 @@ from torch import nn
 
 import emberkeep as ek
 from emberkeep.blobs import Buffer, MemoryStore
-from emberkeep.checkpoint import Settings
+from emberkeep.checkpoint import SaveSettings
 from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
 from emberkeep.repository import Repository
 
@@ -238,7 +238,7 @@ def _strike(strategy: Any, operation: str, position: int, uninterrupted: dict[st
             if count == position:
                 model.kill(position % 5)
 
-    keeper = keeper_of(model, store, strategy, settings=Settings(threads=1))
+    keeper = keeper_of(model, store, strategy, settings=SaveSettings(threads=1))
     store.before = strike
     seen = train(model, keeper, {5: lambda: model.kill(1)})
     assert seen[-1] == STEPS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import Buffer, MemoryStore
-from emberkeep.checkpoint import Checkpointer, Settings, Strategy
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.checkpoint.recovery import Home, Losses, Recovery, plan, recover_partially
 from emberkeep.checkpoint.restore import rows_of
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
@@ -86,7 +86,7 @@ TABLES = [
 ]
 LAYOUTS = ["full", "one_shot", "intermittent", "consecutive"]
 KINDS = [None, "mfu", "ssu", "scar"]
-SETTINGS = Settings(retention=KeepAll(), grace=timedelta(0))
+SETTINGS = SaveSettings(retention=KeepAll(), grace=timedelta(0))
 
 
 class LoggedStore(MemoryStore):
@@ -120,7 +120,7 @@ class Run:
         self.keeper = Checkpointer(
             Repository.open(self.store),
             self.cluster,
-            strategy=Strategy(layout=layout, priority=priority),
+            spec=VersionSpec(layout=layout, priority=priority),
             settings=SETTINGS,
         )
         self.step = 0

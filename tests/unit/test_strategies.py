@@ -1,4 +1,4 @@
-"""Presets and schedules: pure decisions, as tables of cases."""
+"""Strategies and schedules: pure decisions, as tables of cases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
-from emberkeep.checkpoint import Job, Strategy
+from emberkeep.checkpoint import Job, VersionSpec
 from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.errors import ConfigError
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, KeepNamed
 from emberkeep.rows.priority import Priority
-from emberkeep.strategies import Every, Preset, cpr, partial, retention, schedule
+from emberkeep.strategies import Every, Strategy, cpr, partial, retention, schedule
 
 SECOND = timedelta(seconds=1)
 
@@ -108,15 +108,15 @@ def test_what_cannot_be_kept_is_refused(keep: Any) -> None:
 
 def test_presets() -> None:
     plain = ek.incremental()
-    assert plain.strategy.layout == "intermittent"
-    assert not plain.strategy.lossy
+    assert plain.spec.layout == "intermittent"
+    assert not plain.spec.lossy
     assert plain.schedule == Every(time=timedelta(minutes=30))
     assert plain.retention == KeepLast(n=3) | KeepNamed()
     paper = ek.check_n_run()
-    assert paper.strategy.codecs(0)["weight"].to_dict()["bits"] == 2
-    assert paper.strategy.codecs(2)["weight"].to_dict()["bits"] == 8
+    assert paper.spec.codecs(0)["weight"].to_dict()["bits"] == 2
+    assert paper.spec.codecs(2)["weight"].to_dict()["bits"] == 8
     assert paper.retention == KeepLast(n=1) | KeepNamed()
-    assert ek.check_n_run(bits=4).strategy.codecs(9)["weight"].to_dict()["bits"] == 4
+    assert ek.check_n_run(bits=4).spec.codecs(9)["weight"].to_dict()["bits"] == 4
     assert ek.check_n_run(every=10, expected_restores=20, keep=3) == ek.incremental(
         every=10, expected_restores=20
     )
@@ -148,31 +148,31 @@ def job(**more: Any) -> Job:
 
 
 def test_partial_recovery_saves_as_often_as_its_target_needs() -> None:
-    preset = partial(pls=0.1, job=job(), priority=None)
-    assert preset.schedule.time == timedelta(hours=44.8)
-    assert preset.recovery is not None
-    assert preset.recovery.scope == "partial"
-    assert "0.51% of the job against 8.54%" in preset.recovery.reason
+    strategy = partial(pls=0.1, job=job(), priority=None)
+    assert strategy.schedule.time == timedelta(hours=44.8)
+    assert strategy.recovery is not None
+    assert strategy.recovery.scope == "partial"
+    assert "0.51% of the job against 8.54%" in strategy.recovery.reason
     ranked = partial(pls=0.1, job=job(), priority="ssu")
     assert ranked.schedule.time == timedelta(hours=44.8) / 8
-    assert ranked.strategy.priority == Priority(kind="ssu", fraction=1 / 8)
+    assert ranked.spec.priority == Priority(kind="ssu", fraction=1 / 8)
     assert cpr is partial
 
 
 def test_partial_recovery_that_does_not_pay_is_full_recovery_and_says_why() -> None:
-    preset = partial(pls=0.001, job=job())
-    assert preset.recovery is not None
-    assert preset.recovery.scope == "full"
-    assert "with full recovery" in preset.recovery.reason
-    assert preset.strategy.priority is None
-    assert preset.schedule.time is not None
-    assert timedelta(hours=2) < preset.schedule.time < timedelta(hours=3)
+    strategy = partial(pls=0.001, job=job())
+    assert strategy.recovery is not None
+    assert strategy.recovery.scope == "full"
+    assert "with full recovery" in strategy.recovery.reason
+    assert strategy.spec.priority is None
+    assert strategy.schedule.time is not None
+    assert timedelta(hours=2) < strategy.schedule.time < timedelta(hours=3)
 
 
 def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() -> None:
-    preset = partial(every=800, fraction=1 / 4, keep=2)
-    assert preset.schedule == Every(steps=200)
-    assert preset.retention == retention(8)
+    strategy = partial(every=800, fraction=1 / 4, keep=2)
+    assert strategy.schedule == Every(steps=200)
+    assert strategy.retention == retention(8)
     assert partial(every=3).schedule == Every(steps=1)
     assert partial(every="2h", priority=None, keep="all").retention == KeepAll()
 
@@ -184,9 +184,9 @@ def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() ->
         (lambda: partial(every=5, job=job()), "give one of the two"),
         (lambda: partial(every=5, fraction=0.9), "fraction"),
         (lambda: partial(every=5, most_pls=2.0), "between 0 and 1"),
-        (lambda: Preset(strategy=Strategy(priority=Priority())), "need partial recovery"),
+        (lambda: Strategy(spec=VersionSpec(priority=Priority())), "need partial recovery"),
         (
-            lambda: Preset(strategy=Strategy(priority=Priority()), recovery=Recovery()),
+            lambda: Strategy(spec=VersionSpec(priority=Priority()), recovery=Recovery()),
             "need partial recovery",
         ),
     ],

@@ -12,7 +12,7 @@ from emberkeep.train.run_config import (
     DEMO,
     DataSettings,
     RowOptimizerSettings,
-    Settings,
+    RunConfig,
     TableSettings,
     demo,
 )
@@ -78,9 +78,9 @@ def test_tables_that_cannot_work(arguments: dict, complaint: str) -> None:
 def test_files_need_a_number_of_rows() -> None:
     data = DataSettings(source="criteo", paths=("a.tsv",))
     with pytest.raises(ConfigError, match=r"tables\.rows must say"):
-        Settings(data=data)
-    Settings(data=data, tables=TableSettings(rows=10))
-    Settings(data=data, tables=TableSettings(kind="dynamic", capacity=10))
+        RunConfig(data=data)
+    RunConfig(data=data, tables=TableSettings(rows=10))
+    RunConfig(data=data, tables=TableSettings(kind="dynamic", capacity=10))
 
 
 @pytest.mark.parametrize(

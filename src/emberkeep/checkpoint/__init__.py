@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.checkpoint.restore import Restored, load
     from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
-    from emberkeep.checkpoint.spec import LOSSLESS, Settings, Strategy
+    from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 
 __all__ = [
     "LOSSLESS",
@@ -17,9 +17,9 @@ __all__ = [
     "Extras",
     "Job",
     "Restored",
+    "SaveSettings",
     "Saving",
-    "Settings",
-    "Strategy",
+    "VersionSpec",
     "load",
 ]
 
@@ -27,7 +27,7 @@ _MODULES = {
     "overheads": ["Job"],
     "restore": ["Restored", "load"],
     "saver": ["Checkpointer", "Extras", "Saving"],
-    "spec": ["LOSSLESS", "Settings", "Strategy"],
+    "spec": ["LOSSLESS", "SaveSettings", "VersionSpec"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

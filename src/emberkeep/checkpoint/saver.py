@@ -18,7 +18,7 @@ from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
-from emberkeep.checkpoint.spec import LOSSLESS, Settings, Strategy
+from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.targets import DENSE, Elsewhere, Subject, Target
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
@@ -120,16 +120,16 @@ class Checkpointer:
         repository: Repository,
         subject: Subject,
         *,
-        strategy: Strategy | None = None,
-        settings: Settings | None = None,
+        spec: VersionSpec | None = None,
+        settings: SaveSettings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
     ) -> None:
         self.repository = repository
         self.subject = subject
-        self.strategy = strategy or Strategy()
-        self.settings = settings or Settings()
+        self.spec = spec or VersionSpec()
+        self.settings = settings or SaveSettings()
         check_schema(repository.schema, subject.schema())
-        subject.track(self.strategy.priority)
+        subject.track(self.spec.priority)
         self.writer = Writer.open(repository)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
@@ -146,7 +146,7 @@ class Checkpointer:
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._rounds = Rounds(
-            self.writer, self.strategy.grid or Grid(), self._tell, self._collect,
+            self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=min(_NICEST, self.settings.nice + 9),
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
@@ -163,7 +163,7 @@ class Checkpointer:
     @property
     def due_whole(self) -> bool:
         """Whether the next regular version is a whole one."""
-        priority, chain = self.strategy.priority, self._chain
+        priority, chain = self.spec.priority, self._chain
         return (
             priority is None
             or chain.newest is None
@@ -175,7 +175,7 @@ class Checkpointer:
         step: int,
         extras: Extras | None = None,
         *,
-        strategy: Strategy | None = None,
+        spec: VersionSpec | None = None,
         whole: bool = True,
     ) -> Saving:
         """Freezes the rows as they are now and returns; the version is written beside training.
@@ -185,13 +185,13 @@ class Checkpointer:
         Raises what made earlier background saves fail, once there were `max_failures` of them or
         another process has taken over.
         """
-        strategy = strategy or self.strategy
+        spec = spec or self.spec
         self.make_room()
         self.check()
-        codecs = strategy.codecs(self._restores)
+        codecs = spec.codecs(self._restores)
         if self.subject.forgot_changes():
             self._chain = _Chain()
-        since = self._since(strategy)
+        since = self._since(spec)
         if not whole and not self.due_whole:
             since = PRIORITISED
         start = time.perf_counter()
@@ -204,7 +204,7 @@ class Checkpointer:
             saving.spared = self._cancelled_since_version
             write = partial(
                 self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs,
-                snapshots.tables, strategy,
+                snapshots.tables, spec,
             )  # fmt: skip
             ended = partial(self._ended, saving)
         before, self._saving = self._saving, saving
@@ -217,9 +217,9 @@ class Checkpointer:
             raise
         return saving
 
-    def _since(self, strategy: Strategy) -> str | None:
+    def _since(self, spec: VersionSpec) -> str | None:
         """Which rows the next version holds: what changed since when; None for all of them."""
-        chain, in_grid = self._chain, strategy.layout == "grid"
+        chain, in_grid = self._chain, spec.layout == "grid"
         # Versions of a grid may be moved and merged: nothing but their grid builds on them.
         if chain.baseline is None or chain.grid != in_grid:
             return None
@@ -231,9 +231,9 @@ class Checkpointer:
             if reason is not None:
                 self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
             return SINCE_VERSION if reason is None else None
-        if starts_anew(strategy.layout, chain.sizes):
+        if starts_anew(spec.layout, chain.sizes):
             return None
-        return SINCE_VERSION if strategy.layout == "consecutive" else SINCE_BASELINE
+        return SINCE_VERSION if spec.layout == "consecutive" else SINCE_BASELINE
 
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
@@ -298,13 +298,11 @@ class Checkpointer:
 
     def _write_and_settle(
         self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
+        codecs: dict[str, Codec], tables: Json, spec: VersionSpec,
     ) -> None:  # fmt: skip
         advanced: list[str] = []
         try:
-            manifest = self._write_version(
-                saving, snapshots, extras, since, codecs, tables, strategy
-            )
+            manifest = self._write_version(saving, snapshots, extras, since, codecs, tables, spec)
             advanced = [SINCE_VERSION] if since else [SINCE_VERSION, SINCE_BASELINE]
             if since == PRIORITISED:
                 advanced = [PRIORITISED]
@@ -340,7 +338,7 @@ class Checkpointer:
 
     def _write_version(
         self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, strategy: Strategy,
+        codecs: dict[str, Codec], tables: Json, spec: VersionSpec,
     ) -> Manifest:  # fmt: skip
         settled = self.writer.settle()
         if settled is not None:
@@ -348,7 +346,7 @@ class Checkpointer:
             # have stayed changed, so they are part of this version, too.
             self._follow(settled)
             self._tell("settled", {"version": settled.version.number, "step": settled.step})
-        chain, in_grid = self._chain, strategy.layout == "grid"
+        chain, in_grid = self._chain, spec.layout == "grid"
         needs: list[VersionId] = []
         if since is not None and not in_grid:
             needs = [v for v in (chain.baseline,) if v is not None]
@@ -366,7 +364,7 @@ class Checkpointer:
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
             layout: Json = {
                 "kind": "full" if since is None else since,
-                "layout": strategy.layout,
+                "layout": spec.layout,
                 "shards": len(snapshots),
                 "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
                 "sizes": [*chain.sizes] if since else [],
@@ -493,9 +491,9 @@ class Checkpointer:
             self._end()
             self.check()
             return None
-        strategy = LOSSLESS if self.strategy.lossy else self.strategy
+        spec = LOSSLESS if self.spec.lossy else self.spec
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
-        self.save(step, extras, strategy=strategy)
+        self.save(step, extras, spec=spec)
         manifest = self.wait()
         self._end()
         return manifest

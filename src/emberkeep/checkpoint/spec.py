@@ -15,7 +15,7 @@ from emberkeep.rows.priority import Priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
+class VersionSpec:
     """What versions hold and how: selection, codec and layout.
 
     - `layout`: *full* saves every trained row each time; *one_shot* saves what changed since the
@@ -73,11 +73,11 @@ class Strategy:
         return chosen
 
 
-LOSSLESS = Strategy(layout="full")
+LOSSLESS = VersionSpec(layout="full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SaveSettings:
     """How versions are written.
 
     `overlap` says what a save does that finds the one before still running: "wait" for it, or

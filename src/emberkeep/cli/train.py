@@ -16,7 +16,7 @@ from emberkeep.errors import ConfigError
 if TYPE_CHECKING:
     from emberkeep.keeper import Costs, Recoveries
     from emberkeep.train.result import Result
-    from emberkeep.train.run_config import Settings
+    from emberkeep.train.run_config import RunConfig
 
 
 @command
@@ -96,7 +96,7 @@ def train(
         _print(result)
 
 
-def _settings(config: Path | None, demo: bool, overrides: list[str]) -> Settings:
+def _settings(config: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
     from emberkeep.train import run_config
 
     if config is not None and demo:

@@ -21,7 +21,7 @@ from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.checkpoint.restore import Restored, load
 from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
-from emberkeep.checkpoint.spec import Settings
+from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
@@ -41,7 +41,7 @@ from emberkeep.keeper.torch_tables import Hook
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.runtime.metrics import MetricsServer, exposition
 from emberkeep.runtime.pool import Pool
-from emberkeep.strategies import Preset, incremental
+from emberkeep.strategies import Strategy, incremental
 
 
 class Keeper:
@@ -91,10 +91,10 @@ class Keeper:
         optimizer: Optimizers,
         *,
         reader: Any = None,
-        strategy: Preset | None = None,
+        strategy: Strategy | None = None,
         state: Mapping[str, Stateful] | None = None,
         about: Json | None = None,
-        settings: Settings | None = None,
+        settings: SaveSettings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
         grace: timedelta = timedelta(seconds=25),
         strict: bool = False,
@@ -115,8 +115,8 @@ class Keeper:
         self.steps = 0
         self.reader = reader
         self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
-        self._preset = strategy or incremental()
-        self._settings = replace(settings or Settings(), retention=self._preset.retention)
+        self._strategy = strategy or incremental()
+        self._settings = replace(settings or SaveSettings(), retention=self._strategy.retention)
         self._about = about or {}
         self._grace = grace
         self._batches_per_step = batches_per_step
@@ -166,13 +166,13 @@ class Keeper:
         return Checkpointer(
             repository,
             self._parts.subject,
-            strategy=self._preset.strategy,
+            spec=self._strategy.spec,
             settings=self._settings,
             on_event=self._hear,
         )
 
     def _make_recoverer(self, total_steps: int | None) -> Recoverer | None:
-        recovery, homes = self._preset.recovery or Recovery(), self._parts.subject.homes()
+        recovery, homes = self._strategy.recovery or Recovery(), self._parts.subject.homes()
         if recovery.scope == "partial":
             if total_steps is None or total_steps < 1:
                 raise ConfigError(
@@ -184,14 +184,14 @@ class Keeper:
                     "partial recovery is for tables on shards, and the model has none: use "
                     "emberkeep's modules with cluster=, or ek.incremental()"
                 )
-        if self._preset.parity is not None:
+        if self._strategy.parity is not None:
             if not homes:
                 raise ConfigError(
                     "parity is for tables on shards, and the model has none: use emberkeep's "
                     "modules with cluster=, or ek.incremental()"
                 )
             for home in homes:
-                home.cluster.protect(self._preset.parity)
+                home.cluster.protect(self._strategy.parity)
         if self._checkpointer is None or not homes:
             return None
         return Recoverer(
@@ -219,7 +219,7 @@ class Keeper:
             if self._checkpointer is not None:
                 self._checkpointer.check()
             look = self.steps >= self._next_look
-            due = look and self._preset.schedule.due(self.steps, self._since_saved())
+            due = look and self._strategy.schedule.due(self.steps, self._since_saved())
             asked, due_for_all = self._ranks.largest(
                 [self._termination.asked, due and self._ranks.leads]
             )
@@ -411,7 +411,7 @@ class Keeper:
                     "from the start to go on where the version ends",
                     stacklevel=2,
                 )
-            if manifest is None and self._preset.recovery is not None:
+            if manifest is None and self._strategy.recovery is not None:
                 self._first_version()
             self._start_clock()
             self._look_ahead()
@@ -545,7 +545,7 @@ class Keeper:
                 "step, or begin_anew() to start over, or use another repository"
             )
         self._begun = True
-        if self._preset.recovery is not None and self.steps == 0:
+        if self._strategy.recovery is not None and self.steps == 0:
             self._first_version()
         self._look_ahead()
 
@@ -610,7 +610,7 @@ class Keeper:
         if checkpointer is not None:
             checkpointer.join()
             newest = checkpointer.committed_step
-            if newest is not None and not checkpointer.strategy.lossy:
+            if newest is not None and not checkpointer.spec.lossy:
                 self._exact_step = newest
         return self._exact_step
 
@@ -657,7 +657,7 @@ class Keeper:
         """Decides when to decide next, and tells the reader: nothing is read past that point."""
         now, taken = time.monotonic(), self.steps - self._looked_step
         per_step = timedelta(seconds=(now - self._looked_at) / taken) if taken else None
-        ahead = self._preset.schedule.steps_ahead(self.steps, self._since_saved(), per_step)
+        ahead = self._strategy.schedule.steps_ahead(self.steps, self._since_saved(), per_step)
         (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
         self._looked_at, self._looked_step = now, self.steps
         self._next_look = self.steps + ahead

@@ -35,15 +35,15 @@ from emberkeep.train.run_config import (
     FailureSettings,
     ModelSettings,
     RowOptimizerSettings,
+    RunConfig,
     RunSettings,
-    Settings,
     TableSettings,
 )
 from emberkeep.train.run_trace import Recording
 
 Name = Literal["full", "partial", "cpr", "cpr_mfu", "cpr_ssu", "cpr_scar"]
 STRATEGIES: tuple[Name, ...] = get_args(Name)
-SMALL = Settings(
+SMALL = RunConfig(
     data=DataSettings(source="synthetic", samples=330_000, rows_total=50_000),
     tables=TableSettings(dim=16),
     model=ModelSettings(bottom=(32,), top=(32,)),
@@ -103,9 +103,9 @@ class Outcome:
         return told
 
 
-def small_task(overrides: Iterable[str] = ()) -> Settings:
+def small_task(overrides: Iterable[str] = ()) -> RunConfig:
     """A training of seconds whose AUC means something: synthetic samples with a planted model."""
-    return config.parse(Settings, config.to_toml(SMALL), source="the task", overrides=overrides)
+    return config.parse(RunConfig, config.to_toml(SMALL), source="the task", overrides=overrides)
 
 
 def named(text: str) -> Name:
@@ -169,7 +169,7 @@ def failing_steps(failures: tuple[Failure, ...], job: Job, *, steps: int) -> lis
 class Emulation:
     """A job, the training that stands for it, and the failures that strike it."""
 
-    settings: Settings
+    settings: RunConfig
     job: Job
     pls: float = DEFAULT_PLS
     count: int | None = None
@@ -303,7 +303,7 @@ def run(task: Task) -> Outcome:
                 keep=1,
             ),
         )  # fmt: skip
-        heard = _Heard(task.strategy, settings.checkpoint.preset().schedule)
+        heard = _Heard(task.strategy, settings.checkpoint.strategy().schedule)
         result = train(settings, hooks=[heard])
     assert result.recoveries is not None
     saves = [save for save in heard.saves if 0 < save["step"] < steps]

@@ -19,7 +19,7 @@ from emberkeep.models.dlrm import DLRM, DLRMShape
 from emberkeep.models.pnn import PNN
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.tables import Table
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 
 CRITEO_DENSE = 13
 CRITEO_FEATURES = tuple(f"C{field + 1}" for field in range(26))
@@ -39,7 +39,7 @@ class Inputs:
     """What the true probabilities reach on the held-out samples; None where they are unknown."""
 
 
-def inputs(settings: Settings) -> Inputs:
+def inputs(settings: RunConfig) -> Inputs:
     """Finds and counts the samples; a file that is missing or empty is refused here."""
     given, rows = settings.data, settings.tables.rows
     if given.source == "synthetic":
@@ -78,7 +78,7 @@ def inputs(settings: Settings) -> Inputs:
     )
 
 
-def _split(source: Source, settings: Settings) -> tuple[Window, Window]:
+def _split(source: Source, settings: RunConfig) -> tuple[Window, Window]:
     found = source.count()
     if not found:
         raise ConfigError(f"data.paths hold no samples: {', '.join(settings.data.paths)}")
@@ -86,7 +86,7 @@ def _split(source: Source, settings: Settings) -> tuple[Window, Window]:
 
 
 def embeddings(
-    settings: Settings,
+    settings: RunConfig,
     rows: Mapping[str, int | None],
     *,
     steps: int = 0,
@@ -117,7 +117,7 @@ def embeddings(
     )
 
 
-def _cluster(settings: Settings, steps: int, rank: int) -> ClusterSpec:
+def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
     given, parity = settings.cluster, settings.parity.spec()
     if given.kind == "servers":
         return servers(shards=given.shards, parity=parity)
@@ -134,7 +134,7 @@ def _cluster(settings: Settings, steps: int, rank: int) -> ClusterSpec:
     return local(shards=given.shards, failures=failures, parity=parity)
 
 
-def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> nn.Module:
+def model(settings: RunConfig, bags: nn.Module, *, features: int, dense: int) -> nn.Module:
     """The network over the embeddings."""
     given, dim, seed = settings.model, settings.tables.dim, settings.run.seed
     if given.kind == "dlrm":
@@ -143,12 +143,12 @@ def model(settings: Settings, bags: nn.Module, *, features: int, dense: int) -> 
     return kind(bags, dim=dim, features=features, dense=dense, hidden=given.top, seed=seed)
 
 
-def baseline(settings: Settings, *, dense: int) -> nn.Module:
+def baseline(settings: RunConfig, *, dense: int) -> nn.Module:
     """The same widths without embeddings."""
     return DenseOnly(_shape(settings), dense=dense, seed=settings.run.seed)
 
 
-def dense_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimizer:
+def dense_optimizer(settings: RunConfig, network: nn.Module) -> torch.optim.Optimizer:
     """Torch's own, over the parameters of the network; rows have their own optimizer."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
@@ -164,6 +164,6 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _shape(settings: Settings) -> DLRMShape:
+def _shape(settings: RunConfig) -> DLRMShape:
     given = settings.model
     return DLRMShape(bottom=(*given.bottom, settings.tables.dim), top=(*given.top, 1))

@@ -13,7 +13,7 @@ from emberkeep.train.run_config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    Settings,
+    RunConfig,
 )
 from emberkeep.train.run_trace import Recording
 
@@ -32,7 +32,7 @@ class Demonstration:
         return self.alone.result.auc - self.failing.result.auc
 
 
-def settings(directory: Path, overrides: Iterable[str] = ()) -> Settings:
+def settings(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Training over 8 shards, saved into `directory`, of which two are killed."""
     failing = replace(
         DEMO,
@@ -42,11 +42,11 @@ def settings(directory: Path, overrides: Iterable[str] = ()) -> Settings:
             path=str(directory / _REPOSITORY), every="120 steps", recovery="partial", priority="ssu"
         ),
     )
-    return config.parse(Settings, config.to_toml(failing), source="demo", overrides=overrides)
+    return config.parse(RunConfig, config.to_toml(failing), source="demo", overrides=overrides)
 
 
 def demonstrate(
-    given: Settings, *, hooks: Callable[[], Sequence[Hook]], tell: Callable[[str], object]
+    given: RunConfig, *, hooks: Callable[[], Sequence[Hook]], tell: Callable[[str], object]
 ) -> Demonstration:
     """Trains without failures and versions, and without embeddings; then with everything."""
     from emberkeep.train.loop import run

@@ -14,7 +14,7 @@ from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 from emberkeep.wire.security import Security
 
 ATTEMPTS = 4
@@ -22,7 +22,7 @@ _WORKER_CPUS = 0.5
 _SERVER_CPUS = 0.1
 
 
-def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
+def run_on_ray(settings: RunConfig, *, fresh: bool = False) -> Result:
     """Trains with `cluster.workers` workers, the dense network under DDP, rows on servers.
 
     The death of a worker ends all of them; they are started again and resume from the newest
@@ -52,7 +52,7 @@ def run_on_ray(settings: Settings, *, fresh: bool = False) -> Result:
 
 def work(given: dict[str, Any]) -> None:
     """What one worker does."""
-    settings = config.parse(Settings, given["settings"], source="the settings of the run")
+    settings = config.parse(RunConfig, given["settings"], source="the settings of the run")
     rank, _ = ray_cluster.place()
     result = run(settings, fresh=given["fresh"], rank=rank)
     if rank == 0:
@@ -60,7 +60,7 @@ def work(given: dict[str, Any]) -> None:
     dist.barrier()  # nobody leaves while rank 0 still looks at rows
 
 
-def _result(settings: Settings, told: dict[str, Any]) -> Result:
+def _result(settings: RunConfig, told: dict[str, Any]) -> Result:
     kinds = {"checkpoints": Costs, "recoveries": Recoveries}
     parts = {
         key: None if told.get(key) is None else kind(**told[key]) for key, kind in kinds.items()

@@ -19,7 +19,7 @@ from emberkeep.errors import StateError
 from emberkeep.keeper import Costs, Keeper, Recoveries, TierKeeper
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 
 
 class Progress:
@@ -55,7 +55,7 @@ class Progress:
 class Keeping:
     """Begins to keep a run: from the newest version if there is one, unless it is to start over."""
 
-    settings: Settings
+    settings: RunConfig
     fresh: bool
     hooks: Sequence[Hook]
 
@@ -78,7 +78,7 @@ class Keeping:
             network,
             optimizers,
             reader=reader,
-            strategy=given.preset(),
+            strategy=given.strategy(),
             state={"progress": progress},
             about=about,
             on_event=self._tell,
@@ -131,7 +131,7 @@ class Keeping:
 class _Agreed:
     """The settings of a run, as state that refuses to become another's."""
 
-    def __init__(self, path: str, settings: Settings) -> None:
+    def __init__(self, path: str, settings: RunConfig) -> None:
         self._path, self._told = path, _telling(settings)
 
     def state_dict(self) -> Json:
@@ -146,7 +146,7 @@ class _Agreed:
             )
 
 
-def _telling(settings: Settings) -> Json:
+def _telling(settings: RunConfig) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
     rows and shards are and which of them are made to fail does not."""
     told: Json = json.loads(json.dumps(settings.to_dict()))

@@ -31,11 +31,11 @@ from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.kept_run import Keeping, Progress
 from emberkeep.train.result import Result
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 
 
 def run(
-    settings: Settings, *, hooks: Sequence[Hook] = (), fresh: bool = False, rank: int = 0
+    settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool = False, rank: int = 0
 ) -> Result:
     """Trains, evaluates, and if asked to does the same with the network that has no embeddings.
 
@@ -61,7 +61,7 @@ def run(
 
 
 def _run(
-    settings: Settings, hooks: Sequence[Hook], fresh: bool, rank: int, stack: ExitStack
+    settings: RunConfig, hooks: Sequence[Hook], fresh: bool, rank: int, stack: ExitStack
 ) -> Result:
     inputs = build.inputs(settings)
     batch_size, world = settings.run.batch_size, settings.cluster.workers

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from emberkeep.keeper import Costs, Recoveries
-from emberkeep.train.run_config import Settings
+from emberkeep.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Result:
     follows from the settings, to the bit, however often the run was stopped and resumed, and
     however often shards failed if recovery is full."""
 
-    settings: Settings
+    settings: RunConfig
     samples: int
     steps: int
     seconds: float

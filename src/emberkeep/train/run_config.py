@@ -19,7 +19,7 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 if TYPE_CHECKING:
     from emberkeep.cluster.failure_schedule import Failure
     from emberkeep.parity.codes import Parity
-    from emberkeep.strategies import Preset
+    from emberkeep.strategies import Strategy
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
 
@@ -188,13 +188,13 @@ class CheckpointSettings:
         if self.recovery == "partial" and self.expected_restores is not None:
             raise ConfigError("expected_restores is not for partial recovery: set bits")
         if self.path is not None:
-            self.preset()
+            self.strategy()
         elif self.recovery is not None:
             raise ConfigError("recovery needs versions: set path")
         elif self.must_exist:
             raise ConfigError("must_exist needs versions: set path")
 
-    def preset(self) -> Preset:
+    def strategy(self) -> Strategy:
         """What these settings mean; a combination that cannot work is refused."""
         from emberkeep.strategies import incremental, partial
 
@@ -362,7 +362,7 @@ class FailureSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class RunConfig:
     """A training run. The same settings give the same bits."""
 
     data: DataSettings
@@ -417,7 +417,7 @@ class Settings:
 # fmt: on
 
 
-DEMO = Settings(
+DEMO = RunConfig(
     data=DataSettings(source="synthetic", samples=1_200_000, rows_total=400_000),
     model=ModelSettings(bottom=(128, 64), top=(128, 64)),
     run=RunSettings(compare=True),
@@ -425,11 +425,11 @@ DEMO = Settings(
 """Everything in this process, about a minute on two cores."""
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
+def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Settings from a TOML file, with `section.key=value` overrides."""
-    return config.load(Settings, path, overrides)
+    return config.load(RunConfig, path, overrides)
 
 
-def demo(overrides: Iterable[str] = ()) -> Settings:
+def demo(overrides: Iterable[str] = ()) -> RunConfig:
     """The settings of the demo, with overrides."""
-    return config.parse(Settings, config.to_toml(DEMO), source="--demo", overrides=overrides)
+    return config.parse(RunConfig, config.to_toml(DEMO), source="--demo", overrides=overrides)
