@@ -16,7 +16,7 @@ import pytest
 
 from emberkeep.errors import ShardLostError
 from emberkeep.parity.codes import Parity, products
-from emberkeep.parity.rebuilder import Coordinator
+from emberkeep.parity.rebuilder import Rebuilder
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, grads_of, state, tables, wanted_of
 
@@ -106,10 +106,10 @@ def _rows(ids: Any, planes: Any) -> Iterator[tuple[int, bytes]]:
         yield identity, b"".join(planes[name][i].tobytes() for name in sorted(planes))
 
 
-def check_parity(coordinator: Coordinator[Any]) -> None:
+def check_parity(rebuilder: Rebuilder[Any]) -> None:
     """Every parity row of every host is the code of the rows as they are."""
-    place = coordinator.placement
-    for guard in coordinator.guards:
+    place = rebuilder.placement
+    for guard in rebuilder.guards:
         host = guard.host
         assert host.complete
         assert host.unprotected_stripes == 0
@@ -121,7 +121,7 @@ def check_parity(coordinator: Coordinator[Any]) -> None:
                     total = np.zeros_like(parity[slab][part]).view(np.uint8)
                     for slot, member in enumerate(place.members(group)):
                         rows = np.arange(stripes) * place.k + slot
-                        values = coordinator.guards[member].rows.values(slab, layer, rows)
+                        values = rebuilder.guards[member].rows.values(slab, layer, rows)
                         total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
                     assert np.array_equal(parity[slab][part].view(np.uint8), total)
 

@@ -163,7 +163,7 @@ def test_a_shard_that_dies_within_a_push(monkeypatch: pytest.MonkeyPatch, delive
 
 
 def test_status_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_parity.Protection, "_sweep", lambda self: None)
+    monkeypatch.setattr(local_parity.LocalParity, "_sweep", lambda self: None)
     spec = Parity(k=2, r=1)
     cluster = local(shards=3, threads=1, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
     random, counts = Random(0), Counter[tuple[str, int]]()

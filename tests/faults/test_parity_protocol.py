@@ -28,10 +28,10 @@ from hypothesis.stateful import (
 from emberkeep._types import I64, Bools, Words
 from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.parity.codes import Placement
-from emberkeep.parity.host import Host
-from emberkeep.parity.member import Guard, begin
+from emberkeep.parity.host import ParityHost
+from emberkeep.parity.member import ParityMember, begin
 from emberkeep.parity.messages import Changed, Layer, Message, Point, Shape
-from emberkeep.parity.rebuilder import Coordinator, Decode
+from emberkeep.parity.rebuilder import Decode, Rebuilder
 from emberkeep.parity.source import Source
 from tests.contracts.parity import check_parity
 
@@ -137,25 +137,27 @@ class ParityProtocol(RuleBasedStateMachine):
         self.mark_decodes: list[Decode] | None = None
         empty = Point({}, (0,))
         guards = [self.guard(shard, 1, 0, empty, lost=False) for shard in range(n)]
-        self.coordinator = Coordinator(self.place, guards, self.deliver_all)
+        self.rebuilder = Rebuilder(self.place, guards, self.deliver_all)
         begin(guards)
 
-    def guard(self, shard: int, epoch: int, number: int, point: Point, *, lost: bool) -> Guard:
+    def guard(
+        self, shard: int, epoch: int, number: int, point: Point, *, lost: bool
+    ) -> ParityMember:
         rows = ToyRows(shard, lost=lost)
         rows.k = self.place.k
         source = Source(shard, epoch, self.place.hosts(shard), number=number, point=point)
-        host = Host(shard, self.place, SHAPES, complete=not lost)
+        host = ParityHost(shard, self.place, SHAPES, complete=not lost)
 
         def post(to: int, message: Message) -> None:
             if to not in self.dead and shard not in self.dead:
                 self.queues[shard, to].append(message)
 
-        return Guard(
+        return ParityMember(
             source=source, host=host, rows=rows, placement=self.place, lock=NoLock(), post=post
         )
 
     def rows(self, shard: int) -> ToyRows:
-        rows = self.coordinator.guards[shard].rows
+        rows = self.rebuilder.guards[shard].rows
         assert isinstance(rows, ToyRows)
         return rows
 
@@ -169,8 +171,8 @@ class ParityProtocol(RuleBasedStateMachine):
 
     def receive(self, message: Message, queue: deque[Message]) -> None:
         (_, host) = next(key for key, value in self.queues.items() if value is queue)
-        held = self.coordinator.guards[host].host.receive(message)
-        self.coordinator.guards[message.source].source.acknowledge(host, held)
+        held = self.rebuilder.guards[host].host.receive(message)
+        self.rebuilder.guards[message.source].source.acknowledge(host, held)
 
     @rule(random=randoms, messages=st.integers(1, 30))
     def deliver(self, random: Random, messages: int) -> None:
@@ -230,14 +232,14 @@ class ParityProtocol(RuleBasedStateMachine):
                 if not self.dead:
                     self.decode(shard, push.slab, missing)
                 return
-            guard = self.coordinator.guards[shard]
+            guard = self.rebuilder.guards[shard]
             # A worker that is not sure sends again: what was applied is not applied twice.
             if guard.source.ledger.get(push.worker, 0) < push.number:
                 self.apply(guard, rows, push)
                 self.pushes[shard].append(push)
             self.todo[shard].popleft()
 
-    def apply(self, guard: Guard, rows: ToyRows, push: Push) -> None:
+    def apply(self, guard: ParityMember, rows: ToyRows, push: Push) -> None:
         k = self.place.k
         records, marks = (rows.data[layer][push.slab] for layer in ("records", "marks"))
         before = records[push.rows].copy(), marks[push.rows].copy()
@@ -257,7 +259,7 @@ class ParityProtocol(RuleBasedStateMachine):
             mine = missing[missing % self.place.k == slot]
             if mine.size:
                 stripes = mine // self.place.k
-                self.decodes.append(self.coordinator.start(group, slab, "records", stripes))
+                self.decodes.append(self.rebuilder.start(group, slab, "records", stripes))
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -267,14 +269,14 @@ class ParityProtocol(RuleBasedStateMachine):
         gone = {random.choice(living) for _ in range(1 + both)}
         hurt = {
             guard.index
-            for guard in self.coordinator.guards
+            for guard in self.rebuilder.guards
             if guard.lost() or not guard.host.complete
         }
-        standings = self.coordinator._standings(self.dead | gone)
+        standings = self.rebuilder._standings(self.dead | gone)
         for shard in self.dead | gone:
-            hurt |= set(self.coordinator._late(shard, standings))
+            hurt |= set(self.rebuilder._late(shard, standings))
         try:
-            self.coordinator.check(self.dead | gone)
+            self.rebuilder.check(self.dead | gone)
         except ParityLossError:
             assert len(self.dead | gone | hurt) > self.place.r
             return
@@ -291,14 +293,14 @@ class ParityProtocol(RuleBasedStateMachine):
     @rule()
     def notice(self) -> None:
         lost, self.dead = sorted(self.dead), set()
-        settled = {shard: self.coordinator.guards[shard].source.settled for shard in lost}
-        epochs = {shard: self.coordinator.guards[shard].source.epoch + 1 for shard in lost}
+        settled = {shard: self.rebuilder.guards[shard].source.settled for shard in lost}
+        epochs = {shard: self.rebuilder.guards[shard].source.epoch + 1 for shard in lost}
 
-        def replace(shard: int, number: int, point: Point) -> Guard:
+        def replace(shard: int, number: int, point: Point) -> ParityMember:
             assert number >= settled[shard], "a settled push was lost"
             return self.guard(shard, epochs[shard], number, point, lost=True)
 
-        points = self.coordinator.recover(lost, replace)
+        points = self.rebuilder.recover(lost, replace)
         self.decodes, self.mark_decodes = [], None
         for shard, point in points.items():
             taken = self.pushes[shard]
@@ -311,9 +313,9 @@ class ParityProtocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.dead)
     @rule()
     def settle(self) -> None:
-        for guard in self.coordinator.guards:
+        for guard in self.rebuilder.guards:
             for host in guard.source.hosts:
-                self.coordinator.guards[host].host.settle(guard.index, guard.source.settled)
+                self.rebuilder.guards[host].host.settle(guard.index, guard.source.settled)
 
     # -- bringing back ---------------------------------------------------------------------------
 
@@ -321,24 +323,24 @@ class ParityProtocol(RuleBasedStateMachine):
     @rule()
     def bring_marks_back(self) -> None:
         self.draining = True
-        self.coordinator.recover_marks()
+        self.rebuilder.recover_marks()
         self.draining, self.mark_decodes = False, None
 
     @precondition(lambda self: not self.dead)
     @rule()
     def ask_for_marks(self) -> None:
         if self.mark_decodes is None and any(self.rows(s).blind for s in range(self.place.n)):
-            self.mark_decodes = self.coordinator.start_marks()
+            self.mark_decodes = self.rebuilder.start_marks()
 
     @precondition(lambda self: not self.dead)
     @rule()
     def finish(self) -> None:
-        self.decodes = [d for d in self.decodes if not self.coordinator.finish(d)]
+        self.decodes = [d for d in self.decodes if not self.rebuilder.finish(d)]
         if self.mark_decodes is not None:
-            left = [d for d in self.mark_decodes if not self.coordinator.finish(d)]
+            left = [d for d in self.mark_decodes if not self.rebuilder.finish(d)]
             self.mark_decodes = left or None
             if not left:
-                for guard in self.coordinator.guards:
+                for guard in self.rebuilder.guards:
                     if self.rows(guard.index).blind:
                         guard.reveal()
 
@@ -354,7 +356,7 @@ class ParityProtocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.dead)
     @rule(stripes=st.integers(1, 4))
     def fill(self, stripes: int) -> None:
-        self.coordinator.fill(stripes)
+        self.rebuilder.fill(stripes)
 
     @rule(random=randoms, moves=st.integers(1, 60))
     def live(self, random: Random, moves: int) -> None:
@@ -400,13 +402,13 @@ class ParityProtocol(RuleBasedStateMachine):
             self.notice()
         self.draining = True
         self.deliver_all()
-        self.coordinator.recover_marks()
+        self.rebuilder.recover_marks()
         for shard in range(self.place.n):
             for slab, missing in enumerate(self.rows(shard).missing):
-                self.coordinator.recover_rows(shard, slab, np.flatnonzero(missing))
+                self.rebuilder.recover_rows(shard, slab, np.flatnonzero(missing))
             self.work(shard)
             assert not self.todo[shard]
-        while self.coordinator.fill(3):
+        while self.rebuilder.fill(3):
             pass
         self.deliver_all()
         for shard in range(self.place.n):
@@ -415,7 +417,7 @@ class ParityProtocol(RuleBasedStateMachine):
                     self.rows(shard).data[layer], self.perfect[shard].data[layer], strict=True
                 ):
                     assert np.array_equal(mine, theirs)
-        check_parity(self.coordinator)
+        check_parity(self.rebuilder)
 
 
 def _run(examples: int, steps: int) -> None:
@@ -449,7 +451,7 @@ def test_a_decode_that_began_before_a_loss_is_refused() -> None:
             if shard in (source, host):
                 queue.clear()
         machine.notice()
-        machine.coordinator.recover_marks()
+        machine.rebuilder.recover_marks()
 
     lose(0)
     missing = np.flatnonzero(machine.rows(0).missing[0])
@@ -460,7 +462,7 @@ def test_a_decode_that_began_before_a_loss_is_refused() -> None:
     lose(1)
     for decode in begun:
         with pytest.raises(StreamError, match="lost since it began"):
-            machine.coordinator.finish(decode)
+            machine.rebuilder.finish(decode)
     assert machine.rows(0).missing[0][missing].all()
     machine.teardown()
 
@@ -499,11 +501,11 @@ def test_a_host_that_was_filled_ahead_of_others_is_filled_again() -> None:
     machine.ask_for_marks()
     deliver()
     machine.finish()
-    host = machine.coordinator.guards[new].host
-    while machine.coordinator.fill(3):
+    host = machine.rebuilder.guards[new].host
+    while machine.rebuilder.fill(3):
         deliver()
     assert host.complete
-    assert host.streams[source][0] > machine.coordinator.guards[behind].host.held(source)
+    assert host.streams[source][0] > machine.rebuilder.guards[behind].host.held(source)
     lose(source)
     assert not host.complete
     machine.teardown()

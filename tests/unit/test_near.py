@@ -14,8 +14,8 @@ from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.parity import coded_slabs, local_rebuilder
 from emberkeep.parity.codes import Parity
-from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
-from emberkeep.parity.rebuilder import Coordinator
+from emberkeep.parity.local_rebuilder import LocalRebuilder, rows_of
+from emberkeep.parity.rebuilder import Rebuilder
 from emberkeep.tables import Adam
 from tests.contracts.engine import state, tables
 from tests.contracts.parity import check_parity, push, write
@@ -59,7 +59,7 @@ def test_rows_and_parity_come_back_as_they_were(
         cluster.rebuild()
         assert state(cluster) == before
         assert cluster._protection is not None
-        check_parity(cluster._protection.coordinator)
+        check_parity(cluster._protection.rebuilder)
     cluster.close()
 
 
@@ -79,7 +79,7 @@ def test_a_push_brings_back_what_its_share_of_the_time_allows(
     cluster.rebuild()
     assert state(cluster) == state(other)
     assert cluster._protection is not None
-    check_parity(cluster._protection.coordinator)
+    check_parity(cluster._protection.rebuilder)
     cluster.close()
     other.close()
 
@@ -89,11 +89,11 @@ def test_a_push_does_not_fail_with_a_rebuild(monkeypatch: pytest.MonkeyPatch) ->
     cluster, other = (opened((6, 4, 1), 3, 2) for _ in range(2))
     cluster.kill(1)
 
-    def fails(self: local_parity.Protection) -> bool:
+    def fails(self: local_parity.LocalParity) -> bool:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(local_parity.Protection, "rebuild_chunk", fails)
+        patched.setattr(local_parity.LocalParity, "rebuild_chunk", fails)
         for each in (cluster, other):
             push(each, np.random.default_rng(5))
         cluster.close()  # the thread has nothing to do with it any more
@@ -105,13 +105,13 @@ def test_a_push_does_not_fail_with_a_rebuild(monkeypatch: pytest.MonkeyPatch) ->
 def test_members_speak_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of a stripe lost: more than a sum of what is there."""
     spoken = []
-    speak = Coordinator._recover_parts
+    speak = Rebuilder._recover_parts
     monkeypatch.setattr(
-        Coordinator,
+        Rebuilder,
         "_recover_parts",
         lambda self, parts: (spoken.append(len(parts)), speak(self, parts)),
     )
-    monkeypatch.setattr(NearCoordinator, "fill", lambda *_: 0)
+    monkeypatch.setattr(LocalRebuilder, "fill", lambda *_: 0)
     cluster = opened((6, 4, 2), 3, 2)
     cluster.kill(1)
     assert cluster._from_parity()
@@ -132,7 +132,7 @@ def test_a_lost_shard_lets_go_of_its_memory_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        guard = cluster._protection.coordinator.guards[1]  # type: ignore[union-attr]
+        guard = cluster._protection.rebuilder.guards[1]  # type: ignore[union-attr]
         planes = [
             weakref.ref(plane) for slab in cluster.shards[1].slabs for plane in slab.planes.values()
         ]
@@ -169,5 +169,5 @@ def test_a_push_that_ends_half_way_is_in_the_parity(
     assert state(cluster) == left
     cluster.rebuild()
     assert cluster._protection is not None
-    check_parity(cluster._protection.coordinator)
+    check_parity(cluster._protection.rebuilder)
     cluster.close()

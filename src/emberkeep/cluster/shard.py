@@ -11,7 +11,7 @@ import numpy as np
 from emberkeep._types import F32, I64, Planes, RowIds
 from emberkeep.errors import ShardLostError
 from emberkeep.parity.coded_slabs import Recorder, state_of
-from emberkeep.parity.member import Guard
+from emberkeep.parity.member import ParityMember
 from emberkeep.parity.messages import PushNumber
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
@@ -106,7 +106,7 @@ class Shard:
             for g, group in enumerate(self.groups)
             for i, t in enumerate(group)
         }
-        self.guard: Guard | None = None
+        self.guard: ParityMember | None = None
         self.bring_back: BringBack | None = None
         self._recorders: list[Recorder] = []
 
@@ -117,7 +117,7 @@ class Shard:
 
     # -- parity ----------------------------------------------------------------------------------
 
-    def protect(self, guard: Guard) -> None:
+    def protect(self, guard: ParityMember) -> None:
         """From here on every change of a row is told to the guard."""
         with self._lock:
             self.guard = guard

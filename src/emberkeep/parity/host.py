@@ -62,7 +62,7 @@ class _Decode:
     unknown: dict[int, Bools] = field(default_factory=dict)
 
 
-class Host:
+class ParityHost:
     """Parity rows 0..r-1 for every stripe number, fed by the streams of k + r - 1 sources.
 
     Thread-safe, with a lock of its own under which it calls nobody. A host that starts in the
@@ -404,8 +404,9 @@ def _accumulate(total: Words, at: I64, values: Words, coefficient: int) -> None:
         total[at] ^= products(coefficient)[values]
 
 
-def receive_together(letters: Sequence[tuple[Host, Message]], pool: Pool | None) -> list[int]:
-    """`Host.receive` of several messages to several hosts, whose parity is summed up at once."""
+def receive_together(letters: Sequence[tuple[ParityHost, Message]], pool: Pool | None) -> list[int]:
+    """`ParityHost.receive` of several messages to several hosts, whose parity is summed up at
+    once."""
     hosts = sorted({host.index: host for host, _ in letters}.items())
     sums: dict[int, list[Sum]] = {index: [] for index, _ in hosts}
     with ExitStack() as held:

@@ -6,22 +6,22 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from emberkeep.parity.coded_slabs import SlabRows
-from emberkeep.parity.member import Guard
-from emberkeep.parity.rebuilder import Coordinator, Part
+from emberkeep.parity.member import ParityMember
+from emberkeep.parity.rebuilder import LostStripes, Rebuilder
 
 # What is brought back before anybody else may go on: about a millisecond's work.
 _MOST_NBYTES = 2**21
 
 
-class NearCoordinator(Coordinator[Guard]):
-    """A coordinator of shards of this process, which needs no messages for what is usual.
+class LocalRebuilder(Rebuilder[ParityMember]):
+    """A rebuilder of shards of this process, which needs no messages for what is usual.
 
     While it holds the locks of all shards no row changes, and once all mail is delivered the
     parity stands where the rows do: what is lost is the sum of the two. Streams are not concerned.
     Where several rows of a stripe are lost, or the plain parity is, members speak as ever.
     """
 
-    def _recover_parts(self, parts: Sequence[Part]) -> None:
+    def _recover_parts(self, parts: Sequence[LostStripes]) -> None:
         standings = self._standings()
         rest = []
         for part in parts:
@@ -82,7 +82,7 @@ class NearCoordinator(Coordinator[Guard]):
             yield
 
 
-def rows_of(guard: Guard) -> SlabRows:
+def rows_of(guard: ParityMember) -> SlabRows:
     """The rows of a shard of this process."""
     assert isinstance(guard.rows, SlabRows)
     return guard.rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from emberkeep._types import I64, Bools, Words
 from emberkeep.parity.codes import Placement
-from emberkeep.parity.host import Host
+from emberkeep.parity.host import ParityHost
 from emberkeep.parity.messages import (
     LAYERS,
     Changed,
@@ -58,7 +58,7 @@ class Rows(Protocol):
         ...
 
 
-class Guard:
+class ParityMember:
     """One shard's stream, its parity of others, and its rows.
 
     `lock` is the shard's: rows change and messages are numbered under it. `post` sends a message
@@ -69,7 +69,7 @@ class Guard:
         self,
         *,
         source: Source,
-        host: Host,
+        host: ParityHost,
         rows: Rows,
         placement: Placement,
         lock: AbstractContextManager[Any],
@@ -156,7 +156,7 @@ class Guard:
             self.rows.reveal()
 
 
-def begin(guards: Iterable[Guard]) -> None:
+def begin(guards: Iterable[ParityMember]) -> None:
     """Starts the streams of shards that have recorded nothing yet."""
     by_index = {guard.index: guard for guard in guards}
     for guard in by_index.values():

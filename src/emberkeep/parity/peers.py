@@ -38,8 +38,8 @@ class Peer:
         return cls(int(index), str(address), int(epoch))
 
 
-class PeerGuard:
-    """`Guard` of a server. A server that does not answer, or has another epoch by now, is
+class PeerMember:
+    """`ParityMember` of a server. A server that does not answer, or has another epoch by now, is
     `ShardLostError`; what its guard refuses comes out as it is."""
 
     def __init__(
@@ -115,9 +115,9 @@ class PeerGuard:
 
 
 class PeerHost:
-    """`Host` of a server."""
+    """`ParityHost` of a server."""
 
-    def __init__(self, guard: PeerGuard, stripes: Sequence[int]) -> None:
+    def __init__(self, guard: PeerMember, stripes: Sequence[int]) -> None:
         self.stripes = list(stripes)
         self._guard = guard
 
@@ -151,7 +151,7 @@ class PeerHost:
 class PeerSource:
     """`Source` of a server."""
 
-    def __init__(self, guard: PeerGuard) -> None:
+    def __init__(self, guard: PeerMember) -> None:
         self._guard = guard
 
     @property

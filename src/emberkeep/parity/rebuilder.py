@@ -31,7 +31,7 @@ _MARK_STRIPES = 2**18
 
 
 class HostSide(Protocol):
-    """The parity that a shard holds of others; see `Host`."""
+    """The parity that a shard holds of others; see `ParityHost`."""
 
     @property
     def stripes(self) -> Sequence[int]: ...
@@ -62,8 +62,8 @@ class SourceSide(Protocol):
     def detach(self, host: int) -> None: ...
 
 
-class GuardSide(Protocol):
-    """The parity side of a shard, in this process or behind a wire; see `Guard`."""
+class MemberSide(Protocol):
+    """The parity side of a shard, in this process or behind a wire; see `ParityMember`."""
 
     @property
     def index(self) -> int: ...
@@ -89,10 +89,10 @@ class GuardSide(Protocol):
     def reveal(self) -> None: ...
 
 
-AnyGuard = TypeVar("AnyGuard", bound=GuardSide)
-Replace = Callable[[int, int, Point], AnyGuard]
+AnyMember = TypeVar("AnyMember", bound=MemberSide)
+Replace = Callable[[int, int, Point], AnyMember]
 Calls = Sequence[Callable[[], Any]]
-Part: TypeAlias = tuple[int, int, Layer, I64]
+LostStripes: TypeAlias = tuple[int, int, Layer, I64]
 """What is to be decoded: group, slab, layer and stripes, ascending."""
 
 
@@ -109,7 +109,7 @@ class Decode:
     hosts: tuple[int, ...]
 
 
-class Coordinator(Generic[AnyGuard]):
+class Rebuilder(Generic[AnyMember]):
     """The guards of all shards, and what is being done about lost ones.
 
     `deliver` returns when every message that was posted before has been received; `each` makes
@@ -121,7 +121,7 @@ class Coordinator(Generic[AnyGuard]):
     def __init__(
         self,
         placement: Placement,
-        guards: Sequence[AnyGuard],
+        guards: Sequence[AnyMember],
         deliver: Callable[[], object],
         *,
         each: Callable[[Calls], list[Any]] = in_turn,
@@ -179,7 +179,7 @@ class Coordinator(Generic[AnyGuard]):
         number = min((last for _, last in streams.values()), default=0)
         return [host for host, (base, _) in streams.items() if base > number]
 
-    def recover(self, lost: Collection[int], replace: Replace[AnyGuard]) -> dict[int, Point]:
+    def recover(self, lost: Collection[int], replace: Replace[AnyMember]) -> dict[int, Point]:
         """Puts replacements in the place of lost shards; where each of their streams goes on.
 
         `replace(shard, number, point)` makes the guard of an empty shard, in a new epoch, whose
@@ -198,7 +198,7 @@ class Coordinator(Generic[AnyGuard]):
                 self._join(shard, lost)
             return {shard: point for shard, (_, point) in points.items()}
 
-    def begin_anew(self, shards: Collection[int], replace: Replace[AnyGuard]) -> None:
+    def begin_anew(self, shards: Collection[int], replace: Replace[AnyMember]) -> None:
         """Puts empty shards in the place of others whose rows come from elsewhere.
 
         Whatever their parity said is void: it is filled again as soon as there are rows.
@@ -248,7 +248,7 @@ class Coordinator(Generic[AnyGuard]):
         """Has every member of a group say what it has of some stripes, ascending."""
         return self.start_all([(group, slab, layer, stripes)])[0]
 
-    def start_all(self, parts: Sequence[Part]) -> list[Decode]:
+    def start_all(self, parts: Sequence[LostStripes]) -> list[Decode]:
         """`start` for several groups at once: each host and each member is asked once."""
         standings = self._standings()
         decodes = []
@@ -352,7 +352,7 @@ class Coordinator(Generic[AnyGuard]):
             ]
         )
 
-    def _blind(self) -> list[AnyGuard]:
+    def _blind(self) -> list[AnyMember]:
         """The guards of replacements whose marks are not back."""
         standings = self._standings()
         return [guard for guard in self.guards if standings[guard.index].blind]
@@ -365,7 +365,7 @@ class Coordinator(Generic[AnyGuard]):
             missing = rows[self.guards[shard].unknown(slab, "records", rows)]
             if (np.diff(missing) <= 0).any():
                 missing = np.unique(missing)
-            parts: list[Part] = []
+            parts: list[LostStripes] = []
             bounds, order = np.empty(self.placement.k + 1, np.int64), np.empty_like(missing)
             galois.group_by_slot(missing, self.placement.k, bounds, order)
             stripes = missing[order] // self.placement.k
@@ -377,7 +377,7 @@ class Coordinator(Generic[AnyGuard]):
                 self._recover_parts(parts)
             return int(missing.size)
 
-    def _recover_parts(self, parts: Sequence[Part]) -> None:
+    def _recover_parts(self, parts: Sequence[LostStripes]) -> None:
         self._complete(self.start_all(parts))
 
     def _complete(self, started: Sequence[Decode]) -> None:

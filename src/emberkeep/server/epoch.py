@@ -16,7 +16,7 @@ from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
-from emberkeep.server.parity_service import Guarding
+from emberkeep.server.parity_service import ParityService
 from emberkeep.server.pushes import Ledger, Meeting, Part, join
 from emberkeep.wire.protocol import APPLY, CHECK, Changed, Request, Shape, done_reply, rows_reply
 
@@ -76,12 +76,12 @@ class Epoch:
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
-        self.guarding: Guarding | None = None
+        self.parity_service: ParityService | None = None
 
-    def guard(self, guarding: Guarding) -> None:
+    def guard(self, parity_service: ParityService) -> None:
         """Keeps parity from here on; goes on after the pushes that its stream knows of."""
-        self.guarding = guarding
-        for worker, number in guarding.ledger.items():
+        self.parity_service = parity_service
+        for worker, number in parity_service.ledger.items():
             if worker == _RANKS:
                 self._applied_together = number
             else:
@@ -164,13 +164,13 @@ class Epoch:
 
     def _done(self, request: Request, changed: Sequence[Changed]) -> U8:
         """The answer to a push, once its parity is settled."""
-        if self.guarding is None or request.kind == CHECK:
+        if self.parity_service is None or request.kind == CHECK:
             return done_reply(self.number, request.number, changed)
-        settled = self.guarding.settle()
+        settled = self.parity_service.settle()
         self.check_serving(request.epoch)
         return done_reply(
             self.number, request.number, changed,
-            settled=self.guarding.settled_push(_worker(request)), waiting=not settled,
+            settled=self.parity_service.settled_push(_worker(request)), waiting=not settled,
         )  # fmt: skip
 
     def _perform(self, request: Request) -> Part | None:
@@ -218,8 +218,8 @@ class Epoch:
             # Others may have pushed since the check.
             push = (_worker(request), request.number)
             number = self.shard.apply(self.shard.check(*part), request.lr, push)
-            if self.guarding is not None:
-                self.guarding.note(*push, number)
+            if self.parity_service is not None:
+                self.parity_service.note(*push, number)
             self._applied_together = request.number if together else 0
         if not together:
             self._held.pop(key, None)

@@ -32,11 +32,11 @@ from emberkeep.errors import (
 )
 from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_on, state_of
 from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.host import Host
-from emberkeep.parity.member import Guard
+from emberkeep.parity.host import ParityHost
+from emberkeep.parity.member import ParityMember
 from emberkeep.parity.messages import Message, Point
-from emberkeep.parity.peers import Peer, PeerGuard
-from emberkeep.parity.rebuilder import Calls, Coordinator, GuardSide
+from emberkeep.parity.peers import Peer, PeerMember
+from emberkeep.parity.rebuilder import Calls, MemberSide, Rebuilder
 from emberkeep.parity.source import Source
 from emberkeep.parity.stream_frames import (
     layer_of,
@@ -60,7 +60,7 @@ _RETRY_SECONDS = 0.1
 _NONE: dict[str, npt.NDArray[Any]] = {}
 
 
-class Guarding:
+class ParityService:
     """The guard of one epoch of a served shard.
 
     `lost` says that all rows are to come back, from where the stream of the shard before ended.
@@ -97,11 +97,11 @@ class Guarding:
         # What all hosts were found to hold is settled.
         self._settled_pushes = dict(point.ledger)
         self._rows = SlabRows(shard.slabs, self.placement, lost=lost)
-        self._host = Host(
+        self._host = ParityHost(
             shard.index, self.placement, shapes_on(shard.slabs, shards), complete=complete
         )
         self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
-        self.guard = Guard(
+        self.guard = ParityMember(
             source=self._source,
             host=self._host,
             rows=self._rows,
@@ -110,7 +110,7 @@ class Guarding:
             post=self._post,
         )
         self._threads = ThreadPoolExecutor(max(1, shards - 1), "emberkeep-peer")
-        self._coordinator: Coordinator[GuardSide] | None = None
+        self._rebuilder: Rebuilder[MemberSide] | None = None
         self._numbers = _numbers()
         self._wake = threading.Event()
         self._hurry = threading.Event()
@@ -257,11 +257,11 @@ class Guarding:
             self._decode(slab, rows[start : start + self.spec.chunk_rows])
 
     def _decode(self, slab: int, rows: I64) -> None:
-        coordinator = self._coordinator
-        if coordinator is None:
+        rebuilder = self._rebuilder
+        if rebuilder is None:
             raise PeerError(f"shard {self._shard.index} was not told who its peers are: ask again")
         try:
-            coordinator.recover_rows(self._shard.index, slab, rows)
+            rebuilder.recover_rows(self._shard.index, slab, rows)
         except (StreamError, ServerError, ShardLostError) as error:
             raise PeerError(f"rows of shard {self._shard.index} are not back: {error}") from None
 
@@ -274,12 +274,12 @@ class Guarding:
         if chunk is not None:
             self._decode(*chunk)
             return True
-        coordinator = self._coordinator
-        if coordinator is None or self._rows.lost() or self._host.complete:
+        rebuilder = self._rebuilder
+        if rebuilder is None or self._rows.lost() or self._host.complete:
             return False
         try:
             stripes = -(-self.spec.chunk_rows // self.spec.k)
-            if coordinator.fill(stripes, {self._shard.index}):
+            if rebuilder.fill(stripes, {self._shard.index}):
                 return True
         except (StreamError, ServerError, ShardLostError) as error:
             raise PeerError(str(error)) from None
@@ -315,12 +315,12 @@ class Guarding:
     def _directory(self, header: Json, arrays: Arrays) -> Answer:
         """Where all shards are: from here on rows can be decoded."""
         peers = [Peer.from_json(told) for told in header["peers"]]
-        before = self._coordinator
-        known: dict[Peer, PeerGuard] = {}
+        before = self._rebuilder
+        known: dict[Peer, PeerMember] = {}
         for guard in () if before is None else before.guards:
-            if isinstance(guard, PeerGuard):
+            if isinstance(guard, PeerMember):
                 known[guard.peer] = guard
-        guards: list[GuardSide] = []
+        guards: list[MemberSide] = []
         for peer in sorted(peers, key=lambda its: its.index):
             if peer.index == self._shard.index:
                 guards.append(self.guard)
@@ -328,15 +328,15 @@ class Guarding:
                 made_before = known.pop(peer, None)
                 guards.append(
                     made_before
-                    or PeerGuard(peer, self._security, self._deadline, self._host.stripes)
+                    or PeerMember(peer, self._security, self._deadline, self._host.stripes)
                 )
-        made = Coordinator(
+        made = Rebuilder(
             self.placement, guards, self._flush, each=self._each,
             numbers=self._numbers,
         )  # fmt: skip
         if before is not None:
             made.decoded_rows, made.decoded_nbytes = before.decoded_rows, before.decoded_nbytes
-        self._coordinator = made
+        self._rebuilder = made
         for replaced in known.values():
             replaced.close()
         self._wake.set()
@@ -457,13 +457,13 @@ class Guarding:
 
     def status(self) -> Json:
         """What `ParityStatus` is made of."""
-        coordinator, senders = self._coordinator, [*self._senders.values(), *self._ended]
+        rebuilder, senders = self._rebuilder, [*self._senders.values(), *self._ended]
         return {
             "lag": max((sender.waiting for sender in self._senders.values()), default=0),
             "unprotected_stripes": self._host.unprotected_stripes,
             "missing_rows": self._rows.missing_rows,
-            "rebuilt_rows": coordinator.decoded_rows if coordinator else 0,
-            "rebuilt_nbytes": coordinator.decoded_nbytes if coordinator else 0,
+            "rebuilt_rows": rebuilder.decoded_rows if rebuilder else 0,
+            "rebuilt_nbytes": rebuilder.decoded_nbytes if rebuilder else 0,
             "degraded_reads": self.degraded_reads,
             "messages": sum(sender.messages for sender in senders),
             "sent_nbytes": sum(sender.sent_nbytes for sender in senders),
@@ -487,10 +487,12 @@ def _numbers() -> Iterator[int]:
     return itertools.count(secrets.randbits(42) << 20)
 
 
-def guarding_from(header: Json, shard: Shard, shards: int, *, security: Security) -> Guarding:
+def parity_service_from(
+    header: Json, shard: Shard, shards: int, *, security: Security
+) -> ParityService:
     """What a cluster's request to protect a shard asks for."""
     start = header.get("start")
-    return Guarding(
+    return ParityService(
         shard,
         Parity(**header["parity"]),
         shards,

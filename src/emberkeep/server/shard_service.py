@@ -39,7 +39,7 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
-from emberkeep.server.parity_service import guarding_from
+from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.tables import optimizer_from
 from emberkeep.wire.protocol import (
@@ -150,10 +150,10 @@ class ServedShard:
         """What another shard tells the host of its parity."""
         try:
             with self._working():
-                if epoch is None or epoch.guarding is None:
+                if epoch is None or epoch.parity_service is None:
                     raise EpochError("this server holds no parity: it was given none, or replaced")
                 epoch.check(epoch.number)
-                return epoch.guarding.receive(blob, epoch.number)
+                return epoch.parity_service.receive(blob, epoch.number)
         except EmberkeepError as error:
             return np.frombuffer(pack_frame(describe_error(error)), np.uint8)
 
@@ -191,12 +191,13 @@ class ServedShard:
                 "applied": epoch.applied(
                     int(header.get("incarnation", 0)), int(header.get("world", 1))
                 ),
-                "from_parity": epoch.guarding is not None and epoch.guarding.from_parity,
+                "from_parity": epoch.parity_service is not None
+                and epoch.parity_service.from_parity,
                 "dirty_rows": self._dirty_rows(epoch),
                 "metrics": self.metrics.to_dict(),
             }
-            if epoch.guarding is not None:
-                told["parity"] = epoch.guarding.status()
+            if epoch.parity_service is not None:
+                told["parity"] = epoch.parity_service.status()
         yield told, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -247,8 +248,8 @@ class ServedShard:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; what copies rows out of it is told."""
         self._cancelled.set()
-        if epoch.guarding is not None:
-            epoch.guarding.close()
+        if epoch.parity_service is not None:
+            epoch.parity_service.close()
         epoch.shard.kill()
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -278,16 +279,16 @@ class ServedShard:
     def _protect(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to keep parity of the others' rows, and to tell them of this shard's."""
         epoch = self._checked(header)
-        if epoch.guarding is not None:
+        if epoch.parity_service is not None:
             raise ServerError(f"shard {epoch.shard.index} has parity already")
-        epoch.guard(guarding_from(header, epoch.shard, epoch.shards, security=self.security))
+        epoch.guard(parity_service_from(header, epoch.shard, epoch.shards, security=self.security))
         yield {}, _NONE
 
     def _guard(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        if epoch.guarding is None:
+        if epoch.parity_service is None:
             raise EpochError(f"shard {epoch.shard.index} has no parity in epoch {epoch.number}")
-        yield epoch.guarding.ask(header, arrays)
+        yield epoch.parity_service.ask(header, arrays)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -506,7 +507,7 @@ class ServedShard:
             return self.metrics.exposition(shard=None, state="empty", dirty_rows=0)
         return self.metrics.exposition(
             shard=epoch.shard.index, state=epoch.shard.state, dirty_rows=self._dirty_rows(epoch),
-            more=() if epoch.guarding is None else epoch.guarding.samples(),
+            more=() if epoch.parity_service is None else epoch.parity_service.samples(),
         )  # fmt: skip
 
 

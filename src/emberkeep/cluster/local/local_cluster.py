@@ -19,7 +19,7 @@ import numpy.typing as npt
 from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
-from emberkeep.cluster.local.local_parity import Protection
+from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
 from emberkeep.parity.codes import Parity
@@ -132,7 +132,7 @@ class LocalCluster(Cluster):
         """Those that are still to come."""
         self._tracked = False
         self._priority: Priority | None = None
-        self._protection: Protection | None = None
+        self._protection: LocalParity | None = None
         self._push_numbers = itertools.count(1)
         self._unsettled: deque[_Numbered] = deque()
         super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
@@ -272,7 +272,7 @@ class LocalCluster(Cluster):
                 self._protection.spec.check_same(parity)
                 return
             self._serving()
-            self._protection = Protection(parity, self.shards, self.pool)
+            self._protection = LocalParity(parity, self.shards, self.pool)
 
     @property
     def parity(self) -> ParityStatus | None:

@@ -13,9 +13,9 @@ from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_of, state_of
 from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.host import Host, receive_together
-from emberkeep.parity.local_rebuilder import NearCoordinator, rows_of
-from emberkeep.parity.member import Guard, begin
+from emberkeep.parity.host import ParityHost, receive_together
+from emberkeep.parity.local_rebuilder import LocalRebuilder, rows_of
+from emberkeep.parity.member import ParityMember, begin
 from emberkeep.parity.messages import Point
 from emberkeep.parity.source import Source
 from emberkeep.parity.status import ParityStatus
@@ -29,7 +29,7 @@ _ALONE_SECONDS = 0.25
 _MOST_ALONG_SECONDS = 0.05
 
 
-class Protection:
+class LocalParity:
     """The parity of a cluster of this process, and what is done when shards are lost.
 
     Rows that were trained before it began are protected once the thread that rebuilds has been
@@ -67,7 +67,7 @@ class Protection:
             self._guard(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
             for shard in shards
         ]
-        self.coordinator = NearCoordinator(self.placement, guards, self._mail.deliver)
+        self.rebuilder = LocalRebuilder(self.placement, guards, self._mail.deliver)
         begin(guards)
         for shard, guard in zip(shards, guards, strict=True):
             shard.protect(guard)
@@ -78,13 +78,13 @@ class Protection:
 
     def _guard(
         self, shard: Shard, number: int, point: Point, *, lost: bool = False, complete: bool = False
-    ) -> Guard:
+    ) -> ParityMember:
         place = self.placement
-        return Guard(
+        return ParityMember(
             source=Source(
                 shard.index, shard.epoch, place.hosts(shard.index), number=number, point=point
             ),
-            host=Host(shard.index, place, self._shapes, complete=complete, pool=self._pool),
+            host=ParityHost(shard.index, place, self._shapes, complete=complete, pool=self._pool),
             rows=SlabRows(shard.slabs, place, lost=lost),
             placement=place,
             lock=shard.lock,
@@ -92,7 +92,7 @@ class Protection:
         )
 
     def _receive(self, letters: Sequence[Letter]) -> None:
-        guards = self.coordinator.guards
+        guards = self.rebuilder.guards
         current = [  # else posted by a shard that was replaced since
             (host, message)
             for host, message in letters
@@ -117,17 +117,17 @@ class Protection:
 
     def settled(self, shard: int) -> int:
         """The number up to which nothing of a shard's stream can be lost any more."""
-        return self.coordinator.guards[shard].source.settled
+        return self.rebuilder.guards[shard].source.settled
 
     def applied(self, shard: int, worker: str) -> int:
         """The last push of a worker that a shard has applied."""
-        return self.coordinator.guards[shard].source.ledger.get(worker, 0)
+        return self.rebuilder.guards[shard].source.ledger.get(worker, 0)
 
     def clear(self) -> None:
         """All shards were cleared: so is all parity, and nothing is left to come back."""
-        with self.coordinator.lock:
+        with self.rebuilder.lock:
             self._mail.deliver()
-            for shard, guard in zip(self._shards, self.coordinator.guards, strict=True):
+            for shard, guard in zip(self._shards, self.rebuilder.guards, strict=True):
                 guard.host.clear()
                 with guard.lock:
                     rows_of(guard).give_up()
@@ -139,10 +139,10 @@ class Protection:
 
     def lose(self, shards: Collection[int]) -> None:
         """Ends shards: their memory is gone, and what they had not said with it."""
-        with self.coordinator.lock:  # nobody reads rows of them meanwhile
+        with self.rebuilder.lock:  # nobody reads rows of them meanwhile
             for shard in shards:
                 self._shards[shard].kill()
-                guard = self.coordinator.guards[shard]
+                guard = self.rebuilder.guards[shard]
                 with guard.lock:
                     rows_of(guard).drop()
                 guard.host.let_go()
@@ -154,11 +154,11 @@ class Protection:
 
         Raises `ParityLossError`, with nothing changed, where parity cannot bring them back.
         """
-        with self.coordinator.lock:
+        with self.rebuilder.lock:
             lost = sorted(self.lost)
-            self.coordinator.recover(lost, partial(self._replace, renew))
+            self.rebuilder.recover(lost, partial(self._replace, renew))
             self.lost = set()
-            self.coordinator.recover_marks()
+            self.rebuilder.recover_marks()
             for index in lost:
                 shard = self._shards[index]
                 shard.bring_back = partial(self._bring_back, index)
@@ -168,7 +168,7 @@ class Protection:
         self._sweep()
         return lost
 
-    def _replace(self, renew: Renew, index: int, number: int, point: Point) -> Guard:
+    def _replace(self, renew: Renew, index: int, number: int, point: Point) -> ParityMember:
         shard = self._shards[index] = renew(index)
         load_state(shard.slabs, point.state)
         guard = self._guard(shard, number, point, lost=True)
@@ -178,15 +178,15 @@ class Protection:
     def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
 
-        def replace(index: int, number: int, point: Point) -> Guard:
+        def replace(index: int, number: int, point: Point) -> ParityMember:
             shard = self._shards[index] = renew(index)
             guard = self._guard(shard, number, Point({}, state_of(shard.slabs)))
             shard.protect(guard)
             return guard
 
-        with self.coordinator.lock:
+        with self.rebuilder.lock:
             self._mail.drop(shards)
-            self.coordinator.begin_anew(shards, replace)
+            self.rebuilder.begin_anew(shards, replace)
             self.lost -= set(shards)
         self._sweep()
 
@@ -194,7 +194,7 @@ class Protection:
         """Shards whose missing rows went with those that are lost now."""
         return [
             guard.index
-            for guard in self.coordinator.guards
+            for guard in self.rebuilder.guards
             if guard.index not in self.lost and guard.lost()
         ]
 
@@ -202,16 +202,16 @@ class Protection:
         """A degraded read: decodes what a call needs and a replacement has not got back."""
         if self.lost:
             raise ShardLostError(sorted(self.lost))
-        guard = self.coordinator.guards[shard]
+        guard = self.rebuilder.guards[shard]
         if guard.unknown(slab, "records", rows).any():
             self._degraded_reads += 1
             began = time.perf_counter()
-            with self.coordinator.lock:
+            with self.rebuilder.lock:
                 if self.lost:
                     raise ShardLostError(sorted(self.lost))
                 for start in range(0, rows.size, self.spec.chunk_rows):
                     part = rows[start : start + self.spec.chunk_rows]
-                    self.coordinator.recover_rows(shard, slab, part)
+                    self.rebuilder.recover_rows(shard, slab, part)
             self._degraded_seconds += time.perf_counter() - began
 
     # -- rebuilding ------------------------------------------------------------------------------
@@ -223,18 +223,18 @@ class Protection:
 
     def rebuild_chunk(self) -> bool:
         """Brings the next rows back, or else the next parity; False when all is whole."""
-        with self.coordinator.lock:
+        with self.rebuilder.lock:
             if self.lost:
                 return False
             for shard in self._shards:
-                guard = self.coordinator.guards[shard.index]
+                guard = self.rebuilder.guards[shard.index]
                 with guard.lock:
                     chunk = rows_of(guard).next_missing(self.spec.chunk_rows)
                 if chunk is not None:
-                    self.coordinator.recover_rows(shard.index, *chunk)
+                    self.rebuilder.recover_rows(shard.index, *chunk)
                     return True
                 shard.bring_back = None
-            return self.coordinator.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
+            return self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
 
     def rebuild_along(self) -> None:
         """After a push: whoever trains brings back what is due, on all threads.
@@ -309,7 +309,7 @@ class Protection:
         self._mail.close()
 
     def status(self) -> ParityStatus:
-        guards = self.coordinator.guards
+        guards = self.rebuilder.guards
         rows = [rows_of(guard) for guard in guards if guard.index not in self.lost]
         return ParityStatus(
             k=self.spec.k,
@@ -317,8 +317,8 @@ class Protection:
             lag=self._mail.waiting,
             unprotected_stripes=sum(guard.host.unprotected_stripes for guard in guards),
             missing_rows=sum(its.missing_rows for its in rows),
-            rebuilt_rows=self.coordinator.decoded_rows,
-            rebuilt_nbytes=self.coordinator.decoded_nbytes,
+            rebuilt_rows=self.rebuilder.decoded_rows,
+            rebuilt_nbytes=self.rebuilder.decoded_nbytes,
             degraded_reads=self._degraded_reads,
             recoveries=self._recoveries,
             messages=self._mail.messages,

@@ -21,7 +21,7 @@ from emberkeep._types import I64, Json
 from emberkeep.cluster.base import Cluster, Part, surviving
 from emberkeep.cluster.remote.launcher import Hosts
 from emberkeep.cluster.remote.leases import Leases, let_go
-from emberkeep.cluster.remote.remote_parity import DistantProtection
+from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
 from emberkeep.errors import (
     ConfigError,
@@ -88,7 +88,7 @@ class CoordinatedCluster(Cluster):
         self._threads = ThreadPoolExecutor(len(shards), "emberkeep-shard")
         self._tracked = False
         self._priority: Priority | None = None
-        self._protection: DistantProtection | None = None
+        self._protection: RemoteParity | None = None
         self._silent_since = 0.0
         self._coordinator = secrets.token_hex(8)
         self._leases: Leases | None = None
@@ -318,7 +318,7 @@ class CoordinatedCluster(Cluster):
                 max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
                 for group in self.groups
             ]
-            self._protection = DistantProtection(
+            self._protection = RemoteParity(
                 parity, self.handles, security=self.security, timing=self.timing,
                 stripes=[-(-count // parity.k) for count in rows], each=self._at_once,
             )  # fmt: skip

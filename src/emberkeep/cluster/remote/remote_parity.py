@@ -13,8 +13,8 @@ from typing import Any
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.parity.codes import Parity, Placement
 from emberkeep.parity.messages import Point
-from emberkeep.parity.peers import Peer, PeerGuard
-from emberkeep.parity.rebuilder import Calls, Coordinator
+from emberkeep.parity.peers import Peer, PeerMember
+from emberkeep.parity.rebuilder import Calls, Rebuilder
 from emberkeep.parity.status import ParityStatus
 from emberkeep.parity.stream_frames import pack_point
 from emberkeep.wire.security import Security
@@ -24,7 +24,7 @@ Renew = Callable[[int], object]
 _POLL_SECONDS = 0.02
 
 
-class DistantProtection:
+class RemoteParity:
     """The parity of a cluster of servers: who takes part, and what is done when some are lost.
 
     Servers talk to each other; what goes through this process are decisions, and the marks of
@@ -55,7 +55,7 @@ class DistantProtection:
         self._counted: dict[str, int] = {}
         self._known: dict[int, dict[str, Any]] = {}
         guards = [self._protect(shard.index) for shard in shards]
-        self.coordinator: Coordinator[PeerGuard] = Coordinator(
+        self.rebuilder: Rebuilder[PeerMember] = Rebuilder(
             self.placement, guards, lambda: None, each=each,
             numbers=itertools.count(secrets.randbits(42) << 20),
         )  # fmt: skip
@@ -74,7 +74,7 @@ class DistantProtection:
     def _protect(
         self, index: int, start: tuple[int, Point] | None = None, *, lost: bool = False,
         complete: bool = True,
-    ) -> PeerGuard:  # fmt: skip
+    ) -> PeerMember:  # fmt: skip
         shard = self._shards[index]
         told = None if start is None else {"number": start[0], **pack_point(start[1])}
         shard.ask(
@@ -88,13 +88,13 @@ class DistantProtection:
             },
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
-        guard = PeerGuard(peer, self._security, self._timing.deadline, self._stripes)
+        guard = PeerMember(peer, self._security, self._timing.deadline, self._stripes)
         guard.hosts = self._peers
         return guard
 
     def _tell_directory(self) -> None:
         peers = [peer.to_json() for peer in self._peers.values()]
-        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.coordinator.guards])
+        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.guards])
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -105,37 +105,37 @@ class DistantProtection:
         nothing changed, where parity cannot bring them back.
         """
 
-        def replace(index: int, number: int, point: Point) -> PeerGuard:
+        def replace(index: int, number: int, point: Point) -> PeerMember:
             self._put_aside(index)
             renew(index)
             return self._protect(index, (number, point), lost=True, complete=False)
 
-        self.coordinator.recover(lost, replace)
+        self.rebuilder.recover(lost, replace)
         self._tell_directory()
-        self.coordinator.recover_marks()
+        self.rebuilder.recover_marks()
         self.recoveries += len(lost)
 
     def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
 
-        def replace(index: int, number: int, point: Point) -> PeerGuard:
+        def replace(index: int, number: int, point: Point) -> PeerMember:
             self._put_aside(index)
             renew(index)
             return self._protect(index, complete=False)
 
-        self.coordinator.begin_anew(shards, replace)
+        self.rebuilder.begin_anew(shards, replace)
         self._tell_directory()
 
     def hopeless(self, lost: Collection[int]) -> list[int]:
         """Shards whose missing rows went with those that are lost now."""
         return [
             guard.index
-            for guard in self.coordinator.guards
+            for guard in self.rebuilder.guards
             if guard.index not in lost and any(guard.standing().lost_K)
         ]
 
     def _put_aside(self, index: int) -> None:
-        self.coordinator.guards[index].close()
+        self.rebuilder.guards[index].close()
         for name, value in self._known.pop(index, {}).items():
             if name in ("rebuilt_rows", "rebuilt_nbytes", "degraded_reads", "messages",
                         "sent_nbytes"):  # fmt: skip
@@ -145,18 +145,18 @@ class DistantProtection:
 
     def flush(self) -> None:
         """After a write that nobody would send again: every host holds it now."""
-        self._each([partial(guard.ask, "flush") for guard in self.coordinator.guards])
+        self._each([partial(guard.ask, "flush") for guard in self.rebuilder.guards])
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
         """Returns when servers have brought enough back, which they hurry to do."""
-        self._each([partial(guard.ask, "hurry") for guard in self.coordinator.guards])
+        self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
         pause = _POLL_SECONDS
         while not enough(self.status()):
             time.sleep(pause)
             pause = min(0.2, pause * 1.2)
 
     def close(self) -> None:
-        for guard in self.coordinator.guards:
+        for guard in self.rebuilder.guards:
             guard.close()
 
     def status(self) -> ParityStatus:
