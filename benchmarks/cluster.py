@@ -24,7 +24,7 @@ from _common import interleaved_ms, options, report
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.processes import Connect, ProcessHosts
+from emberkeep.cluster.remote.processes import Connect, ProcessLauncher
 from emberkeep.cluster.shard import Shard
 from emberkeep.runtime.pool import shared
 
@@ -118,14 +118,14 @@ def client(address: str, orders: Any, counts: Any) -> None:
 class On:
     """A cluster on servers that run already: starting them takes longer than most measurements."""
 
-    def __init__(self, hosts: ProcessHosts, shards: int = SHARDS) -> None:
+    def __init__(self, hosts: ProcessLauncher, shards: int = SHARDS) -> None:
         self.addresses = tuple(hosts.address(shard) for shard in range(shards))
 
     def open(self, tables: Any, optimizer: Any, *, seed: int) -> Any:
         return Connect(addresses=self.addresses).open(tables, optimizer, seed=seed)
 
 
-def scaling(hosts: ProcessHosts, seconds: float) -> dict[int, float]:
+def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
     """Rows per second of one server with 1-4 client processes."""
     cluster = On(hosts, 1).open([TABLE], OPTIMIZER, seed=0)
     context = multiprocessing.get_context("spawn")
@@ -187,7 +187,7 @@ def step_of(cluster: Any, prefetch: bool, opened: list[Any]) -> Callable[[], obj
     return step
 
 
-def seconds_to_serve(hosts: ProcessHosts, kills: int) -> float:
+def seconds_to_serve(hosts: ProcessLauncher, kills: int) -> float:
     """From SIGKILL until the shard answers again, restored empty: what servers themselves take."""
     cluster = FlightCluster([TABLE], OPTIMIZER, hosts, pool=shared())
     first = cluster.handles[0].epoch
@@ -225,7 +225,7 @@ def main() -> None:
     )  # fmt: skip
     actors = [ray.remote(Actor).options(num_cpus=0.1).remote(i) for i in range(SHARDS)]
     in_process = ek.local(shards=SHARDS).open([TABLE], OPTIMIZER, seed=0)
-    hosts = ProcessHosts(SHARDS, spares=1, threads=1)
+    hosts = ProcessLauncher(SHARDS, spares=1, threads=1)
     flight = On(hosts).open([TABLE], OPTIMIZER, seed=0)
     assert isinstance(in_process, LocalCluster)
     rows, figures = [], {}
@@ -258,7 +258,7 @@ def main() -> None:
     ray.shutdown()
 
     say("training")
-    more = ProcessHosts(SHARDS, spares=0, threads=1)
+    more = ProcessLauncher(SHARDS, spares=0, threads=1)
     opened: list[Any] = []
     steps = {
         "in process": step_of(ek.local(shards=SHARDS), False, opened),

@@ -1,7 +1,7 @@
 """Shard servers for tests: real processes, forked from one that has loaded everything already.
 
 `Farm` starts `python -m tests.servers`, which loads once and forks a server for each request; a
-server that is killed is really dead. `Hosts` are the servers of one cluster.
+server that is killed is really dead. `FarmLauncher` has the servers of one cluster.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Farm:
         self._process.wait()
 
 
-class FarmHosts:
+class FarmLauncher:
     """The servers of one cluster, replaced as soon as that is asked for."""
 
     def __init__(self, farm: Farm, shards: int, threads: int = 1) -> None:
@@ -95,9 +95,9 @@ class FarmHosts:
 
 def _serve(pipe: int, threads: int, port: int) -> None:
     from emberkeep.server.flight_server import ShardServer
-    from emberkeep.server.shard_service import ServedShard
+    from emberkeep.server.shard_service import ShardService
 
-    server = ShardServer(ServedShard(threads=threads), port=port)
+    server = ShardServer(ShardService(threads=threads), port=port)
     os.write(pipe, (server.address + "\n").encode())
     os.close(pipe)
     server.serve()

@@ -22,7 +22,7 @@ from emberkeep.parity.messages import Differences, Message
 from emberkeep.parity.peers import Peer
 from emberkeep.server.flight_server import ShardServer
 from emberkeep.server.parity_sender import Sender
-from emberkeep.server.shard_service import ServedShard
+from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import Adagrad, Optimizer, Table
 from emberkeep.wire.security import Security
 from tests.contracts.engine import OPTIMIZERS, state
@@ -244,7 +244,7 @@ def test_a_host_that_is_gone_is_tried_ever_more_rarely(monkeypatch: pytest.Monke
 
 def test_a_server_tells_of_its_parity() -> None:
     """In this process: what Prometheus and `emberkeep cluster status` see of a server."""
-    served = [ServedShard(threads=1) for _ in range(3)]
+    served = [ShardService(threads=1) for _ in range(3)]
     started = [ShardServer(its) for its in served]
     spec = ek.connect([server.address for server in started], parity=Parity(k=2, r=1))
     cluster = spec.open(PLAIN, Adagrad(lr=0.1), seed=1)

@@ -22,7 +22,7 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, EpochError, ServerError, ShardLostError
 from emberkeep.repository import Repository
@@ -33,7 +33,7 @@ from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import PULL, PUSH, Request, check_reply, pack_request
 from emberkeep.wire.security import Security
 from tests.contracts.engine import state
-from tests.servers import Farm, FarmHosts
+from tests.servers import Farm, FarmLauncher
 
 TABLE = Table("t", rows=40, dim=3)
 IDS = [RowIds(np.arange(40), np.array([0, 40]))]
@@ -48,12 +48,12 @@ def farm() -> Iterator[Farm]:
     started.close()
 
 
-def opened(hosts: FarmHosts | FixedHosts, timing: Timing | None = None) -> FlightCluster:
+def opened(hosts: FarmLauncher | FixedAddresses, timing: Timing | None = None) -> FlightCluster:
     return FlightCluster([TABLE], SGD(lr=1.0), hosts, pool=pool.Pool(1), timing=timing)
 
 
 def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Farm) -> None:
-    hosts = FarmHosts(farm, 2)
+    hosts = FarmLauncher(farm, 2)
     cluster = opened(hosts, QUICK)
     zombie, address = hosts.servers[1]
     old = cluster.handles[1].epoch
@@ -93,7 +93,7 @@ def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Far
 
 
 def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) -> None:
-    hosts = FarmHosts(farm, 1)
+    hosts = FarmLauncher(farm, 1)
     with socket.socket() as silent:  # it is connected to, and never says a word
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
@@ -108,7 +108,7 @@ def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) ->
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     start = time.monotonic()
-    nobody = FixedHosts([f"127.0.0.1:{port}"], Security(), patience=timedelta(seconds=1))
+    nobody = FixedAddresses([f"127.0.0.1:{port}"], Security(), patience=timedelta(seconds=1))
     with pytest.raises(ServerError, match="start emberkeep serve"):
         opened(nobody, QUICK)
     assert time.monotonic() - start < 15
@@ -117,7 +117,7 @@ def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) ->
 
 
 def test_a_second_run_does_not_take_the_servers_of_the_first(farm: Farm) -> None:
-    hosts = FarmHosts(farm, 1)
+    hosts = FarmLauncher(farm, 1)
     first = opened(hosts, QUICK)
     first.push(IDS, ONES, lr=1.0)
     with pytest.raises(ServerError, match="another run, whose coordinator is alive"):
@@ -172,9 +172,9 @@ class Proxy:
 
 
 def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
-    hosts = FarmHosts(farm, 1)
+    hosts = FarmLauncher(farm, 1)
     proxy = Proxy(int(hosts.address(0).rpartition(":")[2]))
-    through = FixedHosts([f"127.0.0.1:{proxy.port}"], Security(), patience=timedelta(seconds=5))
+    through = FixedAddresses([f"127.0.0.1:{proxy.port}"], Security(), patience=timedelta(seconds=5))
     cluster, twin = opened(through), local().open([TABLE], SGD(lr=1.0), seed=0)
     for _ in range(6):
         proxy.cut_next_answer.set()
@@ -190,7 +190,7 @@ def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
 
 
 def test_pushes_go_on_after_all_servers_were_lost_together(farm: Farm) -> None:
-    hosts = FarmHosts(farm, 2)
+    hosts = FarmLauncher(farm, 2)
     cluster = opened(hosts)
     twin = local(shards=2).open([TABLE], SGD(lr=1.0), seed=0)
     cluster.push(IDS, ONES, lr=1.0)
@@ -214,7 +214,7 @@ def test_pushes_go_on_after_all_servers_were_lost_together(farm: Farm) -> None:
 
 def _coordinate_and_die(addresses: list[str], where: str) -> None:
     """Trains, saves, and dies when all shards have written and nothing is committed."""
-    hosts = FixedHosts(addresses, Security(), patience=timedelta(seconds=5))
+    hosts = FixedAddresses(addresses, Security(), patience=timedelta(seconds=5))
     cluster = opened(hosts, QUICK)
     repository = Repository.create(LocalStore(where), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)
@@ -230,7 +230,7 @@ def _coordinate_and_die(addresses: list[str], where: str) -> None:
 def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
     farm: Farm, tmp_path: Path
 ) -> None:
-    hosts = FarmHosts(farm, 2)
+    hosts = FarmLauncher(farm, 2)
     where = tmp_path / "r"
     context = multiprocessing.get_context("spawn")
     process = context.Process(
@@ -260,9 +260,9 @@ def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
 
 def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(farm: Farm) -> None:
     from emberkeep.server.epoch import Session
-    from emberkeep.server.shard_service import ServedShard
+    from emberkeep.server.shard_service import ShardService
 
-    served = ServedShard(threads=1)
+    served = ShardService(threads=1)
     assert served.drain(1.0)
     reply = served.answer(np.zeros(48, np.uint8), Session())
     with pytest.raises(ServerError, match="shutting down"):

@@ -27,7 +27,7 @@ from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import run
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import demo
-from tests.servers import Farm, FarmHosts
+from tests.servers import Farm, FarmLauncher
 
 SHARDS = 3
 ROWS, DIM = 60, 4
@@ -53,7 +53,7 @@ def farm() -> Iterator[Farm]:
 class Killer:
     """Kills random servers at random moments, so many of them, one after the other."""
 
-    def __init__(self, hosts: FarmHosts, kills: int, seed: int, least_ms: float) -> None:
+    def __init__(self, hosts: FarmLauncher, kills: int, seed: int, least_ms: float) -> None:
         self.hosts = hosts
         self.killed = 0
         self.serving_again: list[float] = []
@@ -101,7 +101,7 @@ def push_of(step: int) -> tuple[list[RowIds], Any]:
 
 def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
     """Partial recovery by hand, and beside it what every shard must hold."""
-    hosts = FarmHosts(farm, SHARDS)
+    hosts = FarmLauncher(farm, SHARDS)
     table = Table("t", rows=ROWS, dim=DIM)
     cluster = FlightCluster([table], SGD(lr=1.0), hosts, pool=pool.Pool(1))
     initial = cluster.read("t", np.arange(ROWS))["weight"]
@@ -196,7 +196,7 @@ class Told(Hook):
 
 
 class _Spec:
-    def __init__(self, hosts: FarmHosts) -> None:
+    def __init__(self, hosts: FarmLauncher) -> None:
         self.hosts = hosts
 
     def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
@@ -206,7 +206,7 @@ class _Spec:
 def train(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, *more: str
 ) -> tuple[Result, Told, Killer]:
-    hosts = FarmHosts(farm, SHARDS)
+    hosts = FarmLauncher(farm, SHARDS)
     monkeypatch.setattr(build, "_cluster", lambda *_: _Spec(hosts))
     settings = demo(
         [*SMALL, f"checkpoint.path={where}", "checkpoint.every=3 steps", "checkpoint.keep=1000",
@@ -277,7 +277,7 @@ def test_partial_recovery_of_killed_servers_counts_what_was_lost(
 def test_a_server_that_dies_while_recovery_of_another_is_planned_is_recovered_with_it(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uninterrupted: Result
 ) -> None:
-    hosts = FarmHosts(farm, SHARDS)
+    hosts = FarmLauncher(farm, SHARDS)
     asked = RemoteShard.table_state
     victims: list[int] = []
 

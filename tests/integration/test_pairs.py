@@ -18,7 +18,7 @@ import emberkeep as ek
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.runtime import pool
 from tests.contracts.engine import state
-from tests.servers import Farm, FarmHosts
+from tests.servers import Farm, FarmLauncher
 
 CHOICES: dict[str, list[Any]] = {
     "kind": ["fixed", "dynamic", "evicting"],
@@ -69,7 +69,7 @@ class OnServers:
     """A cluster of servers that were started before; they serve one cluster after the other."""
 
     def __init__(self, farm: Farm, shards: int) -> None:
-        self.hosts = FarmHosts(farm, shards)
+        self.hosts = FarmLauncher(farm, shards)
 
     def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
         return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=pool.Pool(1))

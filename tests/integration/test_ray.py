@@ -25,7 +25,7 @@ from emberkeep.cli import app
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
 from emberkeep.parity.codes import Parity
 from emberkeep.server.ray import local_ray
-from emberkeep.server.ray.ray_cluster import NAMESPACE, RayHosts, clusters, find, ray_cluster
+from emberkeep.server.ray.ray_cluster import NAMESPACE, RayLauncher, clusters, find, ray_cluster
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.run_config import demo
@@ -113,7 +113,7 @@ def _kill_once_a_version_is_there(where: Path) -> None:
         time.sleep(0.02)
     found = find("trained")
     if found:
-        os.kill(RayHosts(found).pid(0), signal.SIGKILL)
+        os.kill(RayLauncher(found).pid(0), signal.SIGKILL)
 
 
 def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
@@ -146,7 +146,7 @@ def test_with_a_certificate_and_a_token_servers_listen_on_their_node() -> None:
     address = cluster.handles[0].address
     assert address.startswith(f"grpc+tls://{ray.util.get_node_ip_address()}:")
     assert cluster.pull([RowIds(np.arange(4), np.array([0, 4]))])[0].shape == (4, 2)
-    assert RayHosts(find("safe")).security().token == TOKEN  # who finds them may talk to them
+    assert RayLauncher(find("safe")).security().token == TOKEN  # who finds them may talk to them
     for known, refusal in (
         (replace(security, token="another of enough characters"), SecurityError),
         (Security(token=TOKEN), ServerError),  # knows nobody who vouches for the certificate

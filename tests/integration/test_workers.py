@@ -16,7 +16,7 @@ from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.processes import Connect
 from emberkeep.repository import Repository
 from emberkeep.train.hooks import Hook, Step
-from tests.servers import Farm, FarmHosts
+from tests.servers import Farm, FarmLauncher
 
 SMALL = [
     "data.samples=3000",
@@ -63,7 +63,7 @@ def work(rank: int, addresses: list[str], where: str, more: list[str]) -> None:
 
 
 def trained(
-    hosts: FarmHosts, where: Path, *more: str, beside: Callable[[], None] = lambda: None
+    hosts: FarmLauncher, where: Path, *more: str, beside: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     addresses = [hosts.address(shard) for shard in range(hosts.count)]
@@ -88,7 +88,7 @@ def farm() -> Iterator[Farm]:
 
 
 def test_workers_train_together_and_resume_with_the_same_bits(farm: Farm, tmp_path: Path) -> None:
-    hosts = FarmHosts(farm, 2)
+    hosts = FarmLauncher(farm, 2)
     whole = trained(hosts, tmp_path / "whole")
     assert whole[0]["digest"] == whole[1]["digest"]  # one set of rows, one dense network
     path = tmp_path / "r"
@@ -105,7 +105,7 @@ def test_workers_train_together_and_resume_with_the_same_bits(farm: Farm, tmp_pa
 def test_workers_go_on_when_a_server_is_killed_and_partially_recovered(
     farm: Farm, tmp_path: Path
 ) -> None:
-    hosts = FarmHosts(farm, 2)
+    hosts = FarmLauncher(farm, 2)
 
     def kill_after_ten() -> None:
         until = time.monotonic() + 60

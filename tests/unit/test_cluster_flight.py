@@ -14,7 +14,7 @@ from emberkeep.runtime import pool
 from emberkeep.tables import Optimizer, Table
 from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import OPTIMIZERS, EngineContract, Reference
-from tests.servers import Farm, FarmHosts
+from tests.servers import Farm, FarmLauncher
 
 QUICK = ("adagrad", "adam by row")
 
@@ -24,8 +24,8 @@ class Clusters:
 
     def __init__(self, farm: Farm) -> None:
         self.farm = farm
-        self._free: dict[tuple[int, int], list[FarmHosts]] = {}
-        self._open: deque[tuple[FlightCluster, FarmHosts]] = deque()
+        self._free: dict[tuple[int, int], list[FarmLauncher]] = {}
+        self._open: deque[tuple[FlightCluster, FarmLauncher]] = deque()
 
     def open(
         self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0,
@@ -36,7 +36,7 @@ class Clusters:
             cluster.close()
             self._free.setdefault((hosts.count, hosts.threads), []).append(hosts)
         free = self._free.get((shards, threads))
-        hosts = free.pop() if free else FarmHosts(self.farm, shards, threads)
+        hosts = free.pop() if free else FarmLauncher(self.farm, shards, threads)
         cluster = FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))
         self._open.append((cluster, hosts))
         return cluster

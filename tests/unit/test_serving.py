@@ -23,7 +23,7 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import (
     EmberkeepError,
@@ -41,7 +41,7 @@ from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.server.epoch import Session
 from emberkeep.server.flight_server import ShardServer
 from emberkeep.server.pushes import Ledger, join
-from emberkeep.server.shard_service import ServedShard
+from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Adagrad, Adam, Normal, Optimizer, Table
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import (
@@ -69,7 +69,7 @@ class Threads:
     def __init__(self, shards: int, security: Security | None = None) -> None:
         self.security = security or Security()
         self._clusters: list[FlightCluster] = []
-        self.served = [ServedShard(threads=1) for _ in range(shards)]
+        self.served = [ShardService(threads=1) for _ in range(shards)]
         self.servers = [ShardServer(one, security=self.security) for one in self.served]
 
     @property
@@ -81,7 +81,7 @@ class Threads:
         **given: Any,
     ) -> FlightCluster:  # fmt: skip
         security = security or Security()
-        hosts = FixedHosts(self.addresses, security, patience=SECONDS)
+        hosts = FixedAddresses(self.addresses, security, patience=SECONDS)
         given.setdefault("timing", Timing(joining=timedelta(seconds=20)))
         cluster = FlightCluster(
             tables, optimizer, hosts, pool=pool.Pool(1), security=security, **given
@@ -394,7 +394,7 @@ def _send_raw(connection: Connection, kind: str, content: bytes) -> None:
         raise ServerError(str(error)) from None
 
 
-def _rows(served: ServedShard) -> Any:
+def _rows(served: ShardService) -> Any:
     assert served._epoch is not None
     shard = served._epoch.shard
     return {
@@ -407,7 +407,7 @@ def _rows(served: ServedShard) -> Any:
 _victims: list[Any] = []
 
 
-def _victim() -> tuple[ServedShard, str, Any]:
+def _victim() -> tuple[ShardService, str, Any]:
     if not _victims:
         threads = Threads(1)
         cluster = threads.cluster(tables(), Adagrad(lr=0.1))
@@ -638,7 +638,7 @@ def test_other_machines_need_tls_and_a_token(
     security: dict[str, Any], host: str, words: str
 ) -> None:
     with pytest.raises(SecurityError, match=words):
-        ShardServer(ServedShard(threads=1), host=host, security=Security(**security))
+        ShardServer(ShardService(threads=1), host=host, security=Security(**security))
 
 
 def test_unsafe_connections_are_refused_before_they_are_opened() -> None:
@@ -687,13 +687,13 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
 
 
 def test_a_port_that_is_taken_is_told_as_such() -> None:
-    first = ShardServer(ServedShard(threads=1))
+    first = ShardServer(ShardService(threads=1))
     with pytest.raises(ServerError, match=f"127.0.0.1:{first.port}: Address already in use"):
-        ShardServer(ServedShard(threads=1), port=first.port)
+        ShardServer(ShardService(threads=1), port=first.port)
     first.shutdown()
 
 
 def test_a_certificate_that_is_none_is_told_as_such() -> None:
     security = Security(token="a token of enough characters", certificate=b"no", key=b"no")
     with pytest.raises(SecurityError, match="PEM"):
-        ShardServer(ServedShard(threads=1), security=security)
+        ShardServer(ShardService(threads=1), security=security)

@@ -18,7 +18,7 @@ from emberkeep._types import I64, Json
 from emberkeep.checkpoint.overheads import pls_of_loss
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.targets import LoadsItself
-from emberkeep.cluster.base import Cluster, Part
+from emberkeep.cluster.base import Cluster, ShardTarget
 from emberkeep.errors import ConfigError
 from emberkeep.repository import Manifest, Repository
 from emberkeep.runtime.pool import Pool
@@ -165,7 +165,7 @@ class Home:
 class _Named:
     """A part of a cluster under the names of versions; other tables are passed over."""
 
-    def __init__(self, part: Part, names: Mapping[str, str]) -> None:
+    def __init__(self, part: ShardTarget, names: Mapping[str, str]) -> None:
         self._part = part
         self._names = names
 

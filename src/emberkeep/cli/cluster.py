@@ -51,7 +51,7 @@ def up(
         actors = ray_cluster.start(
             shards, name=name, cpus=cpus, threads=threads, security=security, detached=True
         )
-        addresses = [ray_cluster.RayHosts(actors).address(shard) for shard in range(shards)]
+        addresses = [ray_cluster.RayLauncher(actors).address(shard) for shard in range(shards)]
     except BaseException:
         if local:
             ray_cluster.disconnect()
@@ -82,7 +82,7 @@ def status(
     from emberkeep.server.ray import ray_cluster
 
     ray_cluster.ensure_ray(address or "auto")
-    hosts = ray_cluster.RayHosts(_found(name))
+    hosts = ray_cluster.RayLauncher(_found(name))
     before, taken = _look(hosts), time.monotonic()
     if as_json:
         print_json({"name": name, "shards": before})

@@ -55,7 +55,7 @@ def serve(
     from emberkeep.runtime.metrics import MetricsServer
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.server_warmup import warm_up
-    from emberkeep.server.shard_service import ServedShard
+    from emberkeep.server.shard_service import ShardService
     from emberkeep.wire.security import Security, read_token
 
     security = Security(
@@ -64,7 +64,7 @@ def serve(
     security.check_listening(host)
     metrics_at = _metrics_at(metrics)
     warm_up()
-    served = ServedShard(threads=threads, place=place, on_event=_log)
+    served = ShardService(threads=threads, place=place, on_event=_log)
     server = ShardServer(served, host=host, port=port, security=security)
     told: dict[str, Any] = {"address": server.address, "pid": os.getpid(), "life": served.life}
     if metrics_at is not None:

@@ -196,9 +196,9 @@ class Cluster:
         """What is known of the run, for whoever looks at its servers from outside: `version`,
         `version_at` (seconds since 1970) and `pls`."""
 
-    def part(self, shard: int) -> Part:
+    def part(self, shard: int) -> ShardTarget:
         """One shard alone, as something that a version can be loaded into."""
-        return Part(self, shard)
+        return ShardTarget(self, shard)
 
     def _bring_back(self, lost: ShardLostError) -> bool:
         """Whether lost shards serve again; with no lock held."""
@@ -525,7 +525,7 @@ def of_shard(state: Json, shard: int, count: int) -> Json:
     }
 
 
-class Part:
+class ShardTarget:
     """One shard of a cluster as the target of a load: rows of other shards are passed over."""
 
     def __init__(self, cluster: Cluster, shard: int) -> None:

@@ -17,7 +17,7 @@ from emberkeep.rows.lookup import unique_ids
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import ParityService
-from emberkeep.server.pushes import Ledger, Meeting, Part, join
+from emberkeep.server.pushes import Ledger, Meeting, RowGradients, join
 from emberkeep.wire.protocol import APPLY, CHECK, Changed, Request, Shape, done_reply, rows_reply
 
 # In the ledger of a parity stream: the steps that ranks have pushed together.
@@ -71,8 +71,8 @@ class Epoch:
         self._dynamic_G = [np.array([shard.tables[t].dynamic for t in g]) for g in shard.groups]
         self._dynamic = {table.name: np.array([table.dynamic]) for table in shard.tables}
         self._ledger = Ledger()
-        self._meeting: Meeting[Part] | None = None
-        self._held: dict[int, tuple[int, Part]] = {}
+        self._meeting: Meeting[RowGradients] | None = None
+        self._held: dict[int, tuple[int, RowGradients]] = {}
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
@@ -173,7 +173,7 @@ class Epoch:
             settled=self.parity_service.settled_push(_worker(request)), waiting=not settled,
         )  # fmt: skip
 
-    def _perform(self, request: Request) -> Part | None:
+    def _perform(self, request: Request) -> RowGradients | None:
         """What was checked or applied; None if that had been done before."""
         part = (request.wanted, request.grads)
         if request.world == 1 or request.kind == APPLY:
@@ -188,7 +188,7 @@ class Epoch:
                 self._ledger.note(request.incarnation, request.number)
         return done
 
-    def _meeting_of(self, world: int) -> Meeting[Part]:
+    def _meeting_of(self, world: int) -> Meeting[RowGradients]:
         with self._push_lock:
             if self._meeting is None:
                 self._meeting = Meeting(world, self._applied_together)
@@ -198,11 +198,11 @@ class Epoch:
                 )
             return self._meeting
 
-    def _joined(self, request: Request, parts: Sequence[Part]) -> Part:
+    def _joined(self, request: Request, parts: Sequence[RowGradients]) -> RowGradients:
         with self._push_lock:
             return self._one(request, join(parts, self._pool))
 
-    def _one(self, request: Request, part: Part) -> Part:
+    def _one(self, request: Request, part: RowGradients) -> RowGradients:
         """Checks, applies, or both; called with the lock held."""
         together = request.world > 1
         key = 0 if together else request.incarnation

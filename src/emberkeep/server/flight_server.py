@@ -19,7 +19,7 @@ import pyarrow.flight as flight
 
 from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, ServerError
 from emberkeep.server.epoch import Session
-from emberkeep.server.shard_service import ServedShard
+from emberkeep.server.shard_service import ShardService
 from emberkeep.wire.connection import blob_of
 from emberkeep.wire.protocol import PROTOCOL, describe_error, pack_frame, refusal, unpack_frame
 from emberkeep.wire.security import HEADER, Security, read_pem
@@ -30,14 +30,14 @@ _MAX_COMMAND_NBYTES = 4096
 
 
 class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Listens on `host:port` (0: any free one) for one `ServedShard`.
+    """Listens on `host:port` (0: any free one) for one `ShardService`.
 
     A malformed message gets an error and ends its stream; nothing that arrives ends the server.
     """
 
     def __init__(
         self,
-        served: ServedShard,
+        served: ShardService,
         *,
         host: str = "127.0.0.1",
         port: int = 0,

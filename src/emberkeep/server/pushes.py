@@ -54,10 +54,10 @@ class Ledger:
         return self._last.get(incarnation, 0)
 
 
-Part = tuple[Sequence[RowIds], Sequence[F32]]
+RowGradients = tuple[Sequence[RowIds], Sequence[F32]]
 
 
-def join(parts: Sequence[Part], pool: Pool) -> Part:
+def join(parts: Sequence[RowGradients], pool: Pool) -> RowGradients:
     """The parts of all ranks, in their order, as one push: sums of each row's gradients, divided
     by the number of ranks, as DDP averages. The same parts give the same bits."""
     wanted, grads = list(parts[0][0]), list(parts[0][1])
@@ -72,7 +72,7 @@ def join(parts: Sequence[Part], pool: Pool) -> Part:
 class _Step(Generic[_T]):
     """One step that ranks bring their parts of, and what became of it."""
 
-    parts: dict[int, tuple[int, Part]] = field(default_factory=dict)
+    parts: dict[int, tuple[int, RowGradients]] = field(default_factory=dict)
     over: bool = False
     value: _T | None = None
     error: EmberkeepError | None = None
@@ -94,8 +94,8 @@ class Meeting(Generic[_T]):
         self._changed = threading.Condition()
 
     def bring(
-        self, rank: int, number: int, part: Part, work: Callable[[Sequence[Part]], _T],
-        patience_seconds: float,
+        self, rank: int, number: int, part: RowGradients, work: Callable[[Sequence[RowGradients]],
+        _T], patience_seconds: float,
     ) -> _T | None:  # fmt: skip
         """What `work` made of the parts of all ranks; None for a step that is done already or was
         passed over. What `work` raises, every rank gets, and the step may be brought again."""
@@ -119,7 +119,7 @@ class Meeting(Generic[_T]):
                 raise step.error
             return step.value if step.over else None
 
-    def _meet(self, step: _Step[_T], work: Callable[[Sequence[Part]], _T]) -> None:
+    def _meet(self, step: _Step[_T], work: Callable[[Sequence[RowGradients]], _T]) -> None:
         newest = max(number for number, _ in step.parts.values())
         behind = [rank for rank, (number, _) in step.parts.items() if number < newest]
         for rank in behind:

@@ -67,7 +67,7 @@ _NONE: dict[str, npt.NDArray[Any]] = {}
 _CHUNK_ROWS = 32768
 
 
-class ServedShard:
+class ShardService:
     """One shard of a cluster, as messages see it. Safe to call from many threads.
 
     With `place`, (index, count), it takes no other place among the shards.

@@ -18,8 +18,8 @@ import numpy as np
 
 from emberkeep._types import F32, I64, U8, RowIds
 from emberkeep.cluster.base import surviving
-from emberkeep.cluster.remote.launcher import Hosts
-from emberkeep.cluster.remote.remote_cluster import CoordinatedCluster
+from emberkeep.cluster.remote.launcher import Launcher
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
@@ -63,7 +63,7 @@ class _Ahead:
         )
 
 
-class FlightCluster(CoordinatedCluster):
+class FlightCluster(RemoteCluster):
     """Tables spread over shard servers.
 
     Everything that `Cluster` promises, and: each push is applied once on every shard, also when
@@ -80,7 +80,7 @@ class FlightCluster(CoordinatedCluster):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Hosts,
+        hosts: Launcher,
         *,
         seed: int = 0,
         pool: pools.Pool,

@@ -14,7 +14,7 @@ from emberkeep.wire.security import Security, split_address
 _POLL_SECONDS = 0.1
 
 
-class Hosts(Protocol):
+class Launcher(Protocol):
     """Who starts servers. A cluster asks for addresses, and for replacements."""
 
     @property
@@ -37,7 +37,7 @@ class Hosts(Protocol):
         ...
 
 
-class FixedHosts:
+class FixedAddresses:
     """Servers at addresses that stay: somebody else starts them, and starts them again.
 
     A server with another life at an address proves that the one before is dead: two processes

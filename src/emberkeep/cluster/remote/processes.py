@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.launcher import FixedHosts
+from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.parity.codes import Parity
@@ -56,7 +56,7 @@ class Servers:
             self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = ProcessHosts(self.shards, spares=self.spares, threads=self.threads)
+        hosts = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
         try:
             cluster = FlightCluster(
                 tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing,
@@ -110,10 +110,10 @@ class Connect:
             raise ConfigError(
                 f"rank must be from 0 to below world, not {self.rank} of {self.world}"
             )
-        FixedHosts(self.addresses, self.security, patience=self.patience)
+        FixedAddresses(self.addresses, self.security, patience=self.patience)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = FixedHosts(self.addresses, self.security, patience=self.patience)
+        hosts = FixedAddresses(self.addresses, self.security, patience=self.patience)
         return FlightCluster(
             tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
@@ -147,7 +147,7 @@ def connect(
     )  # fmt: skip
 
 
-class ProcessHosts:
+class ProcessLauncher:
     """Servers of this machine, children of this process: they end with it, however it ends."""
 
     def __init__(self, shards: int, *, spares: int = 1, threads: int | None = None) -> None:

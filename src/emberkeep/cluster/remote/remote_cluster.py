@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from emberkeep._types import I64, Json
-from emberkeep.cluster.base import Cluster, Part, surviving
-from emberkeep.cluster.remote.launcher import Hosts
+from emberkeep.cluster.base import Cluster, ShardTarget, surviving
+from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
@@ -50,7 +50,7 @@ _POLL_SECONDS = 0.1
 _MOST_LOSSES = 8
 
 
-class CoordinatedCluster(Cluster):
+class RemoteCluster(Cluster):
     """Shards on servers. The process that coordinates takes them over (`_take_over`), renews lost
     ones and keeps their parity; others follow.
 
@@ -65,7 +65,7 @@ class CoordinatedCluster(Cluster):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Hosts,
+        hosts: Launcher,
         *,
         seed: int,
         pool: pools.Pool,
@@ -260,8 +260,8 @@ class CoordinatedCluster(Cluster):
         self._tracked = True
         self._priority = priority or self._priority
 
-    def part(self, shard: int) -> Part:
-        return _ServerPart(self, shard)
+    def part(self, shard: int) -> ShardTarget:
+        return _ServerTarget(self, shard)
 
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], pool: pools.Pool,
@@ -425,7 +425,7 @@ class CoordinatedCluster(Cluster):
         return super().freeze(since, buffer_nbytes)
 
 
-class _ServerPart(Part):
+class _ServerTarget(ShardTarget):
     """One server as the target of a load: it reads its own rows."""
 
     def reaches(self, url: str) -> bool:

@@ -86,7 +86,7 @@ class RayCluster:
             hosts.close()
             raise
 
-    def _hosts(self) -> RayHosts:
+    def _hosts(self) -> RayLauncher:
         if self.name is not None:
             found = find(self.name)
             if found:
@@ -96,7 +96,7 @@ class RayCluster:
                     )
                 if self.parity is not None:
                     _apart(self.parity, len(found))
-                return RayHosts(found)
+                return RayLauncher(found)
             if self.shards is None:
                 raise ConfigError(
                     f"there is no cluster {self.name!r}: start it with emberkeep cluster up, or "
@@ -109,7 +109,7 @@ class RayCluster:
             self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
             apart=apart,
         )  # fmt: skip
-        return RayHosts(actors, owned=True)
+        return RayLauncher(actors, owned=True)
 
 
 def _apart(parity: Parity, shards: int) -> bool:
@@ -156,10 +156,10 @@ class _Host:
     def __init__(self, threads: int | None, host: str, security: Security) -> None:
         from emberkeep.server.flight_server import ShardServer
         from emberkeep.server.server_warmup import warm_up
-        from emberkeep.server.shard_service import ServedShard
+        from emberkeep.server.shard_service import ShardService
 
         warm_up()
-        self._server = ShardServer(ServedShard(threads=threads), host=host, security=security)
+        self._server = ShardServer(ShardService(threads=threads), host=host, security=security)
         self._security = security.of_client()
 
     def security(self) -> Security:
@@ -313,7 +313,7 @@ def stop(actors: Sequence[Any]) -> None:
             ray.kill(actor, no_restart=True)
 
 
-class RayHosts:
+class RayLauncher:
     """Servers that are actors. `owned` ones end with the cluster."""
 
     def __init__(self, actors: Sequence[Any], *, owned: bool = False) -> None:
