@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from emberkeep.errors import FencedError
 from emberkeep.repository import KeepAll, KeepEvery, KeepLast, Pin, fork, verify
-from emberkeep.repository.grid.bundles import BundleStream, Part, encoded
+from emberkeep.repository.grid.bundles import BundleStream, EncodedRows, encoded
 from emberkeep.repository.grid.catalog import StaleError, grid_of, newest_catalog, plan, reading
 from emberkeep.repository.grid.extraction import Extractor
 from emberkeep.repository.grid.version_rows import rows_of_plan
@@ -169,7 +169,7 @@ class WithEmptyPieces(World):
     piece of the version has no rows, and may be its only one."""
 
     def _bundles(self, chosen: set[tuple[str, int]], birth: int) -> Iterator[BundleStream]:
-        empty = Part(birth, None, (), np.empty(0, np.int32), np.empty(0, np.int64), ())
+        empty = EncodedRows(birth, None, (), np.empty(0, np.int32), np.empty(0, np.int64), ())
         others = (
             part
             for chunk in self._chunks(chosen)

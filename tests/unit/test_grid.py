@@ -27,10 +27,10 @@ from emberkeep.repository import VersionId
 from emberkeep.repository.grid.bundle_reader import runs
 from emberkeep.repository.grid.bundles import Unpacked, pack_head, unpack_heads
 from emberkeep.repository.grid.extraction import Extracted
-from emberkeep.repository.grid.extraction_worker import Rounds
+from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.rows.priority import Priority
-from emberkeep.runtime.memory import Spread, lazy_zeros
+from emberkeep.runtime.memory import ScatteredRows, lazy_zeros
 from tests.unit.repositories import Run
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)
@@ -230,13 +230,13 @@ def test_rows_apart_are_installed_as_rows_together(shards: int, in_order: bool) 
     offsets = [0, 700, 1400]
     ids = np.concatenate([random.choice(5000, 700, replace=False) for _ in tables])
     planes: dict[str, Any] = {
-        name: Spread(words, random.integers(0, words.size - 8, 1400), 8)
+        name: ScatteredRows(words, random.integers(0, words.size - 8, 1400), 8)
         for name in ("weight", "first_moment", "second_moment")
     }
-    planes["step"] = Spread(words.view(np.int32), random.integers(0, words.size, 1400), 1)
+    planes["step"] = ScatteredRows(words.view(np.int32), random.integers(0, words.size, 1400), 1)
     # Also in an order that no slab has.
     names = ["fixed", "any"] if in_order else ["any", "fixed"]
-    one.install_apart(names, offsets, ids, planes)
+    one.install_scattered(names, offsets, ids, planes)
     for table, start, stop in zip(names, offsets, offsets[1:], strict=False):
         own = {name: np.asarray(value[start:stop]) for name, value in planes.items()}
         other.install(table, ids[start:stop], own)
@@ -366,7 +366,7 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
     told: list[str] = []
     collected: list[int] = []
     rules = Grid(most_behind=2, behind=behind)
-    rounds = Rounds(
+    rounds = ExtractionWorker(
         cast(Any, None), rules, lambda name, _: told.append(name), lambda: collected.append(1),
         nice=0,
     )  # fmt: skip
@@ -403,7 +403,7 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
 
 
 def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
-    rounds: Any = Rounds(cast(Any, None), Grid(), lambda *_: None, lambda: None, nice=0)
+    rounds: Any = ExtractionWorker(cast(Any, None), Grid(), lambda *_: None, lambda: None, nice=0)
     grid = VersionId(1, 1)
     rounds._extractor = SimpleNamespace(
         grid=grid, catalog=SimpleNamespace(nbytes=900), living=(500, 100), read_seconds=1.0,

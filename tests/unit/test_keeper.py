@@ -502,7 +502,7 @@ def test_a_repository_with_versions_is_not_written_over_by_accident() -> None:
     keeper = run.keeper(store)
     with pytest.raises(StateError, match=r"call resume\(\)"):
         run.step(keeper)
-    anew = keeper.begin_anew()
+    anew = keeper.start_over()
     assert anew is not None
     assert anew.step == 0
     run.step(keeper)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.targets import DENSE, InstallsApart, LoadsItself, Subject, Target
+from emberkeep.checkpoint.targets import DENSE, InstallsScattered, LoadsItself, Subject, Target
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
-from emberkeep.repository.grid.version_rows import rows_apart, rows_of_plan
+from emberkeep.repository.grid.version_rows import rows_of_plan, scattered_rows
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
@@ -84,10 +84,10 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
         planned = plan(repository, manifest)
         assert planned is not None
         try:
-            if isinstance(target, InstallsApart):
-                for rows, busy in rows_apart(repository, planned, pool):
+            if isinstance(target, InstallsScattered):
+                for rows, busy in scattered_rows(repository, planned, pool):
                     assert rows.planes is not None
-                    target.install_apart(
+                    target.install_scattered(
                         rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
                     )
             else:

@@ -19,7 +19,7 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.targets import DENSE, Elsewhere, Subject, Target
+from emberkeep.checkpoint.targets import DENSE, Subject, Target, WritesItself
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -41,7 +41,7 @@ from emberkeep.repository import (
 from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
 from emberkeep.repository.grid.bundles import streams
 from emberkeep.repository.grid.catalog import grid_of, plan
-from emberkeep.repository.grid.extraction_worker import Rounds
+from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.pieces import KIND, SUFFIX, pieces
 from emberkeep.repository.policies import Grid, resets, starts_anew
 from emberkeep.repository.writer import FileWriter
@@ -145,7 +145,7 @@ class Checkpointer:
         self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
         # Behind saving in everything: training may have to wait for a save, never for a round.
-        self._rounds = Rounds(
+        self._rounds = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=min(_NICEST, self.settings.nice + 9),
         )  # fmt: skip
@@ -418,7 +418,7 @@ class Checkpointer:
             rows
             for slabs in snapshots
             for rows in slabs
-            if isinstance(rows, Elsewhere) and rows.reaches(draft.url) and not in_grid
+            if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not in_grid
         ]
         with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
             writing = [

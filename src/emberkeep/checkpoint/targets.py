@@ -84,10 +84,10 @@ class LoadsItself(Protocol):
 
 
 @runtime_checkable
-class InstallsApart(Protocol):
+class InstallsScattered(Protocol):
     """A target in this process, which takes rows from where they stand in what was read."""
 
-    def install_apart(
+    def install_scattered(
         self,
         tables: Sequence[str],
         offsets: Sequence[int],
@@ -102,7 +102,7 @@ class InstallsApart(Protocol):
 
 
 @runtime_checkable
-class Elsewhere(Protocol):
+class WritesItself(Protocol):
     """Frozen rows in another process, which writes them to the store itself."""
 
     def reaches(self, url: str) -> bool:

@@ -300,7 +300,7 @@ class Shard:
                 slab.install(slab.one_table(t, ids), planes)
             self._record()
 
-    def install_apart(
+    def install_scattered(
         self,
         tables: Sequence[str],
         offsets: Sequence[int],

@@ -55,7 +55,7 @@ class _Here:
             subject.forget_changes(keep_since_baseline=keep_since_baseline)
 
 
-class Together:
+class CombinedSubject:
     """Subjects that are cut at one instant.
 
     A table keeps its own name while that is unique; where several modules have a table of one

@@ -417,7 +417,7 @@ class Keeper:
             self._look_ahead()
             return manifest
 
-    def begin_anew(self) -> Manifest | None:
+    def start_over(self) -> Manifest | None:
         """Starts over in a repository that has versions: the present state becomes the newest."""
         self._begun = True
         (beside,) = self._ranks.largest([self._newest() is not None])
@@ -542,7 +542,7 @@ class Keeper:
         if self._newest() is not None:
             raise StateError(
                 f"{self._store.url} holds versions of this run: call resume() before the first "
-                "step, or begin_anew() to start over, or use another repository"
+                "step, or start_over() to leave them behind, or use another repository"
             )
         self._begun = True
         if self._strategy.recovery is not None and self.steps == 0:

@@ -13,7 +13,7 @@ from torch import nn
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import ConfigError
 from emberkeep.keeper import followable
-from emberkeep.keeper.combined_subject import Together
+from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.keeper.dense import Dense, Stateful, check_states
 from emberkeep.keeper.torch_tables import TorchTables, embeddings
 from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
@@ -33,7 +33,7 @@ class Parts:
     """The modules of these."""
     whole: Mapping[str, str]
     """Tables that are saved with the dense state, whole every time, and why."""
-    subject: Together
+    subject: CombinedSubject
     """All rows: followed tables, and the clusters of emberkeep's modules."""
     dense: Dense
 
@@ -69,7 +69,7 @@ def take_apart(
         tables=tables,
         modules=tuple(modules),
         whole=whole,
-        subject=Together([("", tables), *parts]),
+        subject=CombinedSubject([("", tables), *parts]),
         dense=Dense(model, optimizers, states, row_state),
     )
 

@@ -198,7 +198,7 @@ class Rebuilder(Generic[AnyMember]):
                 self._join(shard, lost)
             return {shard: point for shard, (_, point) in points.items()}
 
-    def begin_anew(self, shards: Collection[int], replace: Replace[AnyMember]) -> None:
+    def start_over(self, shards: Collection[int], replace: Replace[AnyMember]) -> None:
         """Puts empty shards in the place of others whose rows come from elsewhere.
 
         Whatever their parity said is void: it is filled again as soon as there are rows.

@@ -21,7 +21,7 @@ from emberkeep.rows.push import Push, Recording, Writer, WriteWatcher, not_finit
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
-from emberkeep.runtime.memory import Spread, Values, lazy_zeros
+from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
 from emberkeep.tables import (
     SGD,
@@ -42,7 +42,7 @@ _ALIGNMENT = 64
 _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
 _LEAST_NBYTES = 4 * 2**20
-_LEAST_APART_NBYTES = 2**20
+_LEAST_SCATTERED_NBYTES = 2**20
 
 
 def slab_rows(tables: Sequence[Table], shard: int, shards: int) -> int:
@@ -344,8 +344,8 @@ class Slab:
         found, unknown = self._check_install(wanted, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
-        apart = any(isinstance(values, Spread) for values in planes.values())
-        least = (_LEAST_APART_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
+        apart = any(isinstance(values, ScatteredRows) for values in planes.values())
+        least = (_LEAST_SCATTERED_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
         if busy:
             threads = max(1, self.pool.threads - busy)
             least = max(least, -(-places.size // threads))
@@ -356,7 +356,7 @@ class Slab:
                 continue
             into = into.view(np.float32)
             job: tuple[Any, ...]
-            if isinstance(values, Spread):
+            if isinstance(values, ScatteredRows):
                 job = scatter.write_scatter_apart, values.rows().view(np.float32), values.starts
             else:
                 job = scatter.write_scatter, np.ascontiguousarray(values).view(np.float32)

@@ -65,7 +65,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopiedRows:
     """Rows of one table as they were copied; absent ones were deleted before the freeze."""
 
     present: npt.NDArray[np.bool_]
@@ -76,9 +76,9 @@ class Part:
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.planes.values())
 
-    def cut(self, start: int, stop: int) -> Part:
+    def cut(self, start: int, stop: int) -> CopiedRows:
         planes = {name: values[start:stop] for name, values in self.planes.items()}
-        return Part(self.present[start:stop], self.ids[start:stop], planes)
+        return CopiedRows(self.present[start:stop], self.ids[start:stop], planes)
 
 
 class FrozenRows(Protocol):
@@ -181,7 +181,7 @@ class Snapshot:
         elif holder.ranking is not None:
             self._ranked = holder.ranking.take_all()
         self._ranges = tuple(holder.ranges())
-        self._saved: list[list[Part]] = [[] for _ in self._ranges]
+        self._saved: list[list[CopiedRows]] = [[] for _ in self._ranges]
         self._saved_nbytes = 0
         self._source: RowSource = holder.source()
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
@@ -220,7 +220,7 @@ class Snapshot:
                 later = self._source.take(mine, planes)
                 if later is not None:
                     later()
-                part = Part(here, table.ids_of(mine), planes)
+                part = CopiedRows(here, table.ids_of(mine), planes)
                 self._saved[t].append(part)
                 saved_nbytes += part.nbytes
         with self._room:
@@ -268,7 +268,7 @@ class Snapshot:
         if self._lost is not None:
             raise self._lost
 
-    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[Part, int]:
+    def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
         """Copies slices, each under the lock, until there is no room for another."""
         limit = max(limit, _SLICE_ROWS)
         present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
@@ -299,7 +299,7 @@ class Snapshot:
                         break
             for copy in later:
                 copy()
-        return Part(present, ids, planes).cut(0, count), word
+        return CopiedRows(present, ids, planes).cut(0, count), word
 
     def _empty(self, table: TableRange, rows: int) -> Planes:
         return {
@@ -311,7 +311,7 @@ class Snapshot:
         """What writers had to save so far; it counts against the buffer until it was used."""
         for t, table in enumerate(self._ranges):
             while self._saved[t]:
-                parts: list[Part] = []
+                parts: list[CopiedRows] = []
                 count = 0
                 with self.holder.lock:
                     while self._saved[t] and count < rows:
@@ -398,7 +398,7 @@ class PrioritisedRows:
                     self.holder.ranking.put_back(taken)
 
 
-def _as_chunks(table: TableRange, parts: Sequence[Part]) -> Iterator[Chunk]:
+def _as_chunks(table: TableRange, parts: Sequence[CopiedRows]) -> Iterator[Chunk]:
     """Joins copied parts, ids ascending; absent rows of fixed tables become tombstones."""
     parts = [part for part in parts if part.ids.size]
     if not parts:

@@ -1,4 +1,4 @@
-"""Arrays that cost memory only where they are touched, and rows that need not stand together."""
+"""Arrays that cost memory only where they are touched, and rows that are scattered."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def recycled(nbytes: int) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class ScatteredRows:
     """Rows of one plane that stand apart in memory: row i begins at `starts[i]` of `words`.
 
     Whoever can write rows from where they are saves a copy of them; an array is made by
@@ -93,8 +93,8 @@ class Spread:
     def dtype(self) -> np.dtype[Any]:
         return self.words.dtype
 
-    def __getitem__(self, rows: Any) -> Spread:
-        return Spread(self.words, self.starts[rows], self.width)
+    def __getitem__(self, rows: Any) -> ScatteredRows:
+        return ScatteredRows(self.words, self.starts[rows], self.width)
 
     def rows(self) -> npt.NDArray[Any]:
         """A view with a row for every word, so that row `starts[i]` is row i."""
@@ -106,5 +106,5 @@ class Spread:
         return np.asarray(self.rows()[self.starts], dtype)
 
 
-Values = npt.NDArray[Any] | Spread
+Values = npt.NDArray[Any] | ScatteredRows
 """Rows of one plane."""

@@ -86,7 +86,7 @@ class Keeping:
             total_steps=progress.total,
         )
         if self.fresh:
-            keeper.begin_anew()
+            keeper.start_over()
         else:
             manifest = keeper.resume()
             progress.resumed_step = None if manifest is None else manifest.step

@@ -151,7 +151,7 @@ class LocalCluster(Cluster):
         named = self._named(shards)
         with self._push_lock:
             if self._protection is not None:
-                self._protection.begin_anew(named, self._renew)
+                self._protection.start_over(named, self._renew)
                 for push in self._unsettled:
                     for index in named:
                         push.told_S[index] = _NOT_NEEDED
@@ -402,7 +402,7 @@ class LocalCluster(Cluster):
         super().install(table, ids, planes)
         self._settle()
 
-    def install_apart(
+    def install_scattered(
         self,
         tables: Sequence[str],
         offsets: Sequence[int],
@@ -414,7 +414,7 @@ class LocalCluster(Cluster):
         """`install`, of rows of several tables that need not stand together."""
         self._present()
         if len(self.shards) == 1:
-            self.shards[0].install_apart(tables, offsets, ids, planes, busy=busy)
+            self.shards[0].install_scattered(tables, offsets, ids, planes, busy=busy)
         else:
             for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
                 for order, shard in zip(
@@ -422,7 +422,7 @@ class LocalCluster(Cluster):
                 ):
                     mine = start + order
                     own = {name: v[mine] for name, v in planes.items()}
-                    shard.install_apart([table], [0, mine.size], ids[mine], own, busy=busy)
+                    shard.install_scattered([table], [0, mine.size], ids[mine], own, busy=busy)
         self._settle()
 
     def delete(self, table: str, ids: I64) -> int:

@@ -175,7 +175,7 @@ class LocalParity:
         shard.protect(guard)
         return guard
 
-    def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
+    def start_over(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
 
         def replace(index: int, number: int, point: Point) -> ParityMember:
@@ -186,7 +186,7 @@ class LocalParity:
 
         with self.rebuilder.lock:
             self._mail.drop(shards)
-            self.rebuilder.begin_anew(shards, replace)
+            self.rebuilder.start_over(shards, replace)
             self.lost -= set(shards)
         self._sweep()
 

@@ -216,7 +216,7 @@ class RemoteCluster(Cluster):
             if self._protection is None:
                 self._at_once([partial(self._renew, self.handles[i]) for i in named])
             else:
-                self._protection.begin_anew(named, lambda i: self._renew(self.handles[i]))
+                self._protection.start_over(named, lambda i: self._renew(self.handles[i]))
             if len(named) == len(self.handles):
                 self._start_round()  # full recovery: nothing of the old pushes is left
 

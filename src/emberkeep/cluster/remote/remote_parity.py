@@ -115,7 +115,7 @@ class RemoteParity:
         self.rebuilder.recover_marks()
         self.recoveries += len(lost)
 
-    def begin_anew(self, shards: Collection[int], renew: Renew) -> None:
+    def start_over(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
 
         def replace(index: int, number: int, point: Point) -> PeerMember:
@@ -123,7 +123,7 @@ class RemoteParity:
             renew(index)
             return self._protect(index, complete=False)
 
-        self.rebuilder.begin_anew(shards, replace)
+        self.rebuilder.start_over(shards, replace)
         self._tell_directory()
 
     def hopeless(self, lost: Collection[int]) -> list[int]:

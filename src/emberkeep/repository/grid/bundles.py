@@ -194,7 +194,7 @@ def _families_json(families: Iterable[Family]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedRows:
     """Encoded rows on their way into a file; `tables` are numbers, equal ones side by side."""
 
     birth: int
@@ -208,10 +208,12 @@ class Part:
     def nbytes(self) -> int:
         return sum(column.nbytes for column in self.columns)
 
-    def take(self, rows: I64, death: int | None) -> Part:
+    def take(self, rows: I64, death: int | None) -> EncodedRows:
         """Some of the rows, with the death that they were found to have."""
         columns = tuple(np.take(column, rows, axis=0) for column in self.columns)
-        return Part(self.birth, death, self.family, self.tables[rows], self.ids[rows], columns)
+        return EncodedRows(
+            self.birth, death, self.family, self.tables[rows], self.ids[rows], columns
+        )
 
     @cached_property
     def sum(self) -> int:
@@ -224,12 +226,14 @@ class Part:
         return int(grid_arrays.sum_of_rows(self.tables, self.ids, sums))
 
 
-def encoded(chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int) -> Iterator[Part]:
+def encoded(
+    chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int
+) -> Iterator[EncodedRows]:
     """A chunk as parts, one for each family that its rows belong to."""
     rows = chunk.ids.size
     tables = np.full(rows, table, np.int32)
     if chunk.planes is None:
-        yield Part(birth, None, (), tables, chunk.ids, ())
+        yield EncodedRows(birth, None, (), tables, chunk.ids, ())
         return
     stored: list[tuple[str, Codec, Array, dict[str, Array]]] = []
     kinds = np.zeros(rows, np.int64)
@@ -252,7 +256,7 @@ def encoded(chunk: Chunk, table: int, codecs: Codecs, pool: Pool, *, birth: int)
             kept = [buffers[name] for name in names] if coded else [values]
             columns.extend(_bytes_of_rows(column, mine) for column in kept)
         some = slice(None) if mine is None else mine
-        yield Part(birth, None, tuple(family), tables[some], chunk.ids[some], tuple(columns))
+        yield EncodedRows(birth, None, tuple(family), tables[some], chunk.ids[some], tuple(columns))
 
 
 def _bytes_of_rows(values: Array, rows: I64 | None) -> U8:
@@ -267,7 +271,7 @@ class BundleStream:
     """
 
     def __init__(
-        self, parts: Iterator[Part], tables: Sequence[str], *, nbytes: int, metadata: Json
+        self, parts: Iterator[EncodedRows], tables: Sequence[str], *, nbytes: int, metadata: Json
     ) -> None:
         self._parts = parts
         self._tables = tables
@@ -279,7 +283,7 @@ class BundleStream:
         self._rows: Counter[str] = Counter()
         self._tombstones: Counter[str] = Counter()
 
-    def left(self) -> tuple[Part, ...]:
+    def left(self) -> tuple[EncodedRows, ...]:
         """The part that was taken from the parts and is not in the file."""
         return () if self.next is None else (self.next,)
 
@@ -318,7 +322,7 @@ class BundleStream:
             },
         )
 
-    def _piece(self, parts: Sequence[Part], offset: int) -> tuple[Piece, U8]:
+    def _piece(self, parts: Sequence[EncodedRows], offset: int) -> tuple[Piece, U8]:
         first = parts[0]
         if first.family not in self.families:
             self.families.append(first.family)
@@ -348,7 +352,7 @@ class BundleStream:
         return piece, head
 
 
-def _alike(one: Part, other: Part) -> bool:
+def _alike(one: EncodedRows, other: EncodedRows) -> bool:
     return (one.birth, one.death, one.family) == (other.birth, other.death, other.family)
 
 
@@ -366,7 +370,7 @@ def streams(
     """
     numbers = {name: number for number, name in enumerate(tables)}
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[EncodedRows]:
         for chunk in (chunk for chunk in chunks if chunk.ids.size):
             yield from encoded(chunk, numbers[chunk.table], codecs, pool, birth=birth)
 

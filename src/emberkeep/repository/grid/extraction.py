@@ -28,7 +28,14 @@ from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import names
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
 from emberkeep.repository.grid.bundle_reader import Range, ranges, read_range, rows_of_pieces
-from emberkeep.repository.grid.bundles import Bundle, BundleStream, Part, Piece, Rows, columns_of
+from emberkeep.repository.grid.bundles import (
+    Bundle,
+    BundleStream,
+    EncodedRows,
+    Piece,
+    Rows,
+    columns_of,
+)
 from emberkeep.repository.grid.catalog import (
     Catalog,
     Change,
@@ -371,8 +378,8 @@ class Extractor:
         by_file: dict[str, tuple[Bundle, list[Piece]]] = {}
         for _, (bundle, piece) in batch:
             by_file.setdefault(bundle.name, (bundle, []))[1].append(piece)
-        dead: list[Part] = []
-        alive: list[Part] = []
+        dead: list[EncodedRows] = []
+        alive: list[EncodedRows] = []
         for bundle, pieces in by_file.values():
             for wanted in ranges(bundle.with_pieces(pieces)):
                 self._divide(wanted, dead, alive)
@@ -387,7 +394,7 @@ class Extractor:
                 new.append(self._write(name, parts))
         return tuple(new)
 
-    def _divide(self, wanted: Range, dead: list[Part], alive: list[Part]) -> None:
+    def _divide(self, wanted: Range, dead: list[EncodedRows], alive: list[EncodedRows]) -> None:
         start = time.perf_counter()
         data = memoryview(read_range(self.writer.repository, wanted))
         self.read_seconds += time.perf_counter() - start
@@ -405,7 +412,9 @@ class Extractor:
                 tables, ids = rows.tables(), rows.ids
                 deaths = np.full(ids.size, piece.death or 0, np.int32)
             columns = columns_of(bundle, piece, data[at : at + piece.nbytes])
-            whole = Part(piece.birth, None, bundle.families[piece.family], tables, ids, columns)
+            whole = EncodedRows(
+                piece.birth, None, bundle.families[piece.family], tables, ids, columns
+            )
             total = 0
             for death in np.unique(deaths).tolist():
                 part = whole.take(np.flatnonzero(deaths == death), death or None)
@@ -418,7 +427,7 @@ class Extractor:
                     name=bundle.name,
                 )
 
-    def _write(self, name: str, parts: Iterator[Part]) -> Bundle:
+    def _write(self, name: str, parts: Iterator[EncodedRows]) -> Bundle:
         bundle = BundleStream(parts, self._tables, nbytes=2**62, metadata={})
         digester = Digester()
         self.writer.repository.store.put(name, digester.passing(bundle.stream()))
@@ -472,7 +481,7 @@ def _first_of(
     return list(chosen), []
 
 
-def _files(parts: Sequence[Part], *, together: bool) -> Iterator[Iterator[Part]]:
+def _files(parts: Sequence[EncodedRows], *, together: bool) -> Iterator[Iterator[EncodedRows]]:
     """The parts that go into one file: all, or those of one piece."""
     if together:
         if parts:

@@ -18,7 +18,7 @@ from emberkeep.repository.writer import Writer
 from emberkeep.runtime.readahead import Worker
 
 
-class Rounds:
+class ExtractionWorker:
     """Runs a round of extraction whenever versions have been committed; several at once if it
     must. After each, `collect` removes what is not needed any more. The next save waits for
     neither.

@@ -41,7 +41,7 @@ from emberkeep.repository.grid.catalog import GridPlan, newest_catalog
 from emberkeep.repository.grid.selection import Chosen, Listed
 from emberkeep.repository.repository import Repository
 from emberkeep.rows.snapshot import Chunk
-from emberkeep.runtime.memory import Spread, Values, recycled
+from emberkeep.runtime.memory import ScatteredRows, Values, recycled
 from emberkeep.runtime.pool import Pool, spans
 
 # Bodies are looked at together up to this: the more rows, the nearer stand those of one table.
@@ -78,9 +78,9 @@ def rows_of_plan(
         raise
 
 
-def rows_apart(
+def scattered_rows(
     repository: Repository, planned: GridPlan, pool: Pool
-) -> Iterator[tuple[Apart, int]]:
+) -> Iterator[tuple[ScatteredTables, int]]:
     """`rows_of_plan` for whoever can write rows from where they stand: those that are stored as
     they are need not be copied together first. Tombstones are left out. With each, how many
     threads are busy with what comes next."""
@@ -103,7 +103,7 @@ def check_unchanged(repository: Repository, planned: GridPlan, error: DamageErro
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class ScatteredTables:
     """Rows of some tables: those of `tables[i]` at offsets[i]:offsets[i + 1], ids unique.
 
     Without planes they are tombstones.
@@ -137,14 +137,14 @@ class _Run:
 def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
     tables: Collection[str] | None, *, apart: bool,
-) -> Iterator[tuple[Apart, int]]:  # fmt: skip
+) -> Iterator[tuple[ScatteredTables, int]]:  # fmt: skip
     schema = repository.schema["tables"]
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
     listed = Listed.of(bundles)
     choice: Future[Chosen] = Future()
 
-    def take(batch: Sequence[_Run]) -> list[Apart]:
+    def take(batch: Sequence[_Run]) -> list[ScatteredTables]:
         pieces, bodies, data = _read(repository, listed, batch)
         chosen = choice.result()
         return [
@@ -154,7 +154,7 @@ def _rows(
         ]
 
     with ThreadPoolExecutor(_READERS) as readers:
-        reading: deque[Future[list[Apart]]] = deque()
+        reading: deque[Future[list[ScatteredTables]]] = deque()
         try:
             heads = [
                 readers.submit(
@@ -174,7 +174,7 @@ def _rows(
                 choice.set_exception(error)
                 raise
             for table, ids in chosen.tombstones():
-                yield Apart([names[table]], [0, ids.size], ids, None), 0
+                yield ScatteredTables([names[table]], [0, ids.size], ids, None), 0
             while reading:
                 found = reading.popleft().result()
                 for batch in islice(batches, 1):
@@ -235,7 +235,7 @@ def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tupl
 def _taken(
     chosen: Chosen, names: Sequence[str], pieces: I64, bodies: I64, data: U8, family: int,
     pool: Pool, apart: bool,
-) -> Apart | None:  # fmt: skip
+) -> ScatteredTables | None:  # fmt: skip
     """The chosen rows of the pieces of one family in a batch; None if there are none."""
     from emberkeep.kernels import gather
 
@@ -274,7 +274,7 @@ def _taken(
         column += count
     present = np.flatnonzero(counts_T)
     offsets = [*(ends_T - counts_T)[present].tolist(), rows]
-    return Apart([names[table] for table in present.tolist()], offsets, ids_U, planes)
+    return ScatteredTables([names[table] for table in present.tolist()], offsets, ids_U, planes)
 
 
 def _plane(form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, apart: bool) -> Values:
@@ -284,7 +284,9 @@ def _plane(form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, apar
     if apart and not form.coded and np.dtype(form.dtype).itemsize == 4:
         (starts_U,) = starts_CU
         if not np.bitwise_or.reduce(starts_U) & 3:
-            return Spread(data.view(form.dtype), np.right_shift(starts_U, 2, starts_U), form.width)
+            return ScatteredRows(
+                data.view(form.dtype), np.right_shift(starts_U, 2, starts_U), form.width
+            )
     columns = [np.empty((starts_CU.shape[1], width), np.uint8) for width in widths_C.tolist()]
     pool.run(
         [
