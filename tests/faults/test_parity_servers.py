@@ -34,8 +34,8 @@ from tests.contracts.parity import (
     check_counts,
     ones,
 )
+from tests.integration.test_cluster_flight import Clusters
 from tests.servers import Farm
-from tests.unit.test_cluster_flight import Clusters
 
 # Every optimizer once, every size once or more; all of them are for the long tests.
 QUICK = {

@@ -27,8 +27,8 @@ from tests.faults.test_tier_faults import (
     train,
     trained,
 )
-from tests.unit.test_tier_keeper import Run, resumed, saved
-from tests.unit.test_tiered import Unsynced
+from tests.unit.keeper.test_tier_keeper import Run, resumed, saved
+from tests.unit.tiered.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered import log as logs
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
-from tests.unit.test_tier_keeper import Run
-from tests.unit.test_tiered import Unsynced
+from tests.unit.keeper.test_tier_keeper import Run
+from tests.unit.tiered.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

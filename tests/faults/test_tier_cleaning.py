@@ -17,7 +17,7 @@ from emberkeep.tiered.log import START
 from emberkeep.tiered.tiered_slab import TieredSlab
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
-from tests.unit.test_tiered import Unsynced
+from tests.unit.tiered.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

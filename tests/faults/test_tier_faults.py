@@ -23,7 +23,7 @@ from emberkeep.tiered import durable_open
 from emberkeep.tiered.log import START
 from emberkeep.tiered.superblock import SLOT_NBYTES
 from tests.contracts.engine import grads_of, state, wanted_of
-from tests.unit.test_tiered import tiered
+from tests.unit.tiered.test_tiered_slab import tiered
 
 TABLES = [Table("a", rows=2000, dim=6), Table("b", rows=None, capacity=200, dim=6)]
 OPTIMIZER = Adagrad(lr=0.1)

@@ -21,7 +21,7 @@ from emberkeep.tiered.superblock import SLOT_NBYTES
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.golden import make_tier
-from tests.unit.test_tiered import Unsynced
+from tests.unit.tiered.test_tiered_slab import Unsynced
 
 OPTIMIZER = Adagrad(lr=0.1)
 

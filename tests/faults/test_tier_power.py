@@ -23,7 +23,7 @@ from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
 from emberkeep.tiered import durable_open, log, superblock
 from tests.contracts.engine import grads_of, state, wanted_of
-from tests.unit.test_tiered import tiered
+from tests.unit.tiered.test_tiered_slab import tiered
 
 TABLES = [
     Table("fixed", rows=300, dim=6),

@@ -19,8 +19,8 @@ from emberkeep.cli._repository import numbers_text, size_text
 from emberkeep.cli._work import ReadingStore, _Lines
 from emberkeep.errors import FencedError
 from emberkeep.repository import Repository
+from tests.integration.test_cli import RUN_MAIN
 from tests.unit.repositories import KEEP, TABLES, Run, flipped
-from tests.unit.test_cli import RUN_MAIN
 
 
 class Shell:

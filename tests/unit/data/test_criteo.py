@@ -309,7 +309,7 @@ def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:
 
 def real_rows() -> Path | None:
     given_path = os.environ.get("EMBERKEEP_CRITEO_SAMPLE")
-    beside = Path(__file__).parents[2].parent / "shared/data/criteo_day_0_head10k.tsv"
+    beside = Path(__file__).parents[3].parent / "shared/data/criteo_day_0_head10k.tsv"
     path = Path(given_path) if given_path else beside
     return path if path.is_file() else None
 
