@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import pytest
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError
-from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Adagrad, Optimizer, Table
 from tests.contracts.cluster import ClusterContract
 from tests.contracts.engine import EngineContract, grads_of, state, tables, wanted_of
@@ -123,27 +121,6 @@ def test_several_threads_may_push_and_pull_at_once() -> None:
     for _ in range(20):
         expected -= np.float32(0.5) * np.float32(1.0)
     assert cluster.read("t", np.arange(4000))["weight"].tobytes() == expected.tobytes()
-
-
-def _in_child(cluster: LocalCluster, results: multiprocessing.Queue[bytes]) -> None:
-    ids = wanted_of(cluster, {"t": list(range(3000))})
-    cluster.push(ids, [np.ones((3000, 8), np.float32)], lr=0.5)
-    results.put(cluster.pull(ids)[0].tobytes())
-
-
-def test_a_forked_child_works_on_its_own_copy() -> None:
-    cluster = LocalCluster([Table("t", rows=3000, dim=8)], SGD(lr=1.0), pool=Pool(2))
-    ids = wanted_of(cluster, {"t": list(range(3000))})
-    cluster.push(ids, [np.ones((3000, 8), np.float32)], lr=0.5)  # the pool's threads are running
-    before = cluster.pull(ids)[0]
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[bytes] = context.Queue()
-    child = context.Process(target=_in_child, args=(cluster, results))
-    child.start()
-    seen = results.get(timeout=60)
-    child.join()
-    assert seen == (before - np.float32(0.5)).tobytes()
-    assert cluster.pull(ids)[0].tobytes() == before.tobytes()
 
 
 def test_a_huge_table_costs_memory_only_where_it_is_touched() -> None:

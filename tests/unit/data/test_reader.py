@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.data import Batch, Mark, Reader, Resumable, Synthetic, Window
+from emberkeep.data import Batch, Mark, Reader, Synthetic, Window
 from emberkeep.errors import ConfigError, DataError, StateError
 
 
@@ -275,27 +273,6 @@ def test_the_thread_ends_with_the_data() -> None:
     assert next(reader, None) is None
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_forked_child_reads_on_by_itself(prefetch: int) -> None:
-    with Reader(Numbers(100), batch_size=10, prefetch=prefetch) as reader:
-        next(reader)
-        receiving, sending = os.pipe()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # a child that waits for the parent's thread must fail, not hang
-            try:
-                rest = numbers_of(list(reader))
-                reader.close()
-                os.write(sending, json.dumps(rest).encode())
-            finally:
-                os._exit(0)
-        os.close(sending)
-        with os.fdopen(receiving) as stream:
-            assert json.loads(stream.read()) == list(range(10, 100))
-        assert os.waitpid(child, 0)[1] == 0
-        assert numbers_of(list(reader)) == list(range(10, 100))
-
-
 def test_the_state_is_small_plain_and_the_same_for_all_batch_sizes() -> None:
     states = []
     for batch_size, steps in ((4, 6), (8, 3), (24, 1)):
@@ -378,66 +355,3 @@ def test_a_negative_budget_is_refused() -> None:
 
 
 # Anything resumable can stand in the reader's place.
-
-
-class Sharded:
-    """A dataset for torch's loaders: each loader worker reads its slice with its own reader."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.reader: Reader | None = None
-
-    def opened(self) -> Reader:
-        from torch.utils.data import get_worker_info
-
-        if self.reader is None:  # not before the fork: only the worker knows its number
-            worker = get_worker_info()
-            assert worker is not None
-            self.reader = Reader(
-                Numbers(self.samples), batch_size=3, rank=worker.id, world=worker.num_workers
-            )
-        return self.reader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.opened():
-            yield batch.labels.tolist()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.opened().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.opened().load_state_dict(state_dict)
-
-
-def stateful_loader() -> Resumable:
-    from torch.utils.data import IterableDataset
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    class Dataset(Sharded, IterableDataset):  # type: ignore[misc,type-arg]
-        pass
-
-    loader: Resumable = StatefulDataLoader(Dataset(60), batch_size=None, num_workers=2)
-    return loader
-
-
-def plain_reader() -> Resumable:
-    return Reader(Numbers(60), batch_size=3)
-
-
-@pytest.mark.parametrize("make", [plain_reader, stateful_loader])
-def test_every_resumable_resumes_exactly(make: Callable[[], Resumable]) -> None:
-    def drawn(batches: Iterator[Any], count: int) -> list[list[int]]:
-        found = [next(batches) for _ in range(count)]
-        return [list(getattr(batch, "labels", batch)) for batch in found]
-
-    whole = make()
-    assert isinstance(whole, Resumable)
-    expected = drawn(iter(whole), 20)
-    assert sorted(int(number) for batch in expected for number in batch) == list(range(60))
-
-    interrupted = make()
-    first = drawn(iter(interrupted), 7)
-    state = interrupted.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert first + drawn(iter(resumed), 13) == expected

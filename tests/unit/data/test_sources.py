@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -67,14 +64,3 @@ def test_every_public_name_resolves() -> None:
         assert getattr(data, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = data.Nothing
-
-
-def test_the_reader_alone_imports_neither_numba_nor_pyarrow_nor_torch() -> None:
-    script = (
-        "import sys; from emberkeep.data import Reader, Window; "
-        "print([m for m in ('numba', 'pyarrow', 'torch') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -1031,19 +1030,6 @@ def test_handlers_are_put_back_and_other_threads_have_none() -> None:
     thread.start()
     thread.join()
     assert found == [before]
-
-
-def test_metrics_over_http() -> None:
-    run = Run()
-    with run.keeper(MemoryStore(), metrics_port=0) as keeper:
-        run.step(keeper)
-        keeper.wait()
-        url = f"http://127.0.0.1:{keeper.metrics_port}/metrics"
-        with urllib.request.urlopen(url) as answer:
-            text = answer.read().decode()
-    assert text == keeper.metrics() or "emberkeep_versions_total 1\n" in text
-    assert "# TYPE emberkeep_stall_seconds_total counter" in text
-    assert "emberkeep_step 1\n" in text
 
 
 def test_costs(tmp_path: Path) -> None:

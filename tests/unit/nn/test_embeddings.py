@@ -468,33 +468,3 @@ def test_ids_of_every_integer_type_and_empty_batches() -> None:
     module.optimizer.step()
     no_ids = module({"t": torch.zeros((4, 0), dtype=torch.long)})
     assert torch.equal(no_ids, torch.zeros(4, 1, 2))
-
-
-def _rows_in_worker(index: int) -> Tensor:
-    module = _SHARED["module"]
-    return module({"t": torch.tensor([index, index + 1])}).detach()[:, 0]
-
-
-_SHARED: dict[str, Any] = {}
-
-
-class InWorkers(torch.utils.data.Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Tensor:
-        return _rows_in_worker(index)
-
-
-def test_kernels_run_inside_forked_data_loader_workers() -> None:
-    module = ek.EmbeddingBags([ek.Table("t", rows=30, dim=4)], optimizer=ek.SGD(lr=0.1))
-    module({"t": torch.arange(30)}).sum().backward()
-    module.optimizer.step()
-    _SHARED["module"] = module
-    loader = torch.utils.data.DataLoader(
-        InWorkers(), batch_size=5, num_workers=2, multiprocessing_context="fork"
-    )
-    weights = module.rows("t", torch.arange(30))["weight"]
-    seen = torch.cat(list(loader))
-    for index in range(20):
-        assert torch.equal(seen[index], weights[index : index + 2])

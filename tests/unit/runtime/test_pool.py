@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from functools import partial
 
@@ -119,20 +118,6 @@ def test_jobs_run_part_by_part_whoever_calls(threads: int) -> None:
     for caller in callers:
         caller.join()
     assert not errors
-
-
-def test_jobs_run_in_a_forked_child() -> None:
-    pool = Pool(3)
-    nonfinite_rows(pool, seed=1)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            nonfinite_rows(pool, seed=2)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_parts_are_no_work() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -101,20 +99,6 @@ def test_a_forgotten_worker_takes_its_thread_with_it() -> None:
     del worker
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_the_interpreter_waits_for_a_task_under_way() -> None:
-    code = (
-        "import threading\n"
-        "from emberkeep.runtime.readahead import Worker\n"
-        "go = threading.Event()\n"
-        "worker = Worker('test', 0)\n"
-        "worker.do(go.wait, lambda _: print('ended', flush=True))\n"
-        "import atexit\n"
-        "atexit.register(go.set)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (ran.returncode, ran.stdout) == (0, "ended\n"), ran.stderr
 
 
 @pytest.mark.parametrize("kind", ERRORS)

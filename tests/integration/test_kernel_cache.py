@@ -1,0 +1,77 @@
+"""When kernels are compiled, and where they are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import emberkeep
+
+SCRIPT = """
+import numpy as np
+from emberkeep.kernels import batch_rows
+bits = np.zeros(2, np.uint64)
+batch_rows.set_bits(bits, np.array([3, 70]))
+print(batch_rows.count_bits(bits, 0, 2))
+"""
+
+
+def run_kernels(package: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "EMBERKEEP_QUIET"}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**inherited, "PYTHONPATH": str(package), **environment},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package that has compiled nothing yet."""
+    source = Path(emberkeep.__file__).parent
+    shutil.copytree(source, tmp_path / "emberkeep", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_compilation_is_announced_once_and_cached(package: Path) -> None:
+    first, second = run_kernels(package), run_kernels(package)
+    assert first.stdout == second.stdout == "2\n"
+    assert first.stderr.count("compiling kernels, first run only") == 1
+    assert "compiling" not in second.stderr
+
+
+@pytest.mark.parametrize(("changed", "void"), [("hash_index", True), ("quantize", False)])
+def test_a_change_voids_the_kernels_that_import_it(package: Path, changed: str, void: bool) -> None:
+    run_kernels(package)
+    with (package / f"emberkeep/kernels/{changed}.py").open("a") as file:
+        file.write("\n# changed\n")
+    assert ("compiling" in run_kernels(package).stderr) == void
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
+def test_a_warm_cache_on_a_read_only_medium_is_used(package: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    run_kernels(package, NUMBA_CACHE_DIR=str(cache))
+    command = f"mount --bind -o ro {cache} {cache} && exec {sys.executable} -c '{SCRIPT}'"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(package), "NUMBA_CACHE_DIR": str(cache),
+             "EMBERKEEP_QUIET": ""},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode and "mount" in done.stderr:
+        pytest.skip("mounting is not allowed here")
+    assert done.stdout == "2\n", done.stderr
+    assert "compiling" not in done.stderr
+
+
+def test_no_cache_directory_at_all_still_computes(package: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = run_kernels(package, NUMBA_CACHE_DIR=str(blocked / "below"))
+    assert done.stdout == "2\n"
