@@ -13,8 +13,10 @@ from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError, SaveError
+from emberkeep.inspect import summary
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
 from emberkeep.repository.grid.catalog import grid_of
+from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
 from emberkeep.testing import Fault, FaultStore
 from tests.contracts.engine import grads_of, state, wanted_of
@@ -78,6 +80,7 @@ def check(store: BlobStore, states: dict[int, Any]) -> None:
     """Every version that stands is what it was, and verify agrees."""
     repository = Repository.open(store)
     assert verify(repository).ok
+    assert summary.check(repository, pool=Pool(1)).damages == ()
     for version in repository.versions():
         cluster = local(shards=1, threads=1).open(TABLES, SGD(lr=0.1), seed=3)
         copy = MemoryStore()
@@ -102,6 +105,13 @@ def test_a_version_that_is_continued_twice_starts_a_second_grid() -> None:
     repository = Repository.open(store)
     grids = {grid_of(repository.manifest(version)) for version in repository.versions()}
     assert len(grids) == 2
+
+
+def test_a_healthy_grid_whose_files_are_read_in_part_is_not_called_damaged() -> None:
+    store, states = MemoryStore(), dict[int, Any]()
+    life = Life(store, states, 1, retention=KeepLast(n=4))
+    life.save(12)
+    check(store, states)
 
 
 def test_a_grid_goes_on_from_its_newest_version_after_lives_that_saved_nothing() -> None:

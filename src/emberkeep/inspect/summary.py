@@ -30,6 +30,7 @@ from emberkeep.repository import (
     verify,
 )
 from emberkeep.repository import names as places
+from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND
@@ -305,9 +306,18 @@ def _files(
     for version in versions:
         for needed in needed_by([version], needs):
             for file in files_needed(manifest_of(needed)):
-                files[file.name] = file
+                files[file.name] = _joined(files.get(file.name), file)
                 users[file.name].add(version)
     return files, users
+
+
+def _joined(known: FileRef | None, file: FileRef) -> FileRef:
+    """A file with the pieces that either of two versions reads in it."""
+    pieces, others = Bundle.of(file), known and Bundle.of(known)
+    if pieces is None or others is None:
+        return file
+    found = {piece.head: piece for piece in (*others.pieces, *pieces.pieces)}
+    return pieces.with_pieces(found[head] for head in sorted(found)).reference()
 
 
 def _unusable(repository: Repository, files: Sequence[FileRef], pool: Pool) -> dict[str, str]:
