@@ -16,6 +16,7 @@ from emberkeep.errors import DamageError, SaveError
 from emberkeep.inspect import summary
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
 from emberkeep.repository.grid.catalog import grid_of
+from emberkeep.repository.policies import Grid
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
 from emberkeep.testing import Fault, FaultStore
@@ -41,7 +42,8 @@ class Life:
         self.checkpointer = Checkpointer(
             Repository.open(store),
             self.cluster,
-            spec=VersionSpec(layout=layout),
+            # Without resets, which depend on how long things took.
+            spec=VersionSpec(layout=layout, grid=Grid(resets=False) if layout == "grid" else None),
             settings=SaveSettings(retention=retention or KeepAll(), grace=NOW),
         )
 
@@ -179,3 +181,50 @@ def test_a_repository_in_which_a_grid_was_continued_twice_is_damaged_not_wrong()
     fallen = Life(store, states, 3).checkpointer.restore(fall_back=True)
     assert fallen is not None
     assert fallen.manifest.version.number == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_manifest_is_damage_and_earlier_versions_serve(layout: Any) -> None:
+    store, states = MemoryStore(), dict[int, Any]()
+    Life(store, states, 1, layout).save(5)
+    repository = Repository.open(store)
+    store.delete([repository.version(4).manifest_name])
+    fallen = Life(store, states, 3, layout).checkpointer.restore(fall_back=True)
+    assert fallen is not None
+    assert fallen.manifest.version.number == (3 if fallen.lost else 5)
+    assert "missing" in {damage.problem for damage in verify(repository).damages}
+
+
+def test_gc_removes_nothing_where_versions_are_not_to_be_seen() -> None:
+    """`versions/` is a mount of its own that is not there."""
+    store, states = MemoryStore(), dict[int, Any]()
+    Life(store, states, 1, "consecutive").save(3)
+    life = Life(store, states, 2, "consecutive", retention=KeepLast(n=1))
+    hidden = {info.name: store.get(info.name) for info in store.list("versions")}
+    store.delete(hidden)
+    before = {info.name for info in store.list("data")}
+    with pytest.warns(UserWarning, match="missing"):
+        life.checkpointer._collect()
+    assert {info.name for info in store.list("data")} == before
+    for name, content in hidden.items():
+        store.put(name, content)
+    check(store, states)
+
+
+def test_gc_spares_the_files_of_a_grid_whose_catalog_is_gone() -> None:
+    store, states = MemoryStore(), dict[int, Any]()
+    life = Life(store, states, 1)
+    life.save(6)
+    catalogs = {i.name: store.get(i.name) for i in store.list("grid") if i.name.endswith("json")}
+    assert catalogs
+    store.delete(catalogs)
+    before = {info.name for info in store.list("grid")}
+    life.checkpointer.repository.catalogs.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        life.checkpointer._collect()
+        Life(store, states, 2).checkpointer._collect()
+    assert {info.name for info in store.list("grid")} >= before
+    for name, content in catalogs.items():
+        store.put(name, content)
+    check(store, states)

@@ -198,8 +198,10 @@ def check_deleted_objects_are_seen(name: str) -> None:
                 repository.manifest(manifest.version)
             report = verify(repository)
             needing = [m for m in MANIFESTS if manifest.version in m.needs]
-            # Nobody else speaks of a version that nothing builds on: its files remain as a trace.
-            assert [d.name for d in report.damages] == ([name] if needing else [])
+            # Nobody else speaks of the newest version, unless something builds on it, or of one
+            # that gc may have removed: its files remain as a trace.
+            passed = manifest.version.number > 1 and manifest is not MANIFESTS[-1]
+            assert [d.name for d in report.damages] == ([name] if needing or passed else [])
             assert report.unreferenced or needing
     else:
         check_seen(store, MANIFESTS, {name})

@@ -230,6 +230,19 @@ class Repository:
             ) from None
         return Manifest.decode(version, self.id, content)
 
+    def needed_manifest(self, version: VersionId, by: VersionId) -> Manifest:
+        """The manifest of a version that another one needs: gc removes that one first, so if it
+        stands and what it needs does not, somebody else has deleted that."""
+        try:
+            return self.manifest(version)
+        except NoVersionError as error:
+            self.manifest(by)
+            raise DamageError(
+                f"{version.manifest_name} is missing, and version {by} needs it: copy it back "
+                "from a backup, or restore another version",
+                name=version.manifest_name,
+            ) from error
+
     def chain(self, version: VersionId | int) -> list[Manifest]:
         """The manifests of a version and of all that it needs, oldest first."""
         top = self.manifest(version)
@@ -237,7 +250,7 @@ class Repository:
 
         def needs(needed: VersionId) -> tuple[VersionId, ...]:
             if needed not in found:
-                found[needed] = self.manifest(needed)
+                found[needed] = self.needed_manifest(needed, top.version)
             return found[needed].needs
 
         return [found[needed] for needed in sorted(needed_by([top.version], needs))]

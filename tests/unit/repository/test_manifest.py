@@ -121,10 +121,10 @@ def test_a_document_elsewhere_is_damage() -> None:
 def test_a_newer_format_names_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "FORMAT", 2)
+        patch.setattr(documents, "FORMAT", 3)
         content = documents.encode("repository.json", "repository", "id", {"release": "3.1.0"})
     store.put("repository.json", content)
-    with pytest.raises(FormatError, match=r"format 2.*upgrade to emberkeep 3\.1\.0"):
+    with pytest.raises(FormatError, match=r"format 3.*upgrade to emberkeep 3\.1\.0"):
         Repository.open(store)
 
 
@@ -189,8 +189,9 @@ def test_digests_do_not_depend_on_how_the_stream_is_cut(parts: list[bytes], bloc
 def test_names_say_what_they_hold() -> None:
     version = VersionId(42, 7)
     assert version.manifest_name == "versions/0000000042-000007.json"
-    assert parse_version(version.manifest_name) == (version, False)
-    assert parse_version(version.void_name) == (version, True)
+    assert parse_version(version.manifest_name) == (version, "json")
+    assert parse_version(version.void_name) == (version, "void")
+    assert parse_version(version.removed_name) == (version, "removed")
     assert parse_version("versions/readme.txt") is None
     assert parse_data(data_name(version, NONCE, 3, "arrow")) == (version, NONCE)
     assert parse_data("data/foreign.bin") is None
@@ -228,7 +229,7 @@ def test_listing_ten_thousand_versions_reads_no_manifests() -> None:
     assert sum(operation == "get" for operation, _ in store.operations) == 3
 
 
-def test_a_save_puts_data_first_and_the_manifest_last_and_nothing_else() -> None:
+def test_a_save_puts_data_first_the_manifest_last_and_asks_whether_it_counts() -> None:
     store = RecordingStore(MemoryStore())
     writer = Writer.open(Repository.create(store, schema={}))
     store.operations.clear()
@@ -236,6 +237,7 @@ def test_a_save_puts_data_first_and_the_manifest_last_and_nothing_else() -> None
     assert store.operations == [
         *(("put", file.name) for file in manifest.files),
         ("put_if_absent", manifest.name),
+        ("get", "writers/000002.json"),
     ]
 
 

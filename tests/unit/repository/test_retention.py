@@ -171,4 +171,5 @@ def test_files_of_earlier_epochs_go_with_their_versions(repository: Repository) 
     assert [info.name for info in repository.store.list("versions")] == [
         VersionId(2, 1).manifest_name,
         manifest.name,
+        VersionId(1, 1).removed_name,
     ]

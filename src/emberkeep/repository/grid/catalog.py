@@ -291,7 +291,7 @@ def uncovered(repository: Repository, manifest: Manifest, covered: int) -> list[
             )
         if before is None or before.number == covered:
             break
-        current = repository.manifest(before)
+        current = repository.needed_manifest(before, current.version)
     return found[::-1]
 
 
@@ -310,7 +310,7 @@ def plan(
         try:
             later = uncovered(repository, manifest, catalog.covered)
             break
-        except NoVersionError:
+        except (NoVersionError, DamageError):
             # It may have been covered and removed since the catalog was read.
             newer = newest_catalog(repository, grid)
             if newer.generation == catalog.generation:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
     Catalog,
@@ -86,8 +86,16 @@ class Collector:
         self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
         self._covered = {}
+        newest = self._writer.newest
         history = self._repository.history()
         standing = frozenset((*history.versions, *history.condemned))
+        if newest is not None and newest not in {*standing, *history.listing.void}:
+            # It is never removed: what else cannot be seen would be taken for removed, too.
+            raise DamageError(
+                f"{newest.manifest_name} is missing, the newest version: nothing was removed; copy "
+                "it back from a backup, or mount what holds it",
+                name=newest.manifest_name,
+            )
         superfluous = [name for mark in history.marks for name in mark.documents]
         doomed = standing & self._decided(history)
 
@@ -204,12 +212,14 @@ class Collector:
         catalog that is read then, will never be in one. A reader that pins after pins were read
         plans with that catalog or a later one.
         """
-        listed = [info for info in self._store.list(names.GRID) if info.modified <= oldest]
+        everything = list(self._store.list(names.GRID))
+        lost = self._without_catalog(kept, everything)
+        listed = [info for info in everything if info.modified <= oldest]
         writing = self._writer.held_files()
         files: dict[VersionId, list[tuple[int, BlobInfo]]] = {}
         for info in listed:
             bundle = names.parse_bundle(info.name)
-            if bundle is not None and bundle[1] <= self._writer.epoch:
+            if bundle is not None and bundle[1] <= self._writer.epoch and bundle[0] not in lost:
                 files.setdefault(bundle[0], []).append((bundle[1], info))
         catalogs = self._catalogs(kept, files)
         held = self._held_grids(catalogs)
@@ -228,6 +238,26 @@ class Collector:
                 if catalog is None or generation[1] < catalog.generation:
                     garbage.append(info)
         return garbage
+
+    def _without_catalog(
+        self, kept: tuple[VersionId, ...], listed: Iterable[BlobInfo]
+    ) -> frozenset[VersionId]:
+        """Grids that have no catalog, although rows were moved out of their versions' own files:
+        it was deleted, and the files that it named are all that is left of these rows."""
+        parsed = (names.parse_generation(info.name) for info in listed)
+        described = {generation[0] for generation in parsed if generation is not None}
+        grids = {version: grid_of(self._manifest(version)) for version in kept}
+        young = {version for version, grid in grids.items() if grid and grid not in described}
+        if not young:
+            return frozenset()
+        present = {info.name for info in self._store.list(names.DATA)}
+        return frozenset(
+            grid
+            for version, grid in grids.items()
+            if version in young
+            and grid is not None
+            and any(f.name not in present for f in self._manifest(version).of_kind(KIND))
+        )
 
     def _catalogs(
         self, kept: tuple[VersionId, ...], files: Mapping[VersionId, list[tuple[int, BlobInfo]]]

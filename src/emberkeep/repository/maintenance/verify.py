@@ -18,6 +18,7 @@ from emberkeep.repository.grid.catalog import (
     newest_catalog,
     plan,
 )
+from emberkeep.repository.history import History
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
@@ -133,6 +134,7 @@ class _Check:
         for epoch in range(self._repository.origin.next_epoch, history.listing.epoch + 1):
             if names.writer_name(epoch) not in writers:
                 self._blame(names.writer_name(epoch), "missing", ())
+        self._deleted_manifests(history)
         for directory, kinds in _KINDS.items():
             for info in self._repository.store.list(directory):
                 if (
@@ -142,6 +144,31 @@ class _Check:
                     and not names.is_note(info.name)
                 ):
                     self._document(info.name, kinds)
+
+    def _deleted_manifests(self, history: History) -> None:
+        """Blames numbers that were used and not removed by gc, under which nothing stands.
+
+        gc notes how far it has removed each epoch; what is missing below that may have been
+        retention's. Epochs of format 1 have no notes.
+        """
+        first = 1
+        newest = history.newest
+        current = (history.listing.epoch, newest.number if newest else 0)
+        for epoch, last in (*history.lineage.ends, current):
+            first, start = last + 1, max(first, history.listing.removed.get(epoch, 0) + 1)
+            if epoch < self._repository.origin.next_epoch or self._format_of(epoch) < 2:
+                continue
+            for number in range(start, last + 1):
+                version = VersionId(number, epoch)
+                if version not in history.listing.manifests:
+                    self._blame(version.manifest_name, "missing", ())
+
+    def _format_of(self, epoch: int) -> int:
+        try:
+            claim = self._repository.document(names.writer_name(epoch), "writer")
+        except DamageError:
+            return 1
+        return 1 if claim is None else int(claim["format"])
 
     def _document(self, name: str, kinds: tuple[str, ...]) -> None:
         for kind in kinds:
