@@ -313,7 +313,7 @@ def _files(
 
 def _joined(known: FileRef | None, file: FileRef) -> FileRef:
     """A file with the pieces that either of two versions reads in it."""
-    pieces, others = Bundle.of(file), known and Bundle.of(known)
+    pieces, others = Bundle.of(file), None if known is None else Bundle.of(known)
     if pieces is None or others is None:
         return file
     found = {piece.head: piece for piece in (*others.pieces, *pieces.pieces)}
