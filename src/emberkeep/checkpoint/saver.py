@@ -19,7 +19,8 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.targets import DENSE, Subject, Target, WritesItself
+from emberkeep.checkpoint.target_view import TargetView
+from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -580,7 +581,7 @@ class Checkpointer:
                 self._chain = _Chain()
         return restored
 
-    def restore_shard(self, target: Target, shard: int, whose: Whose) -> Manifest | None:
+    def restore_shard(self, target: TargetView, shard: int, whose: Whose) -> Manifest | None:
         """Brings the newest saved rows of one shard back into its replacement.
 
         Of the versions that this process wrote or restored: its trackers follow from them. None

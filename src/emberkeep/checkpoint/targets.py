@@ -14,7 +14,6 @@ from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.memory import Values
-from emberkeep.runtime.pool import Pool
 
 DENSE = "dense"
 
@@ -72,14 +71,9 @@ class LoadsItself(Protocol):
         ...
 
     def load_version(
-        self,
-        repository: Repository,
-        chain: Sequence[Manifest],
-        pool: Pool,
-        names: Mapping[str, str] | None = None,
+        self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
-        """As `load_rows` and `load_shard` do. `names` are those that its tables have in versions,
-        where they differ from its own."""
+        """As `load` and `load_shard` do. `names` are those that its tables have in versions."""
         ...
 
 

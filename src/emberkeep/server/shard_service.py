@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from emberkeep._types import U8, Json
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.saver import write_pieces
+from emberkeep.checkpoint.target_view import TargetView, ViewPart
 from emberkeep.cluster.base import of_shard
 from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
@@ -392,7 +394,14 @@ class ShardService:
         epoch = self._checked(header)
         repository = Repository.open(open_store(header["url"]))
         version = VersionId.parse(header["version"])
-        target = _Own(epoch, {told: name for name, told in header["names"].items()})
+        target = TargetView([
+            ViewPart(
+                epoch.shard,
+                {name: own for own, name in header["names"].items()},
+                own_rows=epoch.own,
+                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards),
+            )
+        ])  # fmt: skip
 
         def load() -> Json:
             target.clear()
@@ -514,35 +523,3 @@ class ShardService:
 def _priority(header: Json) -> Priority | None:
     told = header.get("priority")
     return None if told is None else Priority(**told)
-
-
-class _Own:
-    """A shard as the target of a load: rows of other shards, and of other tables, are passed
-    over."""
-
-    def __init__(self, epoch: Epoch, names: Mapping[str, str]) -> None:
-        self._epoch = epoch
-        self._names = names
-
-    def clear(self) -> None:
-        self._epoch.shard.clear()
-
-    def install(self, table: str, ids: Any, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        if table in self._names:
-            mine = self._epoch.own(self._names[table], ids)
-            own = {name: values[mine] for name, values in planes.items()}
-            self._epoch.shard.install(self._names[table], ids[mine], own)
-
-    def delete(self, table: str, ids: Any) -> int:
-        if table not in self._names:
-            return 0
-        mine = self._epoch.own(self._names[table], ids)
-        return self._epoch.shard.delete(self._names[table], ids[mine])
-
-    def load_table_state(self, state: Json) -> None:
-        mine = {self._names[told]: its for told, its in state.items() if told in self._names}
-        shard = self._epoch.shard
-        shard.load_table_state(of_shard(mine, shard.index, self._epoch.shards))
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None:
-        self._epoch.shard.forget_changes(keep_since_baseline=keep_since_baseline)

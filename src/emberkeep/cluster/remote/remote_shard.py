@@ -272,6 +272,10 @@ class RemoteShard:
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
 
+    def reaches(self, url: str) -> bool:
+        """Whether the server can open that store itself."""
+        return is_shared(url)
+
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
