@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.target_view import TargetView, ViewPart
+from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
@@ -43,22 +43,21 @@ def load(
     """Replaces every row of the subject by those of a version. What can, loads itself."""
     chain = repository.chain(version)
     manifest = chain[-1]
-    schema = subject.schema()
-    check_schema(repository.schema, schema)
+    check_schema(repository.schema, subject.schema())
     files = manifest.of_kind(DENSE)
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    names = {name: name for name in schema["tables"]}
-    view = subject if isinstance(subject, TargetView) else TargetView([ViewPart(subject, names)])
-    rest = _rest(view, repository, chain)
+    rest = _load_by_holders(view_of(subject), repository, chain)
     if rest.parts:
         rest.clear()
         _load_rows(repository, chain, rest, pool, lambda _: None)
     return restored
 
 
-def _rest(view: TargetView, repository: Repository, chain: Sequence[Manifest]) -> TargetView:
+def _load_by_holders(
+    view: TargetView, repository: Repository, chain: Sequence[Manifest]
+) -> TargetView:
     """Lets those load the version that can; what is left to be loaded by this process.
 
     Rows of a grid stand together whatever their shard, so they are read once, by this process.
@@ -122,7 +121,7 @@ def load_shard(
     brought has changed since the last whole one.
     """
     chain = repository.chain(version)
-    rest = _rest(target, repository, chain)
+    rest = _load_by_holders(target, repository, chain)
     if rest.parts:
         _load_rows(repository, chain, rest, pool, lambda earlier: shard if whose(earlier) else None)
     return chain[-1]

@@ -19,8 +19,8 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.target_view import TargetView
-from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
+from emberkeep.checkpoint.target_view import TargetView, view_of
+from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject, WritesItself
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -131,6 +131,12 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         check_schema(repository.schema, subject.schema())
         subject.track(self.spec.priority)
+        if self.spec.layout != "grid":  # whose rows this process writes
+            for part in view_of(subject).parts:
+                if isinstance(part.target, LoadsItself) and part.target.reaches(
+                    repository.store.url
+                ):
+                    part.target.check_repository(repository.store.url, repository.id)
         self.writer = Writer.open(repository)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
@@ -422,6 +428,13 @@ class Checkpointer:
             if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not in_grid
         ]
         with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
+            # Before anybody writes: a server that was replaced may be where the path is another's.
+            checks = [
+                threads.submit(rows.check_repository, draft.url, self.repository.id)
+                for rows in elsewhere
+            ]
+            for checked in checks:
+                checked.result()
             writing = [
                 threads.submit(
                     rows.write, draft, codecs, threads=settings.threads, nice=settings.nice,

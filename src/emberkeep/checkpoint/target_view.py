@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from emberkeep._types import I64, Json
-from emberkeep.checkpoint.targets import InstallsScattered, Target
+from emberkeep.checkpoint.targets import InstallsScattered, Subject, Target
 from emberkeep.cluster.base import Cluster, of_shard
 from emberkeep.runtime.memory import Values
 
@@ -111,6 +111,13 @@ class TargetView:
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         for part in self.parts:
             part.target.forget_changes(keep_since_baseline=keep_since_baseline)
+
+
+def view_of(subject: Subject) -> TargetView:
+    """A subject under its own names, unless it is a view already."""
+    if isinstance(subject, TargetView):
+        return subject
+    return TargetView([ViewPart(subject, {name: name for name in subject.schema()["tables"]})])
 
 
 def shard_view(cluster: Cluster, shard: int, names: Mapping[str, str] | None = None) -> TargetView:

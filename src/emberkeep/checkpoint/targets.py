@@ -70,6 +70,10 @@ class LoadsItself(Protocol):
         """Whether they can open that store; otherwise the rows are read here and sent."""
         ...
 
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless each of them finds the repository of that id there."""
+        ...
+
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
@@ -101,6 +105,10 @@ class WritesItself(Protocol):
 
     def reaches(self, url: str) -> bool:
         """Whether that process can open the store; otherwise the rows are fetched and written."""
+        ...
+
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless that process finds the repository of that id there."""
         ...
 
     def write(

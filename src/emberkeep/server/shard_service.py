@@ -52,6 +52,7 @@ from emberkeep.wire.protocol import (
     PROTOCOL,
     PULL,
     PUSH,
+    check_protocol,
     describe_error,
     is_frame,
     pack_frame,
@@ -116,6 +117,7 @@ class ShardService:
             "forget_changes": self._forget_changes,
             "freeze": self._freeze,
             "chunks": self._chunks,
+            "repository": self._repository,
             "write": self._write,
             "work": self._work,
             "cancel": self._cancel,
@@ -208,6 +210,7 @@ class ShardService:
         Refused while another coordinator holds the lease: a second run must not take the servers
         of the first from under it.
         """
+        check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
         index, count = int(header["shard"]), int(header["shards"])
         if not 0 <= index < count <= 2**16 or number < 1:
@@ -365,6 +368,16 @@ class ShardService:
                     {"table": chunk.table, "tombstones": chunk.planes is None},
                     {"": chunk.ids, **planes},
                 )
+
+    def _repository(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """The id of the repository that this server finds under a URL; None if there is none.
+
+        Not every path is the same directory on every machine.
+        """
+        self._checked(header)
+        store = open_store(header["url"])
+        found = Repository.open(store).id if Repository.exists(store) else None
+        yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to write the frozen rows as pieces of a version, straight to the store."""

@@ -39,7 +39,7 @@ from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
-from emberkeep.wire.protocol import describe_table
+from emberkeep.wire.protocol import PROTOCOL, describe_table
 from emberkeep.wire.security import Security
 
 _T = TypeVar("_T")
@@ -150,6 +150,7 @@ class RemoteCluster(Cluster):
 
     def _about(self) -> Json:
         return {
+            "protocol": PROTOCOL,
             "coordinator": self._coordinator,
             "shards": len(self.handles),
             "tables": [describe_table(table) for table in self.tables],
@@ -276,6 +277,10 @@ class RemoteCluster(Cluster):
     def reaches(self, url: str) -> bool:
         """Whether the servers can open that store themselves."""
         return is_shared(url)
+
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless every server finds the repository of that id there."""
+        self._at_once([partial(shard.check_repository, url, repository) for shard in self.handles])
 
     def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
         return self._at_once(calls)
