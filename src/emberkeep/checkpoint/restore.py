@@ -55,6 +55,15 @@ def load(
     return restored
 
 
+def check_holders(repository: Repository, subject: Subject) -> None:
+    """Raises `ConfigError` unless all that write and read versions themselves find the repository
+    where this process does."""
+    url = repository.store.url
+    for part in view_of(subject).parts:
+        if isinstance(part.target, LoadsItself) and part.target.reaches(url):
+            part.target.check_repository(url, repository.id)
+
+
 def _load_by_holders(
     view: TargetView, repository: Repository, chain: Sequence[Manifest]
 ) -> TargetView:

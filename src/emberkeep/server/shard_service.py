@@ -23,8 +23,8 @@ import numpy.typing as npt
 from emberkeep._types import U8, Json
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
-from emberkeep.checkpoint.saver import write_pieces
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
+from emberkeep.checkpoint.version_files import write_pieces
 from emberkeep.cluster.base import of_shard
 from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
@@ -67,7 +67,6 @@ Answer = tuple[Json, Arrays]
 OnEvent = Callable[[str, Json], object]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
-_CHUNK_ROWS = 32768
 
 
 class ShardService:
