@@ -6,6 +6,9 @@ intermittent layout with its own resets, *naive* the consecutive one, *full* one
 whole. Cold means that no byte of the repository is in the page cache. Every version of the grid is
 restored; the other layouts, of which each restore reads up to the whole history, at some versions.
 
+Versions are saved and brought back by `ek.Keeper`, as in a training loop. The time of a restore is
+that from making a keeper to the end of `resume`.
+
 The pushes of an interval are joined to one: which rows change, and so every figure, is the same.
 """
 
@@ -36,13 +39,14 @@ from _common import RESULTS, Options, options, report
 from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
-from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
-from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.checkpoint import SaveSettings, VersionSpec
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
-from emberkeep.repository import KeepAll, Repository
+from emberkeep.keeper import Keeper
+from emberkeep.nn import EmbeddingBags
+from emberkeep.repository import KeepAll
 from emberkeep.repository.policies import FILTERS, Grid
-from emberkeep.runtime.pool import Pool
+from emberkeep.strategies import Every, Strategy
 from emberkeep.tables import Adagrad, Table
 
 ROWS_TOTAL = 33_762_577
@@ -72,17 +76,25 @@ class Run:
 
     def __init__(self, dim: int, dense_ms: float) -> None:
         self.dim, self.dense_ms = dim, dense_ms
-        self.cluster: LocalCluster = local().open(
+        self.bags = EmbeddingBags(
             [
                 Table(f"C{f + 1}", rows=rows, dim=dim)
                 for f, rows in enumerate(field_rows(ROWS_TOTAL))
             ],
-            Adagrad(lr=LR),
-            seed=0,
+            optimizer=Adagrad(lr=LR),
         )
+        self.cluster = self.bags.cluster
         self.grads = np.random.default_rng(0).standard_normal((100_000, dim), np.float32)
         self._matrix = np.random.default_rng(1).standard_normal((256, 256))
         self._touched = 0
+
+    def keeper(self, where: Path | BlobStore, spec: VersionSpec, **given: Any) -> Keeper:
+        """One that saves when it is told to, and keeps everything."""
+        strategy = Strategy(spec=spec, schedule=Every(steps=10**9), retention=KeepAll())
+        settings = SaveSettings(grace=timedelta(0))
+        return Keeper(
+            where, self.bags, self.bags.optimizer, strategy=strategy, settings=settings, **given
+        )
 
     def begin(self, versions: int) -> None:
         """Tables before any training, in memory that was touched by it: to touch it for the first
@@ -171,37 +183,31 @@ def history(
     and on nothing else.
     """
     events: list[tuple[str, dict[str, Any]]] = []
-    repository = Repository.create(open_store(str(path)), schema=run.cluster.schema())
-    keeper = Checkpointer(
-        repository,
-        run.cluster,
-        spec=spec,
-        settings=SaveSettings(retention=KeepAll(), grace=timedelta(0)),
-        on_event=lambda name, details: events.append((name, details)),
-    )
+    keeper = run.keeper(path, spec, on_event=lambda *event: events.append(event))
     run.begin(versions)
     blocked, stored = [], []
     began, cpu, own = time.perf_counter(), cpu_seconds(), time.thread_time()
     for version in range(versions):
         run.interval(version)
+        keeper.step()
         start = time.perf_counter()
-        keeper.save(version)
+        keeper.save()
         blocked.append(time.perf_counter() - start)
         if settled:
-            keeper.wait()
-            keeper.settle()
+            settle(keeper)
         stored.append(row_nbytes(path))
     seconds = time.perf_counter() - began
-    keeper.wait()
-    keeper.settle()
+    settle(keeper)
     cpu, own = cpu_seconds() - cpu, time.thread_time() - own
     saved = sum(details["nbytes"] for name, details in events if name == "saved")
     rounds = [details for name, details in events if name == "extracted"]
     extracted = sum(details["written_nbytes"] for details in rounds)
+    settle_s = time.perf_counter() - began - seconds
+    keeper.close(save=False)
     return {
         "blocked_s": sum(blocked), "blocked": blocked, "seconds": seconds,
         "background_cpu_s": cpu - own,
-        "settle_s": time.perf_counter() - began - seconds,
+        "settle_s": settle_s,
         "saved_nbytes": saved, "extracted_nbytes": extracted,
         "stored": [*stored[1:], row_nbytes(path)], "storage": row_nbytes(path),
         "round_s": sum(details["seconds"] for details in rounds),
@@ -210,26 +216,32 @@ def history(
     }  # fmt: skip
 
 
+def settle(keeper: Keeper) -> None:
+    """Waits until rows stand where they are to stay, which a training loop never has to."""
+    keeper.wait()
+    assert keeper._checkpointer is not None
+    keeper._checkpointer.settle()
+
+
 def restore(run: Run, path: Path, number: int | None, *, cold: bool) -> tuple[float, CountingStore]:
+    """Brings a version back, the newest unless one is named, as a run does that starts again."""
     store = CountingStore(open_store(str(path)))
     if cold:
         forget(path)
     start = time.perf_counter()
-    repository = Repository.open(store)
-    version = repository.versions()[-1] if number is None else repository.version(number)
-    load(repository, version, run.cluster, POOL)
-    return time.perf_counter() - start, store
-
-
-POOL = Pool(2)
+    keeper = run.keeper(store, VersionSpec(), must_exist=True)
+    keeper.resume(number)
+    seconds = time.perf_counter() - start
+    keeper.close(save=False)
+    return seconds, store
 
 
 def save_full(run: Run, path: Path) -> None:
     """What is in memory as one whole version."""
-    repository = Repository.create(open_store(str(path)), schema=run.cluster.schema())
-    keeper = Checkpointer(repository, run.cluster, spec=VersionSpec(layout="full"))
-    keeper.save(0)
+    keeper = run.keeper(path, VersionSpec(layout="full"))
+    keeper.save()
     keeper.wait()
+    keeper.close(save=False)
 
 
 def every_second(numbers: list[int]) -> list[int]:

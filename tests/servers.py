@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class Farm:
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
 
-    def start(self, threads: int = 1, port: int = 0) -> tuple[int, str]:
-        """A server's pid and address."""
-        pid, address = self._ask(start=True, threads=threads, port=port)
+    def start(self, threads: int = 1, port: int = 0, directory: Path = ROOT) -> tuple[int, str]:
+        """The pid and address of a server that works in a directory."""
+        pid, address = self._ask(threads=threads, port=port, directory=str(directory))
         return int(pid), str(address)
 
     def kill(self, pid: int) -> None:
@@ -60,10 +61,13 @@ class Farm:
 class FarmLauncher:
     """The servers of one cluster, replaced as soon as that is asked for."""
 
-    def __init__(self, farm: Farm, shards: int, threads: int = 1) -> None:
+    def __init__(
+        self, farm: Farm, shards: int, threads: int = 1, directories: Sequence[Path] | None = None
+    ) -> None:
         self.farm = farm
         self.threads = threads
-        self.servers = [farm.start(threads) for _ in range(shards)]
+        self.directories = list(directories or [ROOT] * shards)
+        self.servers = [farm.start(threads, directory=where) for where in self.directories]
         self.replaced = 0
 
     @property
@@ -81,7 +85,7 @@ class FarmLauncher:
 
     def replace(self, shard: int, life: str) -> str:
         self.kill(shard)
-        self.servers[shard] = self.farm.start(self.threads)
+        self.servers[shard] = self.farm.start(self.threads, directory=self.directories[shard])
         self.replaced += 1
         return self.address(shard)
 
@@ -129,6 +133,7 @@ def _main() -> None:
             os.dup2(devnull, 0)
             os.dup2(devnull, 1)
             try:
+                os.chdir(question["directory"])
                 _serve(writing, question["threads"], question["port"])
             except BaseException:
                 traceback.print_exc()

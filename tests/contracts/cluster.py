@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
@@ -60,7 +61,7 @@ def copy_of(cluster: Any, shard: int) -> Callable[[], None]:
     tables = cluster.table_state()
 
     def fill() -> None:
-        part = cluster.part(shard)
+        part = shard_view(cluster, shard)
         for name, (ids, planes) in rows.items():
             part.install(name, ids, planes)
         part.load_table_state(tables)
@@ -199,7 +200,7 @@ class ClusterContract:
         source, target = self.trained(), self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
         before = rows_of(source, range(SHARDS))
         target.renew(1)
-        part = target.part(1)
+        part = shard_view(target, 1)
         for table in source.tables:
             part.install(table.name, *source.read_all(table.name))
         target.serve(1)
@@ -292,7 +293,7 @@ class ClusterContract:
         self.kill(cluster, 1)
         cluster.renew(1)
         fill()
-        cluster.part(1).forget_changes(keep_since_baseline=True)
+        shard_view(cluster, 1).forget_changes(keep_since_baseline=True)
         cluster.serve(1)
         for since, expected in ((SINCE_VERSION, {}), (SINCE_BASELINE, held)):
             frozen = cluster.freeze(since, BUFFER_NBYTES)

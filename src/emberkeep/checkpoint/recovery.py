@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import numpy.typing as npt
-
-from emberkeep._types import I64, Json
+from emberkeep._types import Json
 from emberkeep.checkpoint.overheads import pls_of_loss
 from emberkeep.checkpoint.saver import Checkpointer
-from emberkeep.checkpoint.targets import LoadsItself
-from emberkeep.cluster.base import Cluster, ShardTarget
+from emberkeep.checkpoint.target_view import shard_view
+from emberkeep.cluster.base import Cluster
 from emberkeep.errors import ConfigError
-from emberkeep.repository import Manifest, Repository
-from emberkeep.runtime.pool import Pool
+from emberkeep.repository import Manifest
 
 Scope = Literal["full", "partial"]
 
@@ -162,45 +159,6 @@ class Home:
         )
 
 
-class _Named:
-    """A part of a cluster under the names of versions; other tables are passed over."""
-
-    def __init__(self, part: ShardTarget, names: Mapping[str, str]) -> None:
-        self._part = part
-        self._names = names
-
-    def reaches(self, url: str) -> bool:
-        return isinstance(self._part, LoadsItself) and self._part.reaches(url)
-
-    def load_version(
-        self,
-        repository: Repository,
-        chain: Sequence[Manifest],
-        pool: Pool,
-        names: Mapping[str, str] | None = None,
-    ) -> None:
-        assert isinstance(self._part, LoadsItself)
-        told = {name: told for told, name in self._names.items()}
-        self._part.load_version(repository, chain, pool, told)
-
-    def clear(self) -> None:
-        self._part.clear()
-
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        if table in self._names:
-            self._part.install(self._names[table], ids, planes)
-
-    def delete(self, table: str, ids: I64) -> int:
-        return self._part.delete(self._names[table], ids) if table in self._names else 0
-
-    def load_table_state(self, state: Json) -> None:
-        mine = {self._names[told]: its for told, its in state.items() if told in self._names}
-        self._part.load_table_state(mine)
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None:
-        self._part.forget_changes(keep_since_baseline=keep_since_baseline)
-
-
 def recover_partially(
     checkpointer: Checkpointer, home: Home, lost: Sequence[int]
 ) -> Manifest | None:
@@ -216,16 +174,14 @@ def recover_partially(
     manifest = None
     cluster.renew(*lost)
     for shard in lost:
-        part = cluster.part(shard)
-        manifest = checkpointer.restore_shard(
-            _Named(part, home.names), shard, home.saved_by_same_shards
-        )
+        view = shard_view(cluster, shard, home.names)
+        manifest = checkpointer.restore_shard(view, shard, home.saved_by_same_shards)
         if steps:
             saved = {} if manifest is None else manifest.layout["tables"]
-            part.load_table_state(
+            view.load_table_state(
                 {
-                    own: {"tick": 0, **saved.get(told, {}), "steps": steps[own]}
-                    for told, own in home.names.items()
+                    name: {"tick": 0, **saved.get(name, {}), "steps": steps[own]}
+                    for name, own in home.names.items()
                 }
             )
     cluster.serve(*lost)

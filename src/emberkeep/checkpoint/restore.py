@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.targets import DENSE, InstallsScattered, LoadsItself, Subject, Target
+from emberkeep.checkpoint.target_view import TargetView, view_of
+from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
-from emberkeep.repository.grid.version_rows import rows_of_plan, scattered_rows
+from emberkeep.repository.grid.version_rows import scattered_rows
 from emberkeep.repository.pieces import KIND, read_chunks
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
@@ -40,7 +40,7 @@ def load(
     pool: Pool,
     fits: Fits | None = None,
 ) -> Restored:
-    """Replaces every row of the subject by those of a version."""
+    """Replaces every row of the subject by those of a version. What can, loads itself."""
     chain = repository.chain(version)
     manifest = chain[-1]
     check_schema(repository.schema, subject.schema())
@@ -48,52 +48,69 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    if _loads_itself(subject, repository, manifest):
-        subject.load_version(repository, chain, pool)
-    else:
-        load_rows(repository, chain, subject, pool)
+    rest = _load_by_holders(view_of(subject), repository, chain)
+    if rest.parts:
+        rest.clear()
+        _load_rows(repository, chain, rest, pool, lambda _: None)
     return restored
 
 
-def _loads_itself(
-    target: Target, repository: Repository, manifest: Manifest
-) -> TypeGuard[LoadsItself]:
-    """Rows of a grid stand together whatever their shard, so they are read once, here."""
-    return (
-        isinstance(target, LoadsItself)
-        and grid_of(manifest) is None
-        and target.reaches(repository.store.url)
-    )
+def check_holders(repository: Repository, subject: Subject) -> None:
+    """Raises `ConfigError` unless all that write and read versions themselves find the repository
+    where this process does."""
+    url = repository.store.url
+    for part in view_of(subject).parts:
+        if isinstance(part.target, LoadsItself) and part.target.reaches(url):
+            part.target.check_repository(url, repository.id)
 
 
-def load_rows(
-    repository: Repository, chain: Sequence[Manifest], target: Target, pool: Pool
-) -> None:
-    """Replaces every row of the target by those of the last version of the chain."""
-    target.clear()
+def _load_by_holders(
+    view: TargetView, repository: Repository, chain: Sequence[Manifest]
+) -> TargetView:
+    """Lets those load the version that can; what is left to be loaded by this process.
+
+    Rows of a grid stand together whatever their shard, so they are read once, by this process.
+    """
+    rest = []
+    for part in view.parts:
+        target = part.target
+        if (
+            isinstance(target, LoadsItself)
+            and grid_of(chain[-1]) is None
+            and target.reaches(repository.store.url)
+        ):
+            target.load_version(repository, chain, {own: name for name, own in part.names.items()})
+        elif part.names:
+            rest.append(part)
+    return TargetView(rest)
+
+
+def _load_rows(
+    repository: Repository, chain: Sequence[Manifest], target: TargetView, pool: Pool,
+    shard_of: Callable[[Manifest], int | None],
+) -> None:  # fmt: skip
+    """The rows of the last version of a chain; of versions of which `shard_of` names a shard, its
+    files alone."""
     if grid_of(chain[-1]) is not None:
         _load_grid(repository, chain[-1], target, pool)
     else:
-        _install(target, chain, lambda earlier: rows_of(repository, earlier, pool))
+        _install(
+            target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier))
+        )
     target.load_table_state(chain[-1].layout["tables"])
 
 
-def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool: Pool) -> None:
+def _load_grid(repository: Repository, manifest: Manifest, target: TargetView, pool: Pool) -> None:
     """Each row once, in whatever order its pieces stand; again if they were moved meanwhile."""
     for attempt in range(_ATTEMPTS):
         planned = plan(repository, manifest)
         assert planned is not None
         try:
-            if isinstance(target, InstallsScattered):
-                for rows, busy in scattered_rows(repository, planned, pool):
-                    assert rows.planes is not None
-                    target.install_scattered(
-                        rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
-                    )
-            else:
-                for chunk in ahead_of(rows_of_plan(repository, planned, pool)):
-                    if chunk.planes is not None:
-                        target.install(chunk.table, chunk.ids, chunk.planes)
+            for rows, busy in scattered_rows(repository, planned, pool):
+                assert rows.planes is not None
+                target.install_scattered(
+                    rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
+                )
             break
         except ChangedError:
             if attempt == _ATTEMPTS - 1:
@@ -102,8 +119,9 @@ def _load_grid(repository: Repository, manifest: Manifest, target: Target, pool:
 
 
 def load_shard(
-    repository: Repository, version: VersionId, target: Target, shard: int, whose: Whose, pool: Pool
-) -> Manifest:
+    repository: Repository, version: VersionId, target: TargetView, shard: int, whose: Whose,
+    pool: Pool,
+) -> Manifest:  # fmt: skip
     """Brings the newest saved value of every row of one shard into an empty replacement of it.
 
     Where files hold the rows of one shard each, only those of this one are read: `whose` says
@@ -112,23 +130,14 @@ def load_shard(
     brought has changed since the last whole one.
     """
     chain = repository.chain(version)
-    if _loads_itself(target, repository, chain[-1]):
-        target.load_version(repository, chain, pool)
-        return chain[-1]
-
-    def rows(earlier: Manifest) -> Iterator[Chunk]:
-        return rows_of(repository, earlier, pool, shard if whose(earlier) else None)
-
-    if grid_of(chain[-1]) is not None:
-        _load_grid(repository, chain[-1], target, pool)
-    else:
-        _install(target, chain, rows)
-    target.load_table_state(chain[-1].layout["tables"])
+    rest = _load_by_holders(target, repository, chain)
+    if rest.parts:
+        _load_rows(repository, chain, rest, pool, lambda earlier: shard if whose(earlier) else None)
     return chain[-1]
 
 
 def _install(
-    target: Target, chain: Sequence[Manifest], rows: Callable[[Manifest], Iterator[Chunk]]
+    target: TargetView, chain: Sequence[Manifest], rows: Callable[[Manifest], Iterator[Chunk]]
 ) -> None:
     """Loads versions one over the other, oldest first."""
     last_whole = max((at for at, earlier in enumerate(chain) if earlier.whole), default=-1)

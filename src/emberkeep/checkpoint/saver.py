@@ -10,16 +10,26 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.restore import Fits, Restored, Whose, check_schema, load, load_shard
+from emberkeep.checkpoint.restore import (
+    Fits,
+    Restored,
+    Whose,
+    check_holders,
+    check_schema,
+    load,
+    load_shard,
+)
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.targets import DENSE, Subject, Target, WritesItself
+from emberkeep.checkpoint.target_view import TargetView
+from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
+from emberkeep.checkpoint.version_files import write_bundles, write_pieces
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -29,28 +39,16 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
-from emberkeep.repository import (
-    Collector,
-    Draft,
-    Manifest,
-    Pin,
-    Repository,
-    VersionId,
-    Writer,
-)
-from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
-from emberkeep.repository.grid.bundles import streams
+from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
-from emberkeep.repository.pieces import KIND, SUFFIX, pieces
+from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, resets, starts_anew
-from emberkeep.repository.writer import FileWriter
-from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised
+from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
-from emberkeep.runtime.readahead import Ahead, Worker
+from emberkeep.runtime.readahead import Worker
 
-_CHUNK_ROWS = 32768
 _NICEST = 19
 
 
@@ -83,6 +81,35 @@ class Saving:
         self.spared = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """What one version is made of, from the freeze to the commit."""
+
+    saving: Saving
+    frozen: Cut[Sequence[FrozenRows]]
+    """By shard, with the state of their tables."""
+    extras: Extras
+    since: str | None
+    """What the rows have changed since; None for all rows."""
+    codecs: dict[str, Codec]
+    spec: VersionSpec
+
+    @property
+    def in_grid(self) -> bool:
+        return self.spec.layout == "grid"
+
+    @property
+    def advanced(self) -> list[str]:
+        """The cursors that forget the rows once they are committed."""
+        if self.since == PRIORITISED:
+            return [PRIORITISED]
+        return [SINCE_VERSION] if self.since else [SINCE_VERSION, SINCE_BASELINE]
+
+    def close(self, advanced: Sequence[str]) -> None:
+        for rows in (rows for shard in self.frozen for rows in shard):
+            rows.close(advanced)
+
+
 @dataclass(slots=True)
 class _Chain:
     """The baseline that increments count from, and how large they were beside it; the prioritised
@@ -95,17 +122,6 @@ class _Chain:
     grid: bool = False
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
-
-
-def write_pieces(
-    files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
-    pool: Pool, *, piece_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-) -> None:  # fmt: skip
-    """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
-    chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
-    for piece in pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard}):
-        with Ahead(piece.stream(), nice) as stream:
-            files.add(stream, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
 
 class Checkpointer:
@@ -130,6 +146,8 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         check_schema(repository.schema, subject.schema())
         subject.track(self.spec.priority)
+        if self.spec.layout != "grid":  # whose rows this process writes
+            check_holders(repository, subject)
         self.writer = Writer.open(repository)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
@@ -197,23 +215,22 @@ class Checkpointer:
         start = time.perf_counter()
         # Until the write has them, which ends them.
         with closed_if_raised() as taken:
-            snapshots = self.subject.freeze(since, self.settings.buffer_nbytes)
-            taken.extend(snapshot for shard in snapshots for snapshot in shard)
+            frozen = self.subject.freeze(since, self.settings.buffer_nbytes)
+            taken.extend(rows for shard in frozen for rows in shard)
             pause = timedelta(seconds=time.perf_counter() - start)
             saving = Saving(step, pause, whole=since != PRIORITISED)
             saving.spared = self._cancelled_since_version
-            write = partial(
-                self._write_and_settle, saving, snapshots, extras or Extras(), since, codecs,
-                snapshots.tables, spec,
+            save = _Save(
+                saving=saving, frozen=frozen, extras=extras or Extras(), since=since,
+                codecs=codecs, spec=spec,
             )  # fmt: skip
-            ended = partial(self._ended, saving)
+            write, ended = partial(self._write_and_settle, save), partial(self._ended, saving)
         before, self._saving = self._saving, saving
         try:
             self._worker.do(write, ended)
         except Exception:  # no interrupt: the write may have begun, and its rows are its own then
             self._saving = before
-            for snapshot in taken:
-                snapshot.close(())
+            save.close(())
             raise
         return saving
 
@@ -296,22 +313,13 @@ class Checkpointer:
         finally:
             saving.ended.set()
 
-    def _write_and_settle(
-        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, spec: VersionSpec,
-    ) -> None:  # fmt: skip
-        advanced: list[str] = []
+    def _write_and_settle(self, save: _Save) -> None:
+        saving = save.saving
         try:
-            manifest = self._write_version(saving, snapshots, extras, since, codecs, tables, spec)
-            advanced = [SINCE_VERSION] if since else [SINCE_VERSION, SINCE_BASELINE]
-            if since == PRIORITISED:
-                advanced = [PRIORITISED]
+            outcome: BaseException | Manifest = self._write_version(save)
         except BaseException as error:
-            outcome: BaseException | Manifest = error
-        else:
-            outcome = manifest
-        for snapshot in (snapshot for shard in snapshots for snapshot in shard):
-            snapshot.close(advanced)
+            outcome = error
+        save.close(save.advanced if isinstance(outcome, Manifest) else ())
         if isinstance(outcome, Manifest):
             self._failures = []
             self._cancelled_since_version = False
@@ -336,26 +344,24 @@ class Checkpointer:
             self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
         saving.committed.set_exception(outcome)
 
-    def _write_version(
-        self, saving: Saving, snapshots: FrozenShards, extras: Extras, since: str | None,
-        codecs: dict[str, Codec], tables: Json, spec: VersionSpec,
-    ) -> Manifest:  # fmt: skip
+    def _write_version(self, save: _Save) -> Manifest:
+        saving, extras, since = save.saving, save.extras, save.since
         settled = self.writer.settle()
         if settled is not None:
             # A save that was reported as failed took place: what comes next builds on it. Its rows
             # have stayed changed, so they are part of this version, too.
             self._follow(settled)
             self._tell("settled", {"version": settled.version.number, "step": settled.step})
-        chain, in_grid = self._chain, spec.layout == "grid"
+        chain = self._chain
         needs: list[VersionId] = []
-        if since is not None and not in_grid:
+        if since is not None and not save.in_grid:
             needs = [v for v in (chain.baseline,) if v is not None]
             if since != SINCE_BASELINE and chain.newest is not None:
                 needs = [chain.newest]
             if since == PRIORITISED:
                 needs = [*needs, *chain.prioritised][-1:]
         with self.writer.begin(needs=needs) as draft:
-            self._write_shards(draft, saving, snapshots, codecs, in_grid)
+            self._write_shards(draft, save)
             saving.copied.set_result(None)
             if extras.dense is not None:
                 dense = extras.dense() if callable(extras.dense) else extras.dense
@@ -364,14 +370,14 @@ class Checkpointer:
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
             layout: Json = {
                 "kind": "full" if since is None else since,
-                "layout": spec.layout,
-                "shards": len(snapshots),
-                "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
+                "layout": save.spec.layout,
+                "shards": len(save.frozen),
+                "codecs": {plane: codec.to_dict() for plane, codec in save.codecs.items()},
                 "sizes": [*chain.sizes] if since else [],
                 "baseline_nbytes": chain.nbytes if since else None,
-                "tables": tables,
+                "tables": save.frozen.tables,
             }
-            if in_grid:
+            if save.in_grid:
                 layout["grid"] = str(draft.version if since is None else chain.baseline)
                 layout["before"] = None if since is None else str(chain.newest)
             manifest = draft.commit(
@@ -407,52 +413,47 @@ class Checkpointer:
             sizes = [*manifest.layout["sizes"], nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
 
-    def _write_shards(
-        self, draft: Draft, saving: Saving, snapshots: FrozenShards,
-        codecs: dict[str, Codec], in_grid: bool,
-    ) -> None:  # fmt: skip
+    def _write_shards(self, draft: Draft, save: _Save) -> None:
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
         once, while this process writes what it holds."""
-        settings = self.settings
+        settings, cancelled = self.settings, save.saving.cancelled
         elsewhere = [
             rows
-            for slabs in snapshots
+            for slabs in save.frozen
             for rows in slabs
-            if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not in_grid
+            if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not save.in_grid
         ]
         with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
+            # Before anybody writes: a server that was replaced may be where the path is another's.
+            checks = [
+                threads.submit(rows.check_repository, draft.url, self.repository.id)
+                for rows in elsewhere
+            ]
+            for checked in checks:
+                checked.result()
             writing = [
                 threads.submit(
-                    rows.write, draft, codecs, threads=settings.threads, nice=settings.nice,
-                    piece_nbytes=settings.piece_nbytes, cancelled=saving.cancelled,
+                    rows.write, draft, save.codecs, threads=settings.threads, nice=settings.nice,
+                    piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
                 )
                 for rows in elsewhere
             ]  # fmt: skip
-            for shard, slabs in enumerate(snapshots):
-                here = [rows for rows in slabs if rows not in elsewhere]
-                if in_grid:
-                    self._write_bundles(draft, here, codecs, shard, saving.cancelled)
+            for shard, slabs in enumerate(save.frozen):
+                if save.in_grid:
+                    write_bundles(
+                        draft, slabs, save.codecs, self._pool,
+                        tables=list(self.repository.schema["tables"]),
+                        file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
+                        cancelled=cancelled,
+                    )  # fmt: skip
                     continue
+                local_rows = [rows for rows in slabs if rows not in elsewhere]
                 write_pieces(
-                    draft, here, codecs, self._pool, piece_nbytes=settings.piece_nbytes,
-                    nice=settings.nice, shard=shard, cancelled=saving.cancelled,
+                    draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
+                    nice=settings.nice, shard=shard, cancelled=cancelled,
                 )  # fmt: skip
             for written in writing:
                 written.result()
-
-    def _write_bundles(
-        self, draft: Draft, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], shard: int,
-        cancelled: threading.Event,
-    ) -> None:  # fmt: skip
-        """The frozen rows of one shard as pieces of a grid."""
-        chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
-        for bundle in streams(
-            chunks, codecs, self._pool, birth=draft.version.number,
-            tables=list(self.repository.schema["tables"]),
-            file_nbytes=self.settings.piece_nbytes, metadata={"shard": shard},
-        ):  # fmt: skip
-            with Ahead(bundle.stream(), self.settings.nice) as stream:
-                draft.add(stream, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
 
     def _collect(self) -> None:
         try:
@@ -580,7 +581,7 @@ class Checkpointer:
                 self._chain = _Chain()
         return restored
 
-    def restore_shard(self, target: Target, shard: int, whose: Whose) -> Manifest | None:
+    def restore_shard(self, target: TargetView, shard: int, whose: Whose) -> Manifest | None:
         """Brings the newest saved rows of one shard back into its replacement.
 
         Of the versions that this process wrote or restored: its trackers follow from them. None

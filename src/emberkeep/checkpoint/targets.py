@@ -14,7 +14,6 @@ from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.memory import Values
-from emberkeep.runtime.pool import Pool
 
 DENSE = "dense"
 
@@ -71,15 +70,14 @@ class LoadsItself(Protocol):
         """Whether they can open that store; otherwise the rows are read here and sent."""
         ...
 
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless each of them finds the repository of that id there."""
+        ...
+
     def load_version(
-        self,
-        repository: Repository,
-        chain: Sequence[Manifest],
-        pool: Pool,
-        names: Mapping[str, str] | None = None,
+        self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
-        """As `load_rows` and `load_shard` do. `names` are those that its tables have in versions,
-        where they differ from its own."""
+        """As `load` and `load_shard` do. `names` are those that its tables have in versions."""
         ...
 
 
@@ -107,6 +105,10 @@ class WritesItself(Protocol):
 
     def reaches(self, url: str) -> bool:
         """Whether that process can open the store; otherwise the rows are fetched and written."""
+        ...
+
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless that process finds the repository of that id there."""
         ...
 
     def write(

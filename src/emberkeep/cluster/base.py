@@ -196,10 +196,6 @@ class Cluster:
         """What is known of the run, for whoever looks at its servers from outside: `version`,
         `version_at` (seconds since 1970) and `pls`."""
 
-    def part(self, shard: int) -> ShardTarget:
-        """One shard alone, as something that a version can be loaded into."""
-        return ShardTarget(self, shard)
-
     def _bring_back(self, lost: ShardLostError) -> bool:
         """Whether lost shards serve again; with no lock held."""
         return self._from_parity() or (self.on_loss is not None and self.on_loss(lost))
@@ -523,35 +519,3 @@ def of_shard(state: Json, shard: int, count: int) -> Json:
         }
         for name, its in state.items()
     }
-
-
-class ShardTarget:
-    """One shard of a cluster as the target of a load: rows of other shards are passed over."""
-
-    def __init__(self, cluster: Cluster, shard: int) -> None:
-        self._cluster = cluster
-        self.shard = shard
-
-    @property
-    def _handle(self) -> ShardHandle:
-        return self._cluster.handles[self.shard]
-
-    def schema(self) -> Json:
-        return self._cluster.schema()
-
-    def clear(self) -> None:
-        self._handle.clear()
-
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        mine = self._cluster.positions(table, ids)[self.shard]
-        self._handle.install(table, ids[mine], {name: v[mine] for name, v in planes.items()})
-
-    def delete(self, table: str, ids: I64) -> int:
-        return self._handle.delete(table, ids[self._cluster.positions(table, ids)[self.shard]])
-
-    def load_table_state(self, state: Json) -> None:
-        count = self._cluster.shard_count
-        self._handle.load_table_state(of_shard(state, self.shard, count))
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None:
-        self._handle.forget_changes(keep_since_baseline=keep_since_baseline)

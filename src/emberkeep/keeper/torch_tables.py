@@ -23,7 +23,7 @@ from emberkeep.kernels import batch_rows as bits
 from emberkeep.rows.priority import Priority, Ranking
 from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Snapshot, TableRange, freeze
 from emberkeep.rows.tracker import Tracker
-from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
@@ -151,7 +151,7 @@ class TorchTable:
             self.tracker = Tracker(self.touched.size)
             self.dirty = self.touched.copy()
 
-    def install(self, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+    def install(self, ids: I64, planes: Mapping[str, Values]) -> None:
         if set(planes) != set(self.planes):
             raise StateError(
                 f"table {self.name!r} has planes {sorted(self.planes)}, the rows bring "
@@ -160,7 +160,7 @@ class TorchTable:
         self.look_again()
         self.change(ids)
         for name, values in planes.items():
-            self.planes[name][ids] = values
+            self.planes[name][ids] = np.asarray(values)
         bits.set_bits(self.touched, ids)
 
     def forget_rows(self) -> None:
@@ -268,6 +268,14 @@ class TorchTables:
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         self.tables[table].install(ids, planes)
+
+    def install_scattered(
+        self, tables: Sequence[str], offsets: Sequence[int], ids: I64,
+        planes: Mapping[str, Values], *, busy: int = 0,
+    ) -> None:  # fmt: skip
+        for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
+            some = {name: values[start:stop] for name, values in planes.items()}
+            self.tables[table].install(ids[start:stop], some)
 
     def delete(self, table: str, ids: I64) -> int:
         raise StateError(f"the version deletes rows of table {table!r}, whose rows are all kept")

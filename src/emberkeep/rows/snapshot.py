@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -108,9 +108,6 @@ class Cut(list[_T]):
         super().__init__(frozen)
         self.tables = tables
         """Of each table its step and ticks, by name."""
-
-
-FrozenShards: TypeAlias = Sequence[Sequence[FrozenRows]]
 
 
 class RowSource(Protocol):

@@ -21,7 +21,13 @@ from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, Serve
 from emberkeep.server.epoch import Session
 from emberkeep.server.shard_service import ShardService
 from emberkeep.wire.connection import blob_of
-from emberkeep.wire.protocol import PROTOCOL, describe_error, pack_frame, refusal, unpack_frame
+from emberkeep.wire.protocol import (
+    check_protocol,
+    describe_error,
+    pack_frame,
+    refusal,
+    unpack_frame,
+)
 from emberkeep.wire.security import HEADER, Security, read_pem
 
 MAX_STREAMS = 256
@@ -90,13 +96,11 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
     def _check_greeting(self, command: bytes | None) -> None:
         try:
             greeting = json.loads((command or b"")[:_MAX_COMMAND_NBYTES])
-            protocol = greeting["protocol"]
+            check_protocol("the client", {"protocol": greeting["protocol"]})
+        except ProtocolError as error:
+            raise flight.FlightServerError(str(error)) from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise flight.FlightServerError("a stream begins with the protocol's number") from None
-        if protocol != PROTOCOL:
-            raise flight.FlightServerError(
-                f"this server speaks protocol {PROTOCOL}, the client {protocol!r}: use one release"
-            )
 
     def _answer_all(self, reader: Any, writer: Any) -> None:
         session = Session()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ import numpy.typing as npt
 from emberkeep._types import U8, Json
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
-from emberkeep.checkpoint.saver import write_pieces
+from emberkeep.checkpoint.target_view import TargetView, ViewPart
+from emberkeep.checkpoint.version_files import write_pieces
 from emberkeep.cluster.base import of_shard
 from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
@@ -50,6 +52,7 @@ from emberkeep.wire.protocol import (
     PROTOCOL,
     PULL,
     PUSH,
+    check_protocol,
     describe_error,
     is_frame,
     pack_frame,
@@ -64,7 +67,6 @@ Answer = tuple[Json, Arrays]
 OnEvent = Callable[[str, Json], object]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
-_CHUNK_ROWS = 32768
 
 
 class ShardService:
@@ -114,6 +116,7 @@ class ShardService:
             "forget_changes": self._forget_changes,
             "freeze": self._freeze,
             "chunks": self._chunks,
+            "repository": self._repository,
             "write": self._write,
             "work": self._work,
             "cancel": self._cancel,
@@ -206,6 +209,7 @@ class ShardService:
         Refused while another coordinator holds the lease: a second run must not take the servers
         of the first from under it.
         """
+        check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
         index, count = int(header["shard"]), int(header["shards"])
         if not 0 <= index < count <= 2**16 or number < 1:
@@ -364,6 +368,16 @@ class ShardService:
                     {"": chunk.ids, **planes},
                 )
 
+    def _repository(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """The id of the repository that this server finds under a URL; None if there is none.
+
+        Not every path is the same directory on every machine.
+        """
+        self._checked(header)
+        store = open_store(header["url"])
+        found = Repository.open(store).id if Repository.exists(store) else None
+        yield {"repository": found}, _NONE
+
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to write the frozen rows as pieces of a version, straight to the store."""
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
@@ -392,7 +406,14 @@ class ShardService:
         epoch = self._checked(header)
         repository = Repository.open(open_store(header["url"]))
         version = VersionId.parse(header["version"])
-        target = _Own(epoch, {told: name for name, told in header["names"].items()})
+        target = TargetView([
+            ViewPart(
+                epoch.shard,
+                {name: own for own, name in header["names"].items()},
+                own_rows=epoch.own,
+                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards),
+            )
+        ])  # fmt: skip
 
         def load() -> Json:
             target.clear()
@@ -514,35 +535,3 @@ class ShardService:
 def _priority(header: Json) -> Priority | None:
     told = header.get("priority")
     return None if told is None else Priority(**told)
-
-
-class _Own:
-    """A shard as the target of a load: rows of other shards, and of other tables, are passed
-    over."""
-
-    def __init__(self, epoch: Epoch, names: Mapping[str, str]) -> None:
-        self._epoch = epoch
-        self._names = names
-
-    def clear(self) -> None:
-        self._epoch.shard.clear()
-
-    def install(self, table: str, ids: Any, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        if table in self._names:
-            mine = self._epoch.own(self._names[table], ids)
-            own = {name: values[mine] for name, values in planes.items()}
-            self._epoch.shard.install(self._names[table], ids[mine], own)
-
-    def delete(self, table: str, ids: Any) -> int:
-        if table not in self._names:
-            return 0
-        mine = self._epoch.own(self._names[table], ids)
-        return self._epoch.shard.delete(self._names[table], ids[mine])
-
-    def load_table_state(self, state: Json) -> None:
-        mine = {self._names[told]: its for told, its in state.items() if told in self._names}
-        shard = self._epoch.shard
-        shard.load_table_state(of_shard(mine, shard.index, self._epoch.shards))
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None:
-        self._epoch.shard.forget_changes(keep_since_baseline=keep_since_baseline)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from emberkeep._types import U8, Json
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
-from emberkeep.wire.protocol import PROTOCOL, error_from, pack_frame, unpack_frame
+from emberkeep.wire.protocol import PROTOCOL, check_protocol, error_from, pack_frame, unpack_frame
 from emberkeep.wire.security import HEADER, Security, read_pem, split_address
 
 _TICK_SECONDS = 0.05
@@ -115,6 +115,7 @@ class Connection:
 
         # The action connects, on its deadline; opening a stream has none.
         greeting, _ = self.act("status", deadline=deadline)
+        check_protocol(self.address, greeting)
         command = json.dumps({"protocol": PROTOCOL, "incarnation": self._incarnation}).encode()
         try:
             self._writer, self._reader = self._client.do_exchange(

@@ -25,7 +25,8 @@ from emberkeep._types import F32, I64, U8, Json, RowIds
 from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
 from emberkeep.tables import Normal, Table, Uniform
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""2: `freeze` returns the state of tables, `repository` says what a server finds under a URL."""
 MAX_ROWS = 2**24
 """Rows that one pull or push may name."""
 MAX_FRAME_NBYTES = 2**28
@@ -111,7 +112,7 @@ def unpack_request(blob: U8, shape: Shape) -> Request:
         blob.data
     )
     if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY):
-        raise ProtocolError("this is not a request of emberkeep's protocol 1")
+        raise ProtocolError(f"this is not a request of emberkeep's protocol {PROTOCOL}")
     if not math.isfinite(lr) or world < 1 or rank >= world:
         raise ProtocolError(f"a request of rank {rank} of {world} with lr {lr} cannot be")
     about = {"kind": kind, "epoch": epoch, "incarnation": incarnation, "number": number,
@@ -313,7 +314,7 @@ def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
         raise ProtocolError(f"a frame has 8 bytes to {MAX_FRAME_NBYTES}, not {blob.size}")
     magic, length = _FRAME.unpack_from(blob.data)
     if magic != _FRAME_MAGIC or length > blob.size - _FRAME.size:
-        raise ProtocolError("this is not a frame of emberkeep's protocol 1")
+        raise ProtocolError(f"this is not a frame of emberkeep's protocol {PROTOCOL}")
     told = _json(blob[_FRAME.size : _FRAME.size + length].tobytes())
     header, specs = told.get("header"), told.get("arrays")
     if not isinstance(header, dict) or not isinstance(specs, list):
@@ -349,6 +350,16 @@ def _json(content: bytes) -> Json:
     if not isinstance(value, dict):
         raise ProtocolError("the header of a message is not a JSON object")
     return value
+
+
+def check_protocol(peer: str, header: Json) -> None:
+    """Refuses a peer of another protocol; the first one did not always tell its number."""
+    protocol = header.get("protocol", 1)
+    if protocol != PROTOCOL:
+        raise ProtocolError(
+            f"{peer} speaks protocol {protocol!r}, this process protocol {PROTOCOL}: use one "
+            "release of emberkeep for servers and trainers"
+        )
 
 
 # -- errors and specs ----------------------------------------------------------------------------

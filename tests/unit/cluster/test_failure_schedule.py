@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import emberkeep as ek
+from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.cluster.failure_schedule import Failure
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, ShardLostError
@@ -39,7 +40,7 @@ def revive(cluster: LocalCluster) -> None:
     state = cluster.handles[next(s for s in range(3) if s not in lost)].table_state()
     cluster.renew(*lost)
     for shard in lost:
-        cluster.part(shard).load_table_state(state)
+        shard_view(cluster, shard).load_table_state(state)
     cluster.serve(*lost)
 
 

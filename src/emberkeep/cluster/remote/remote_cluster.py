@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from emberkeep._types import I64, Json
-from emberkeep.cluster.base import Cluster, ShardTarget, surviving
+from emberkeep.cluster.base import Cluster, surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
@@ -39,7 +39,7 @@ from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
-from emberkeep.wire.protocol import describe_table
+from emberkeep.wire.protocol import PROTOCOL, describe_table
 from emberkeep.wire.security import Security
 
 _T = TypeVar("_T")
@@ -150,6 +150,7 @@ class RemoteCluster(Cluster):
 
     def _about(self) -> Json:
         return {
+            "protocol": PROTOCOL,
             "coordinator": self._coordinator,
             "shards": len(self.handles),
             "tables": [describe_table(table) for table in self.tables],
@@ -260,27 +261,26 @@ class RemoteCluster(Cluster):
         self._tracked = True
         self._priority = priority or self._priority
 
-    def part(self, shard: int) -> ShardTarget:
-        return _ServerTarget(self, shard)
-
     def load_version(
-        self, repository: Repository, chain: Sequence[Manifest], pool: pools.Pool,
-        names: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
+    ) -> None:
         """Every server reads its own rows of a version, all at once; the coordinator sees to it."""
         if not self.coordinates:
             return
-        told = dict(names or {table.name: table.name for table in self.tables})
         self._drop_ahead()
         self._present()
         self._at_once(
-            [partial(shard.load_version, repository, chain, told) for shard in self.handles]
+            [partial(shard.load_version, repository, chain, names) for shard in self.handles]
         )
         self._settle_writes()
 
     def reaches(self, url: str) -> bool:
         """Whether the servers can open that store themselves."""
         return is_shared(url)
+
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless every server finds the repository of that id there."""
+        self._at_once([partial(shard.check_repository, url, repository) for shard in self.handles])
 
     def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
         return self._at_once(calls)
@@ -423,17 +423,3 @@ class RemoteCluster(Cluster):
         if self._protection is not None:
             self._protection.wait(lambda status: not status.missing_rows or bool(self.lost()))
         return super().freeze(since, buffer_nbytes)
-
-
-class _ServerTarget(ShardTarget):
-    """One server as the target of a load: it reads its own rows."""
-
-    def reaches(self, url: str) -> bool:
-        return is_shared(url)
-
-    def load_version(
-        self, repository: Repository, chain: Sequence[Manifest], pool: pools.Pool,
-        names: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        told = names or {table.name: table.name for table in self._cluster.tables}
-        self._handle.load_version(repository, chain, told)  # type: ignore[attr-defined]

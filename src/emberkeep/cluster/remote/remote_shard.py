@@ -272,10 +272,34 @@ class RemoteShard:
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
 
+    def reaches(self, url: str) -> bool:
+        """Whether the server can open that store itself."""
+        return is_shared(url)
+
+    def check_repository(self, url: str, repository: str) -> None:
+        """Raises `ConfigError` unless the server finds the repository of that id there: a path
+        may be another directory on its machine."""
+        connection = Connection(self.address, self._security)
+        try:
+            reply, _ = connection.act(
+                "repository", {"epoch": self.epoch, "url": url}, deadline=self._timing.bulk
+            )
+        except ServerError:
+            raise ShardLostError((self.index,)) from None
+        finally:
+            connection.close()
+        if reply["repository"] != repository:
+            raise ConfigError(
+                f"shard {self.index} at {self.address} finds "
+                f"{'no' if reply['repository'] is None else 'another'} repository under {url}, so "
+                "no version was written or read there: use a store that all nodes reach"
+            )
+
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
         """Lets the server read its own rows of a version."""
+        self.check_repository(repository.store.url, repository.id)
         header = {
             "url": repository.store.url, "version": str(chain[-1].version), "names": dict(names)
         }  # fmt: skip
@@ -353,6 +377,9 @@ class RemoteRows:
     def reaches(self, url: str) -> bool:
         """Whether a server can write there itself."""
         return is_shared(url)
+
+    def check_repository(self, url: str, repository: str) -> None:
+        self._shard.check_repository(url, repository)
 
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
