@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import emberkeep
+
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 
 # Top-down, by the first part of a module's name. A module may import modules of the layers below
@@ -26,7 +28,7 @@ LAYERS: list[list[str]] = [
     ["strategies", "nn", "models", "server", "inference", "inspect"],
     ["checkpoint"],
     ["cluster"],
-    ["parity", "tiered", "repository"],
+    ["erasure", "tiered", "repository"],
     ["rows", "codecs", "blobs", "wire"],
     ["runtime", "tables", "data"],
     ["kernels", "config", "errors", "_types"],
@@ -229,6 +231,13 @@ def test_a_file_name_occurs_once() -> None:
         if path.name != "__init__.py" and top_of(module) != "cli"
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_package_takes_the_name_of_something_public() -> None:
+    """A package becomes an attribute of `emberkeep` when it is first imported: one called `parity`
+    would stand where `ek.parity` was, as soon as anything needs it."""
+    public = set(emberkeep.__all__)
+    assert not public & {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
 
 
 def test_few_modules_at_the_top() -> None:
