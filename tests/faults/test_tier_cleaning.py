@@ -13,7 +13,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import durable_open, upkeep
-from emberkeep.tiered.log import START
+from emberkeep.tiered.superblock import START
 from emberkeep.tiered.tiered_slab import TieredSlab
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train

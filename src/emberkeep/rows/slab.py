@@ -17,22 +17,21 @@ from emberkeep._types import F32, I64, U64, Planes, RowIds
 from emberkeep.errors import IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
-from emberkeep.rows.push import Push, Recording, Writer, WriteWatcher, not_finite, outside
+from emberkeep.rows.push import (
+    Push,
+    Recording,
+    Writer,
+    WriteWatcher,
+    not_finite,
+    outside,
+    update_call,
+)
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
-from emberkeep.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    Momentum,
-    Normal,
-    Optimizer,
-    RowWiseAdagrad,
-    Table,
-)
+from emberkeep.tables import Normal, Optimizer, Table
 
 Places = tuple[I64, I64, I64, F32, I64]
 
@@ -116,7 +115,6 @@ class Slab:
             kind = np.int32 if plane == "step" else np.float32
             self.planes[plane] = lazy_zeros((places, width), kind)
         self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
-        self._no_steps = np.empty((0, 1), np.int32)
         self.slots: dict[int, Slots] = {}
         self.ids: I64 = np.empty(0, np.int64)
         if any(table.dynamic for table in self.tables):
@@ -320,7 +318,9 @@ class Slab:
         ranked = self.ranking
         if ranked is not None:
             ranked.updating(found, 0, found.size)
-        write, *args = self._update(wanted, places, grads_UD, lr)
+        write, *args = update_call(
+            self.optimizer, self.planes, self.steps_T, wanted.offsets, places, grads_UD, lr
+        )
         max_norm = self.optimizer.max_norm
         if record is not None:
             self._over(
@@ -482,7 +482,7 @@ class Slab:
                 self.slots[t] = Slots(self.slots_T[t], self.ids[part], ticks)
 
     def restore_slots(self) -> None:
-        """Makes the indexes of dynamic tables anew, from the ids of the rows that are touched."""
+        """Makes the indexes of dynamic tables again, from the ids of the rows that are touched."""
         for t, slots in self.slots.items():
             base = int(self.bases_T[t])
             words = (base >> 6, (base + self.slots_T[t] + 63) >> 6)
@@ -571,36 +571,3 @@ class Slab:
                 for name, plane in self.planes.items():
                     if name not in ("weight", "used"):
                         plane[fresh[start : start + count]] = self.optimizer.initial(name)
-
-    def _update(self, wanted: RowIds, places: I64, grads_UD: F32, lr: float) -> tuple[Any, ...]:
-        """The optimizer's kernel and its arguments."""
-        spec, planes, rate = self.optimizer, self.planes, np.float32(lr)
-        weight = planes["weight"]
-        if isinstance(spec, SGD):
-            return optimizers.write_sgd, places, grads_UD, rate, weight
-        if isinstance(spec, Momentum):
-            factor = np.float32(spec.momentum)
-            return (
-                optimizers.write_momentum, places, grads_UD, rate, factor, spec.nesterov, weight,
-                planes["momentum"],
-            )  # fmt: skip
-        if isinstance(spec, Adagrad):
-            write = (
-                optimizers.write_row_wise_adagrad
-                if isinstance(spec, RowWiseAdagrad)
-                else optimizers.write_adagrad
-            )
-            eps = np.float32(spec.eps)
-            return write, places, grads_UD, rate, eps, weight, planes["accumulator"]
-        assert isinstance(spec, Adam)
-        beta1, beta2 = spec.betas
-        rates = np.array(
-            [optimizers.adam_rate(lr, beta1, beta2, max(1, step)) for step in self.steps_T],
-            np.float32,
-        )
-        steps = planes.get("step", self._no_steps)
-        eps = np.float32(spec.eps)
-        return (
-            optimizers.write_adam, places, grads_UD, wanted.offsets, rates, lr, beta1, beta2, eps,
-            weight, planes["first_moment"], planes["second_moment"], steps,
-        )  # fmt: skip

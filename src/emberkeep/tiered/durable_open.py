@@ -26,8 +26,17 @@ from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.decisions import Decisions
-from emberkeep.tiered.log import MOST_ROWS, START, Layout, RowLog, aligned, check_schema
-from emberkeep.tiered.superblock import Point, Superblock, unpack_bits
+from emberkeep.tiered.log import MOST_ROWS, RowLog
+from emberkeep.tiered.record_layout import Layout, aligned
+from emberkeep.tiered.superblock import (
+    START,
+    Point,
+    Superblock,
+    check_schema,
+    create,
+    read_head,
+    unpack_bits,
+)
 from emberkeep.tiered.tiered_slab import TieredSlab
 
 # What files are made of; tests put others in their place.
@@ -123,9 +132,7 @@ def _schema(
 def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
     """The heads of those files of a tier that are there."""
     paths = {name: os.path.join(top, name) for name in files}
-    return {
-        name: RowLog.read_head(path)[0] for name, path in paths.items() if directory.is_there(path)
-    }
+    return {name: read_head(path)[0] for name, path in paths.items() if directory.is_there(path)}
 
 
 def durable_points(top: str, files: Sequence[str], disk: Disk) -> dict[str, Point]:
@@ -191,7 +198,7 @@ def _decided(
 def _open_log(
     path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool
 ) -> RowLog:
-    """The file at `path`, made if need be. One that never had a durable batch is made anew."""
+    """The file at `path`, made if need be. One that never had a durable batch is made again."""
     disk = DISK()
     with _opening(path):
         claim = directory.claim(path, exclusive=exclusive, disk=disk)
@@ -199,10 +206,11 @@ def _open_log(
             there = directory.is_there(path)
             if there:
                 directory.check_unlocked(path)
-                head, sequence = RowLog.read_head(path)
+                head, sequence = read_head(path)
                 check_schema(path, head.schema, wanted)
             if not durable_points(os.path.dirname(path), files, disk):
-                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, layout, disk)
+                area_nbytes = layout.segment_blocks(SEGMENT_NBYTES) * layout.block_nbytes
+                head, sequence = create(path, wanted, SEGMENT_NBYTES, area_nbytes, disk)
             return RowLog(path, head, sequence, layout, disk, claim)
         except BaseException:
             claim.release()

@@ -34,7 +34,8 @@ from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered.flushes import Flushes
 from emberkeep.tiered.frames import Frames
 from emberkeep.tiered.loads import Loads
-from emberkeep.tiered.log import Layout, RowLog, layout_of
+from emberkeep.tiered.log import RowLog
+from emberkeep.tiered.record_layout import Layout, layout_of
 from emberkeep.tiered.superblock import Point
 
 # What a frame costs beside its planes.
