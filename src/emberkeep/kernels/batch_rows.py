@@ -8,15 +8,13 @@ cut into ranges.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import F32, F64, I32, I64, U64
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import add_row, add_scaled_row, copy_row
 from emberkeep.kernels.hash_index import GOLDEN
 
@@ -350,31 +348,9 @@ def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None
         add_row(out_UD, targets[i], values_ND, sources[i])
 
 
-@kernel
-def write_dedupe(block: I64, *args: Any) -> None:
-    write_call(dedupe, block, args)
-
-
-@kernel
-def write_gather(block: I64, *args: Any) -> None:
-    write_call(gather, block, args)
-
-
-@kernel
-def write_pool(block: I64, *args: Any) -> None:
-    write_call(pool, block, args)
-
-
-@kernel
-def write_aggregate(block: I64, *args: Any) -> None:
-    write_call(aggregate, block, args)
-
-
-@kernel
-def write_scale_gradients(block: I64, *args: Any) -> None:
-    write_call(scale_gradients, block, args)
-
-
-@kernel
-def write_first_nonfinite(block: I64, *args: Any) -> None:
-    write_call(first_nonfinite, block, args)
+write_dedupe = writer(dedupe)
+write_gather = writer(gather)
+write_pool = writer(pool)
+write_aggregate = writer(aggregate)
+write_scale_gradients = writer(scale_gradients)
+write_first_nonfinite = writer(first_nonfinite)

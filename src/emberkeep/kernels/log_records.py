@@ -108,12 +108,6 @@ def seal(
 
 
 @kernel
-def block_checksum(words: U64, salt: np.uint64, block: int, generation: int) -> int:
-    """The checksum of one block, as `seal` writes it."""
-    return int(checksum(words, salt, block, generation))
-
-
-@kernel
 def check_blocks(
     words: U64,
     block_words: int,

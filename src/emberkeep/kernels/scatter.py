@@ -6,12 +6,10 @@ a row: a few dozen places are asked for at once, so that the processor looks for
 
 from __future__ import annotations
 
-from typing import Any
-
 from emberkeep._types import F32, I64, U64
 from emberkeep.kernels._intrinsics import _prefetch, prefetch_row, set_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import copy_row
 from emberkeep.kernels._streams import fence, fills_lines, stream_row
 from emberkeep.kernels.initial_values import AHEAD
@@ -73,16 +71,6 @@ def mark(start: int, stop: int, places_U: I64, touched: U64, dirty: U64) -> None
         set_bit(dirty, places_U[i])
 
 
-@kernel
-def write_scatter(block: I64, *args: Any) -> None:
-    write_call(scatter, block, args)
-
-
-@kernel
-def write_scatter_apart(block: I64, *args: Any) -> None:
-    write_call(scatter_apart, block, args)
-
-
-@kernel
-def write_mark(block: I64, *args: Any) -> None:
-    write_call(mark, block, args)
+write_scatter = writer(scatter)
+write_scatter_apart = writer(scatter_apart)
+write_mark = writer(mark)
