@@ -67,9 +67,9 @@ def check(settings: Any) -> None:
         value = getattr(settings, field.name)
         choices = _choices(hints[field.name])
         if choices and value is not None and value not in choices:
-            near = _nearest(str(value), choices)
+            hint = _nearest(str(value), choices)
             raise ConfigError(
-                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{near}"
+                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{hint}"
             )
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -216,8 +216,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def _override(text: str) -> _Table:

@@ -109,7 +109,7 @@ def test_it_comes_back_at_the_durable_batch(tmp_path: Path) -> None:
         end(cluster)
 
 
-def test_without_a_durable_batch_it_starts_anew(tmp_path: Path) -> None:
+def test_without_a_durable_batch_it_starts_over(tmp_path: Path) -> None:
     cluster = start(tmp_path / "t")
     train(cluster, 0)
     end(cluster)

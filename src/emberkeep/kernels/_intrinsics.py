@@ -102,6 +102,6 @@ def _pointer(kind: Any) -> Any:
 
 
 words_at = intrinsic(_pointer(types.uint32))
-"""The 32-bit words at an address; whoever gives it keeps the array."""
+"""The 32-bit words at an address; the caller keeps the array."""
 numbers_at = intrinsic(_pointer(types.int64))
-"""The 64-bit numbers at an address; whoever gives it keeps the array."""
+"""The 64-bit numbers at an address; the caller keeps the array."""

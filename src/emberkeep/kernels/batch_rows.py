@@ -9,9 +9,8 @@ cut into ranges.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import F32, F64, I32, I64, U64
+from emberkeep._types import F32, F64, I32, I64, U64, Bools
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._jobs import writer
@@ -61,14 +60,14 @@ def dedupe(
             at = (np.uint64(identity) * GOLDEN) >> shift
             u = scratch[at]
             unique_N[start + found] = identity  # the next free place: kept if the id is new
-            mine = found if u < 0 else u
-            while unique_N[start + mine] != identity:
+            number = found if u < 0 else u
+            while unique_N[start + number] != identity:
                 at = (at + _ONE) & mask
                 u = scratch[at]
-                mine = found if u < 0 else u
-            scratch[at] = mine
-            inverse_N[i] = mine
-            found = max(found, np.int32(mine + 1))
+                number = found if u < 0 else u
+            scratch[at] = number
+            inverse_N[i] = number
+            found = max(found, np.int32(number + 1))
         counts_T[t] = found
 
 
@@ -303,7 +302,7 @@ def clear_bits(bits: U64, rows: I64) -> None:
 
 
 @kernel
-def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
+def test_bits(bits: U64, rows: I64, out: Bools) -> None:
     for i in range(rows.size):
         out[i] = (bits[rows[i] >> 6] >> np.uint64(rows[i] & 63)) & _ONE
 

@@ -181,12 +181,12 @@ def solve_rows(
         for w in range(width):
             plane_RV[row, w] = parity_TW[parity, column + w]
         for m in range(others_M4.shape[0]):
-            count, its = others_M4[m, 1], others_M4[m, 3]
+            count, other_slot = others_M4[m, 1], others_M4[m, 3]
             other_RV = carray(words_at(others_M4[m, 0]), (count, width))
             touched = carray(numbers_at(others_M4[m, 2]), ((count + 63) >> 6,))
-            if soon + its < count:
-                prefetch_row(other_RV, soon + its)
-            other = stripes[i] * k + its
+            if soon + other_slot < count:
+                prefetch_row(other_RV, soon + other_slot)
+            other = stripes[i] * k + other_slot
             if other < count and touched[other >> 6] >> (other & 63) & 1:
                 xor_words(plane_RV, row, 0, other_RV, other)
 

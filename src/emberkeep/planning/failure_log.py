@@ -1,7 +1,7 @@
-"""Records of failures: CSV files as monitoring systems export them.
+"""Failure logs: CSV files as monitoring systems export them.
 
 A line is a failure with the time when it began, or a run with the time until it failed. What was
-taken for what is told in `Record.taken`, so that a wrong guess is seen and can be corrected.
+taken for what is in `FailureLog.taken`, so that a wrong guess is seen and can be corrected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST_READABLE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class FailureLog:
     """Failures that were observed. What began at the same moment is one failure."""
 
     source: str
@@ -56,7 +56,7 @@ class Record:
         return float(self.gaps_hours.mean()) * timedelta(hours=1)
 
 
-def read_record(path: str | Path, *, column: str | None = None) -> Record:
+def read_failures(path: str | Path, *, column: str | None = None) -> FailureLog:
     """The failures of a CSV file; `column` names what holds their times, where the guess is wrong.
 
     A column of times is taken as failures as they began; a column of numbers as time until a
@@ -91,7 +91,7 @@ def read_record(path: str | Path, *, column: str | None = None) -> Record:
             f"{path}: {len(gaps)} gaps between failures are too few to fit: there must be {FEWEST}"
         )
     nodes = _nodes(header, values)
-    return Record(
+    return FailureLog(
         source=str(path), gaps_hours=gaps, together=together, nodes=nodes, taken=tuple(taken)
     )
 
@@ -186,8 +186,8 @@ def _guess(
     def by_name(words: Sequence[str]) -> Callable[[int], tuple[int, int]]:
         def key(place: int) -> tuple[int, int]:
             name = header[place].lower() if place < len(header) else ""
-            told = [rank for rank, word in enumerate(words) if word in name]
-            return (min(told, default=len(words)), place)
+            ranks = [rank for rank, word in enumerate(words) if word in name]
+            return (min(ranks, default=len(words)), place)
 
         return key
 

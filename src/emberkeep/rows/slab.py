@@ -188,9 +188,9 @@ class Slab:
         self.pull(wanted, weight)
         known = np.zeros(ids.size, np.bool_)
         present = found >= 0
-        here = np.empty(int(present.sum()), np.bool_)
-        batch_rows.test_bits(self.touched, found[present], here)
-        known[present] = here
+        touched = np.empty(int(present.sum()), np.bool_)
+        batch_rows.test_bits(self.touched, found[present], touched)
+        known[present] = touched
         planes: Planes = {"weight": weight}
         held = self._held_by(found[known])
         for name, plane in self.planes.items():
@@ -344,8 +344,8 @@ class Slab:
         found, unknown = self._check_install(wanted, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
-        apart = any(isinstance(values, ScatteredRows) for values in planes.values())
-        least = (_LEAST_SCATTERED_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
+        scattered = any(isinstance(values, ScatteredRows) for values in planes.values())
+        least = (_LEAST_SCATTERED_NBYTES if scattered else _LEAST_NBYTES) // (4 * self.dim)
         if busy:
             threads = max(1, self.pool.threads - busy)
             least = max(least, -(-places.size // threads))
@@ -357,7 +357,7 @@ class Slab:
             into = into.view(np.float32)
             job: tuple[Any, ...]
             if isinstance(values, ScatteredRows):
-                job = scatter.write_scatter_apart, values.rows().view(np.float32), values.starts
+                job = scatter.write_scatter_rows, values.rows().view(np.float32), values.starts
             else:
                 job = scatter.write_scatter, np.ascontiguousarray(values).view(np.float32)
             self._over(places.size, *job, places, into, least=least)
@@ -392,7 +392,7 @@ class Slab:
         return found, unknown
 
     def clear(self) -> None:
-        """Takes every row back to its initial state; nothing is left to be told of."""
+        """Takes every row back to its initial state; no change is left to report."""
         assert self.snapshot is None, "rows are cleared when no snapshot is under way"
         self.touched = self._no_rows()
         self.dirty = self._no_rows()
@@ -533,17 +533,17 @@ class Slab:
         """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""
         part = slice(wanted.offsets[t], wanted.offsets[t + 1])
         base = int(self.bases_T[t])
-        mine = found[part]
+        rows = found[part]
         # First the rows of this push become the newest: eviction can then not choose them.
-        slots.touch(mine[mine >= 0] - base)
+        slots.touch(rows[rows >= 0] - base)
         surplus = slots.count + unknown - slots.capacity
         if surplus > 0:
             gone = slots.take_oldest(surplus, lambda old: self._before_write(old + base))
             self._remove(t, slots.ids[gone], gone + base)
         if unknown:
-            missing = mine < 0
+            missing = rows < 0
             given = slots.insert(wanted.ids[part][missing])
-            mine[missing] = given + base
+            rows[missing] = given + base
             slots.touch(given)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:

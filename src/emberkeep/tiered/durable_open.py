@@ -51,30 +51,32 @@ def open_slab(
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
     A tiered slab comes back at the last durable batch of its file; a file that never had one is
-    started anew.
+    started over.
     """
-    mine = [tables[t] for t in group]
-    tier = mine[0].tier
+    own_tables = [tables[t] for t in group]
+    tier = own_tables[0].tier
     if tier is None:
-        return Slab(mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock)
+        return Slab(
+            own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
+        )
     # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
     nbytes: dict[int, int] = {}
     for table in tables:
         if table.tier == tier:
             width = table.dim + sum(optimizer.planes(table.dim).values())
             nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
-    dim = mine[0].dim
-    rows_here = sum(table.slots_on(shard, shards) for table in mine)
-    if rows_here > MOST_ROWS:
+    dim = own_tables[0].dim
+    own_rows = sum(table.slots_on(shard, shards) for table in own_tables)
+    if own_rows > MOST_ROWS:
         raise ConfigError(
-            f"the tables of dim {dim} have {rows_here} rows on shard {shard}, and one file of a "
+            f"the tables of dim {dim} have {own_rows} rows on shard {shard}, and one file of a "
             f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
         )
     files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
-    wanted = _schema(mine, optimizer, shard, shards, seed)
+    wanted = _schema(own_tables, optimizer, shard, shards, seed)
     slab = TieredSlab(
-        mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
+        own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
         open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
         upkeep=upkeep.run,
@@ -362,8 +364,8 @@ def _rebuild(slab: TieredSlab, point: Point) -> None:
         batch_rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
         slots.occupy(np.flatnonzero(held))
     for t, table in enumerate(slab.tables):
-        its = point.tables[table.name]
-        slab.steps_T[t] = its["steps"]
+        state = point.tables[table.name]
+        slab.steps_T[t] = state["steps"]
         if t in slab.slots:
-            slab.slots[t].next_tick = its["tick"]
+            slab.slots[t].next_tick = state["tick"]
     np.bitwise_or(slab.dirty, slab.touched, out=slab.dirty)

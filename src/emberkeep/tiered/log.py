@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64, Bools, Json
+from emberkeep._types import I64, U8, U64, Bools, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
@@ -103,7 +102,7 @@ class RowLog:
         self.live: I64
         self.undecided: I64
         self._unwritten: I64
-        self.states: npt.NDArray[np.uint8]
+        self.states: U8
         self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at

@@ -5,12 +5,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64, Bools
+from emberkeep._types import I64, U64, Array, Bools
 from emberkeep.kernels.log_records import HEADER
 
 BLOCK = 4096
@@ -36,7 +34,7 @@ class Layout:
     addresses: I64
     widths: I64
     by_row: Bools
-    arrays: tuple[npt.NDArray[Any], ...]
+    arrays: tuple[Array, ...]
     """What the addresses point to, kept alive."""
 
     @property
@@ -50,14 +48,14 @@ class Layout:
     def segment_blocks(self, segment_nbytes: int) -> int:
         return max(1, segment_nbytes // self.block_nbytes)
 
-    def onto(self, arrays: Sequence[npt.NDArray[Any]]) -> Layout:
+    def onto(self, arrays: Sequence[Array]) -> Layout:
         """The same records, read to other arrays; for planes that are not by row."""
         pairs = zip(arrays, self.by_row, self.addresses, strict=True)
         addresses = [a if fixed else array.ctypes.data for array, fixed, a in pairs]
         return replace(self, addresses=np.array(addresses, np.int64), arrays=tuple(arrays))
 
 
-def layout_of(framed: Sequence[npt.NDArray[Any]], by_row: Sequence[npt.NDArray[Any]]) -> Layout:
+def layout_of(framed: Sequence[Array], by_row: Sequence[Array]) -> Layout:
     """Planes indexed by frame, then planes indexed by row."""
     arrays = (*framed, *by_row)
     return Layout(

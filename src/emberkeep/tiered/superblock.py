@@ -24,10 +24,9 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from emberkeep._types import Json
+from emberkeep._types import Bools, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, FormatError, StateError
 
@@ -89,12 +88,12 @@ class Superblock:
         return self.first_life + len(self.lives)
 
 
-def pack_bits(bits: npt.NDArray[np.bool_]) -> str:
+def pack_bits(bits: Bools) -> str:
     """Bits as text; long runs of one kind take little room."""
     return base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()
 
 
-def unpack_bits(text: str, count: int) -> npt.NDArray[np.bool_]:
+def unpack_bits(text: str, count: int) -> Bools:
     if not text:
         return np.zeros(count, np.bool_)
     packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
