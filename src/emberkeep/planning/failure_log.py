@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from emberkeep._types import F64
+from emberkeep.config import read_text
 from emberkeep.errors import ConfigError, DataError
 
 FEWEST = 5
@@ -98,16 +99,7 @@ def read_failures(path: str | Path, *, column: str | None = None) -> FailureLog:
 
 def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     """The header, empty where there is none, and the lines."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise DataError(f"{path} is a directory; name a CSV file") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a CSV file: byte {error.start} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    text = read_text(path, "CSV", DataError)
     kept = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not kept:
         raise DataError(f"{path} holds no lines")

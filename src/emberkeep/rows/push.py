@@ -39,7 +39,7 @@ class Recording:
 
 
 class WriteWatcher(Protocol):
-    """Who wants to know by what rows change."""
+    """What must know by how much rows change."""
 
     def before_write(self, written: I64) -> None:
         """Rows are about to change, in whatever way."""

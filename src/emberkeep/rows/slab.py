@@ -203,13 +203,17 @@ class Slab:
 
     def touched_ids(self, table: int) -> I64:
         """The ids of the rows of a table that were ever trained and not deleted, ascending."""
+        found = self._touched_rows(table)
+        if table in self.slots:
+            return np.sort(self.ids[found])
+        return (found - int(self.bases_T[table])) * self.shards + self.shard
+
+    def _touched_rows(self, table: int) -> I64:
         base = int(self.bases_T[table])
         words = (base >> 6, (base + self.slots_T[table] + 63) >> 6)
         found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
         batch_rows.list_bits(self.touched, *words, found)
-        if table in self.slots:
-            return np.sort(self.ids[found])
-        return (found - base) * self.shards + self.shard
+        return found
 
     def has_plane(self, table: int, name: str) -> bool:
         """Whether rows of a table have a plane: only tables that evict know when rows were used."""
@@ -484,11 +488,7 @@ class Slab:
     def restore_slots(self) -> None:
         """Makes the indexes of dynamic tables again, from the ids of the rows that are touched."""
         for t, slots in self.slots.items():
-            base = int(self.bases_T[t])
-            words = (base >> 6, (base + self.slots_T[t] + 63) >> 6)
-            found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
-            batch_rows.list_bits(self.touched, *words, found)
-            slots.restore(found - base)
+            slots.restore(self._touched_rows(t) - self.bases_T[t])
 
     def _over(self, count: int, write: Writer, *args: Any, least: int = _LEAST_ROWS) -> list[int]:
         """Runs a kernel over ranges of rows; its results."""

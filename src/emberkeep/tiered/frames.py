@@ -1,4 +1,4 @@
-"""Which rows have their planes in memory: frames, who stands in them, and who used them last."""
+"""Which rows have their planes in memory: frames, the rows in them, and their last use."""
 
 from __future__ import annotations
 
