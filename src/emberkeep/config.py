@@ -27,7 +27,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, EmberkeepError
 
 _Settings = TypeVar("_Settings")
 _Table = dict[str, Any]
@@ -67,9 +67,9 @@ def check(settings: Any) -> None:
         value = getattr(settings, field.name)
         choices = _choices(hints[field.name])
         if choices and value is not None and value not in choices:
-            near = _nearest(str(value), choices)
+            hint = _nearest(str(value), choices)
             raise ConfigError(
-                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{near}"
+                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{hint}"
             )
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -78,18 +78,22 @@ def check(settings: Any) -> None:
 
 def load(kind: type[_Settings], path: str | Path, overrides: Iterable[str] = ()) -> _Settings:
     """Reads a TOML file; `overrides` are `section.key=value`, applied after the file."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory; name the TOML file in it") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a TOML file: byte {error.start} is not UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    text = read_text(path, "TOML", ConfigError)
     return parse(kind, text, source=str(path), overrides=overrides)
+
+
+def read_text(path: str | Path, kind: str, error: type[EmberkeepError]) -> str:
+    """The text of a file that is named by the user; `error` says why it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise error(f"{path} is a directory; name the {kind} file in it") from None
+    except UnicodeDecodeError as failure:
+        raise error(f"{path} is not a {kind} file: byte {failure.start} is not UTF-8") from None
+    except OSError as failure:
+        raise error(f"{path} cannot be read: {failure.strerror}") from None
 
 
 def parse(
@@ -216,8 +220,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def _override(text: str) -> _Table:

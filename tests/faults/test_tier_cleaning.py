@@ -13,7 +13,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import durable_open, upkeep
-from emberkeep.tiered.log import START
+from emberkeep.tiered.superblock import START
 from emberkeep.tiered.tiered_slab import TieredSlab
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
@@ -115,7 +115,7 @@ def test_a_count_beyond_its_block_is_damage_even_under_a_valid_checksum() -> Non
     salt = np.uint64(7)
     kernels.seal(words, 512, 10, 20, 1, 5, 1, 0, salt)
     words[512 + 1] = np.uint64(11) | (np.uint64(1) << np.uint64(32))
-    words[512] = kernels.block_checksum(words[512:], salt, 1, 1)
+    words[512] = kernels.checksum(words[512:], salt, 1, 1)
     generations, sequences = np.empty(2, np.int64), np.empty(2, np.int64)
     kernels.check_blocks(words, 512, 10, 0, salt, generations, sequences)
     assert generations.tolist() == [1, -1]

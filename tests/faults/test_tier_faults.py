@@ -20,8 +20,7 @@ from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
 from emberkeep.tiered import durable_open
-from emberkeep.tiered.log import START
-from emberkeep.tiered.superblock import SLOT_NBYTES
+from emberkeep.tiered.superblock import SLOT_NBYTES, START, read_head
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.unit.tiered.test_tiered_slab import tiered
 
@@ -110,7 +109,7 @@ def test_it_comes_back_at_the_durable_batch(tmp_path: Path) -> None:
         end(cluster)
 
 
-def test_without_a_durable_batch_it_starts_anew(tmp_path: Path) -> None:
+def test_without_a_durable_batch_it_starts_over(tmp_path: Path) -> None:
     cluster = start(tmp_path / "t")
     train(cluster, 0)
     end(cluster)
@@ -152,7 +151,7 @@ def _spoil(path: Path, offset: int, nbytes: int = 600) -> None:
 def test_one_torn_head_is_survived_two_are_told(tmp_path: Path) -> None:
     before = trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
-    _, newest = durable_open.RowLog.read_head(str(file))
+    _, newest = read_head(str(file))
     _spoil(file, (newest % 2) * SLOT_NBYTES)  # the older one
     cluster = start(tmp_path / "t")
     assert state(cluster) == before
@@ -177,7 +176,7 @@ def test_a_short_file_is_told(tmp_path: Path) -> None:
 def test_a_damaged_block_is_told(tmp_path: Path) -> None:
     trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
-    head, _ = durable_open.RowLog.read_head(str(file))
+    head, _ = read_head(str(file))
     free = durable_open.unpack_bits(head.free, head.segments)
     segment = int(np.flatnonzero(~free)[0])
     _spoil(file, START + segment * 16384 + 100)

@@ -16,8 +16,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, FormatError
 from emberkeep.tables import Adagrad, Table, Tier
 from emberkeep.tiered import durable_open, superblock
-from emberkeep.tiered.log import START, RowLog
-from emberkeep.tiered.superblock import SLOT_NBYTES
+from emberkeep.tiered.superblock import SLOT_NBYTES, START, read_head
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.golden import make_tier
@@ -61,7 +60,7 @@ def test_any_number_of_tables_is_saved_and_comes_back(tmp_path: Path, count: int
         train_all(cluster, 1)
         end(cluster)
     file = tmp_path / "t" / "rows-0-0.tier"
-    assert len(superblock.encode(RowLog.read_head(str(file))[0])) > (count > 330) * SLOT_NBYTES
+    assert len(superblock.encode(read_head(str(file))[0])) > (count > 330) * SLOT_NBYTES
 
 
 def test_a_long_head_that_is_torn_leaves_the_other_one(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_a_long_head_that_is_torn_leaves_the_other_one(tmp_path: Path) -> None:
     end(cluster)
     file = tmp_path / "t" / "rows-0-0.tier"
     content = file.read_bytes()
-    head, sequence = RowLog.read_head(str(file))
+    head, sequence = read_head(str(file))
     newest, older = head.areas[(sequence - 1) % 2], head.areas[sequence % 2]
     assert newest
     assert older
@@ -84,7 +83,7 @@ def test_a_long_head_that_is_torn_leaves_the_other_one(tmp_path: Path) -> None:
         file.write_bytes(spoiled)
         if message is None:
             # The one before it: the same batch, as it was prepared.
-            found, earlier = RowLog.read_head(str(file))
+            found, earlier = read_head(str(file))
             assert earlier == sequence - 1
             assert found.prepared is not None
             assert found.prepared.batch == 1
@@ -109,7 +108,7 @@ def test_very_many_segments_fit(tmp_path: Path) -> None:
     with slab.lock:
         log.reserve_head(segments=400_000, free=superblock.pack_bits(free))
     log.write_head(segments=400_000, free=superblock.pack_bits(free))
-    head, _ = RowLog.read_head(log.path)
+    head, _ = read_head(log.path)
     assert np.array_equal(superblock.unpack_bits(head.free, 400_000), free)
     end(cluster)
 

@@ -102,7 +102,7 @@ def test_partial_recovery_that_does_not_pay_is_full() -> None:
     assert forced.overhead.save > refused.overhead.save
 
 
-def test_a_shard_that_was_never_saved_begins_anew() -> None:
+def test_a_shard_that_was_never_saved_starts_over() -> None:
     early = replace(SPEC, times=(30 * HOUR,), pls=0.2)
     assert run(Task(spec=early, strategy="cpr")).began_anew
     assert not run(Task(spec=replace(SPEC, times=(2 * HOUR,)), strategy="cpr")).began_anew

@@ -18,6 +18,7 @@ from emberkeep.kernels import batch_rows
 bits = np.zeros(2, np.uint64)
 batch_rows.set_bits(bits, np.array([3, 70]))
 print(batch_rows.count_bits(bits, 0, 2))
+batch_rows.write_first_nonfinite(np.zeros(256, np.int64), np.zeros((2, 4), np.float32))
 """
 
 

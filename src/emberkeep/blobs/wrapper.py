@@ -97,11 +97,11 @@ class OverlayStore(WrapperStore):
         return self._holder(name).size(name)
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        mine = {info.name: info for info in self._written.list(prefix)}
+        written = {info.name: info for info in self._written.list(prefix)}
         for info in self.inner.list(prefix):
-            if info.name not in mine and info.name not in self._gone:
+            if info.name not in written and info.name not in self._gone:
                 yield info
-        yield from mine.values()
+        yield from written.values()
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -51,7 +51,7 @@ class WritingStore(WrapperStore):
 
 @contextmanager
 def progress(title: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A function to be told of bytes as they are done, from any thread."""
+    """A function that takes the number of bytes that were just done, from any thread."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import (

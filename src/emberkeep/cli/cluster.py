@@ -131,7 +131,7 @@ def _look(hosts: Any) -> list[dict[str, Any]]:
     from emberkeep.errors import EmberkeepError
     from emberkeep.wire.connection import Connection
 
-    told = []
+    statuses = []
     for shard in range(hosts.count):
         try:
             address = hosts.where(shard, 3.0)[0]
@@ -139,31 +139,31 @@ def _look(hosts: Any) -> list[dict[str, Any]]:
             answer, _ = connection.act("status", deadline=timedelta(seconds=3))
             connection.close()
             answer.pop("tables", None)
-            told.append({"shard": shard, "address": address, **answer})
+            statuses.append({"shard": shard, "address": address, **answer})
         except EmberkeepError as error:
-            told.append({"shard": shard, "address": "", "state": "lost", "error": str(error)})
-    return told
+            statuses.append({"shard": shard, "address": "", "state": "lost", "error": str(error)})
+    return statuses
 
 
 def _rows(
     now: list[dict[str, Any]], before: list[dict[str, Any]], elapsed: float
 ) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
-    for told, earlier in zip(now, before, strict=True):
-        metrics, old = told.get("metrics", {}), earlier.get("metrics", {})
+    for status, earlier in zip(now, before, strict=True):
+        metrics, old = status.get("metrics", {}), earlier.get("metrics", {})
         moved = sum(metrics.get(k, 0) - old.get(k, 0) for k in ("rows_pulled", "rows_pushed"))
         rows.append(
             (
-                told["shard"],
-                told["state"],
-                told.get("epoch", ""),
-                told["address"],
+                status["shard"],
+                status["state"],
+                status.get("epoch", ""),
+                status["address"],
                 f"{metrics.get('pulls', 0):,}",
                 f"{metrics.get('pushes', 0):,}",
                 f"{moved / elapsed:,.0f}",
                 metrics.get("waiting", ""),
-                f"{told.get('dirty_rows', 0):,}",
-                _parity(told.get("parity")),
+                f"{status.get('dirty_rows', 0):,}",
+                _parity(status.get("parity")),
                 f"{metrics['version']:.0f}" if "version" in metrics else "",
                 f"{metrics['pls']:.4g}" if "pls" in metrics else "",
             )
@@ -171,15 +171,15 @@ def _rows(
     return rows
 
 
-def _parity(told: dict[str, Any] | None) -> str:
+def _parity(parity: dict[str, Any] | None) -> str:
     """What stands between a server and full redundancy; empty without parity."""
-    if told is None:
+    if parity is None:
         return ""
-    if told["missing_rows"]:
-        return f"{told['missing_rows']:,} rows missing"
-    if told["unprotected_stripes"]:
-        return f"{told['unprotected_stripes']:,} stripes open"
-    return f"lag {told['lag']:,}" if told["lag"] else "whole"
+    if parity["missing_rows"]:
+        return f"{parity['missing_rows']:,} rows missing"
+    if parity["unprotected_stripes"]:
+        return f"{parity['unprotected_stripes']:,} stripes open"
+    return f"lag {parity['lag']:,}" if parity["lag"] else "whole"
 
 
 def _table(rows: list[tuple[object, ...]]) -> Any:

@@ -41,15 +41,15 @@ def demo(
 
     found = demonstrate(given, hooks=lambda: [progress()], tell=say)
     page = training_page("Two shards were killed", [found.alone, found.failing])
-    told = _told(found)
-    path = write(directory / "report.html", page, told)
+    document = _document(found)
+    path = write(directory / "report.html", page, document)
     if as_json:
-        print_json({**told, "report": str(path)})
+        print_json({**document, "report": str(path)})
     else:
         _print(found, path, directory)
 
 
-def _told(found: Demonstration) -> dict[str, Any]:
+def _document(found: Demonstration) -> dict[str, Any]:
     return {
         "without_failures": found.alone.result.to_dict(),
         "with_failures": found.failing.result.to_dict(),
@@ -87,11 +87,11 @@ def _print(found: Demonstration, path: Path, directory: Path) -> None:
         rows.append(("the best possible", f"{alone.best_auc:.4f}", ""))
     held_out = f"on {alone.test_samples:,} held-out samples"
     print_table([held_out, "AUC", "log-loss"], rows, right=("AUC", "log-loss"))
-    costs, lost = failing.checkpoints, failing.recoveries
+    costs, recovery = failing.checkpoints, failing.recoveries
     assert costs is not None
-    assert lost is not None
+    assert recovery is not None
     emit(
-        f"\nThe failure cost {found.auc_lost:.4f} AUC and {lost.seconds:.2f} s; "
+        f"\nThe failure cost {found.auc_lost:.4f} AUC and {recovery.seconds:.2f} s; "
         f"versions cost {costs.stall_seconds:.2f} s in all"
     )
     if alone.baseline_auc is not None:

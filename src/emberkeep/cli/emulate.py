@@ -51,7 +51,7 @@ def emulate(
     mtbf: Annotated[str, option("--mtbf", "Mean time between failures of the job.")] = "28h",
     failures: Annotated[
         Path | None,
-        option("--failures", "Draw failures from the best fit to this record.", "FILE.csv"),
+        option("--failures", "Draw failures from the best fit to this log.", "FILE.csv"),
     ] = None,
     count: Annotated[
         int | None, option("--count", "So many failures instead of the expected number.", "N")
@@ -94,13 +94,13 @@ def emulate(
     )
     times = None
     if failures is not None:
-        from emberkeep.planning.failure_log import read_record
+        from emberkeep.planning.failure_log import read_failures
         from emberkeep.planning.failures import fits
 
-        record = read_record(failures)
-        best = fits(record.gaps_hours)[0]
+        log = read_failures(failures)
+        best = fits(log.gaps_hours)[0]
         times = best.draw(job.duration, seed=seed)
-        say(f"{'. '.join(record.taken)}; {len(times)} failures drawn from a {best.name} fit")
+        say(f"{'. '.join(log.taken)}; {len(times)} failures drawn from a {best.name} fit")
     changes = [*(SHORT if sweep == "fraction" else ()), *(overrides or ())]
     spec = Emulation(
         settings=small_task(changes) if config is None else load(config, overrides or ()),
@@ -118,9 +118,9 @@ def emulate(
             if sweep is None
             else _swept(spec, sweep, strategies, runs, progress)
         )
-    path = write(report, shown.page, shown.told, shown.rows)
+    path = write(report, shown.page, shown.document, shown.rows)
     if as_json:
-        print_json(shown.told)
+        print_json(shown.document)
     else:
         print_table(*shown.table, right=[c for c in shown.table[0][1:] if c != "note"])
     beside = ", ".join(path.with_suffix(suffix).name for suffix in (".json", ".csv"))
@@ -131,7 +131,7 @@ def emulate(
 class _Shown:
     """What a command leaves: JSON, a page, lines of a CSV file, and a table for the terminal."""
 
-    told: dict[str, Any]
+    document: dict[str, Any]
     page: Page
     rows: list[dict[str, Any]]
     table: Table
@@ -142,11 +142,11 @@ def _compared(spec: Emulation, strategies: list[str] | None, progress: Progress)
     from emberkeep.report import emulation_page as pages
 
     found = emulate(spec, [named(n) for n in strategies or STRATEGIES], progress=progress)
-    told = found.to_dict()
+    document = found.to_dict()
     return _Shown(
-        told=told,
+        document=document,
         page=pages.emulation_page(found),
-        rows=[pages.flat({"strategy": n, **o}) for n, o in told["strategies"].items()],
+        rows=[pages.flat({"strategy": n, **o}) for n, o in document["strategies"].items()],
         table=pages.outcome_table(found),
     )
 
@@ -159,7 +159,7 @@ def _swept(
     from emberkeep.report import emulation_page as pages
 
     names = [named(name) for name in strategies or ()]
-    told: dict[str, Any] = {"sweep": sweep}
+    document: dict[str, Any] = {"sweep": sweep}
     if sweep == "pls":
         points, alone = sweeps.over_targets(spec, names or ("cpr", "cpr_ssu"), progress=progress)
         page, table = pages.targets_page(points, alone), pages.targets_table(points)
@@ -172,11 +172,14 @@ def _swept(
             spec, names or ("cpr", "cpr_mfu", "cpr_ssu"), runs=runs, progress=progress
         )
         lines = sweeps.lines(points)
-        told["lines"] = {name: asdict(line) for name, line in lines.items()}
+        document["lines"] = {name: asdict(line) for name, line in lines.items()}
         page, table = pages.losses_page(points, lines), pages.lines_table(lines)
-    told["points"] = [point.to_dict() for point in points]
+    document["points"] = [point.to_dict() for point in points]
     return _Shown(
-        told=told, page=page, rows=[pages.flat(point) for point in told["points"]], table=table
+        document=document,
+        page=page,
+        rows=[pages.flat(point) for point in document["points"]],
+        table=table,
     )
 
 

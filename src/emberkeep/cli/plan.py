@@ -15,7 +15,7 @@ from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from emberkeep.planning.advisor import Plan
-    from emberkeep.planning.failure_log import Record
+    from emberkeep.planning.failure_log import FailureLog
     from emberkeep.planning.failures import Fit
 
 
@@ -28,7 +28,7 @@ def plan(
     ] = None,
     failures: Annotated[
         Path | None,
-        option("--failures", "Or a record of failures, one a line, to fit.", "FILE.csv"),
+        option("--failures", "Or a log of failures, one a line, to fit.", "FILE.csv"),
     ] = None,
     column: Annotated[
         str | None, option("--failures-column", "The column with their times.", "NAME")
@@ -37,7 +37,7 @@ def plan(
         int | None,
         option(
             "--failures-nodes",
-            "The record is of so many machines: scale it to the shards of the job.",
+            "The log is of so many machines: scale it to the shards of the job.",
             "N",
         ),
     ] = None,
@@ -86,11 +86,11 @@ def plan(
     from emberkeep.planning.advisor import Question, advise
 
     if (mtbf is None) == (failures is None):
-        raise ConfigError("give --mtbf, or --failures with a record of failures")
-    record: Record | None = None
+        raise ConfigError("give --mtbf, or --failures with a log of failures")
+    log: FailureLog | None = None
     fitted: tuple[Fit, ...] = ()
     if failures is not None:
-        record, fitted, between = _fitted(failures, column, nodes, shards)
+        log, fitted, between = _fitted(failures, column, nodes, shards)
     else:
         between = read_time("--mtbf", mtbf or "")
     save, load = _costs(save_time, load_time, repository)
@@ -115,37 +115,37 @@ def plan(
             parity_slowdown=parity_slowdown,
         )
     )
-    told = {**found.to_dict(), "failures": _told(record, fitted)}
+    document = {**found.to_dict(), "failures": _failures(log, fitted)}
     if report is not None:
         from emberkeep.report.page import write
         from emberkeep.report.plan_page import plan_page
 
-        page = plan_page(found, record=record, fitted=fitted, nodes=shards)
+        page = plan_page(found, log=log, fitted=fitted, nodes=shards)
         rows = [{"strategy": name, **o.to_dict()} for name, o in found.strategies.items()]
         for row in rows:
             row.update({f"overhead_{part}": v for part, v in row.pop("breakdown").items()})
-        say(f"written: {write(report, page, told, rows)}")
+        say(f"written: {write(report, page, document, rows)}")
     if as_json:
-        print_json(told)
+        print_json(document)
     else:
-        _print(found, record, fitted)
+        _print(found, log, fitted)
 
 
 def _fitted(
     path: Path, column: str | None, nodes: int | None, shards: int
-) -> tuple[Record, tuple[Fit, ...], timedelta]:
-    """The record, the distributions fitted to it, and the MTBF of the job."""
-    from emberkeep.planning.failure_log import read_record
+) -> tuple[FailureLog, tuple[Fit, ...], timedelta]:
+    """The log, the distributions fitted to it, and the MTBF of the job."""
+    from emberkeep.planning.failure_log import read_failures
     from emberkeep.planning.failures import fits, scaled_mtbf
 
-    record = read_record(path, column=column)
-    for line in record.taken:
+    log = read_failures(path, column=column)
+    for line in log.taken:
         say(line)
     if nodes is None:
-        named = f" ({record.nodes} machines are named there)" if record.nodes else ""
+        named = f" ({log.nodes} machines are named there)" if log.nodes else ""
         say(f"its MTBF is taken for that of the job{named}; --failures-nodes N would scale it")
-        return record, fits(record.gaps_hours), record.mtbf
-    return record, fits(record.gaps_hours), scaled_mtbf(record.mtbf, nodes=nodes, to=shards)
+        return log, fits(log.gaps_hours), log.mtbf
+    return log, fits(log.gaps_hours), scaled_mtbf(log.mtbf, nodes=nodes, to=shards)
 
 
 def _costs(
@@ -172,16 +172,16 @@ def _costs(
     return save, load
 
 
-def _told(record: Record | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | None:
-    if record is None:
+def _failures(log: FailureLog | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | None:
+    if log is None:
         return None
     return {
-        "source": record.source,
-        "count": record.failures,
-        "mtbf_hours": record.mtbf / timedelta(hours=1),
-        "together": record.together,
-        "nodes": record.nodes,
-        "taken": list(record.taken),
+        "source": log.source,
+        "count": log.failures,
+        "mtbf_hours": log.mtbf / timedelta(hours=1),
+        "together": log.together,
+        "nodes": log.nodes,
+        "taken": list(log.taken),
         "best": fitted[0].name,
         "fits": {
             fit.name: {
@@ -195,18 +195,18 @@ def _told(record: Record | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | No
     }
 
 
-def _print(plan: Plan, record: Record | None, fitted: tuple[Fit, ...]) -> None:
+def _print(plan: Plan, log: FailureLog | None, fitted: tuple[Fit, ...]) -> None:
     from emberkeep.planning.advisor import time_text
     from emberkeep.report.plan_page import TITLES, plan_table
 
     job = plan.question.job
-    if record is not None:
+    if log is not None:
         print_table(
             ["distribution", "mean", "AIC", "RMSE of survival"],
             [(f.name, time_text(f.mean), f"{f.aic:,.0f}", f"{f.rmse:.2%}") for f in fitted],
             right=("mean", "AIC", "RMSE of survival"),
         )
-        emit(f"best fit: {fitted[0].name}; observed MTBF {time_text(record.mtbf)}\n")
+        emit(f"best fit: {fitted[0].name}; observed MTBF {time_text(log.mtbf)}\n")
     emit(
         f"{time_text(job.duration)} on {job.shards} shards, {job.failing_together} failing "
         f"together every {time_text(job.mtbf)}: {job.failures:.3g} failures expected"

@@ -46,7 +46,7 @@ def serve(
         bool, typer.Option("--until-stdin-closes", help="End when standard input does.")
     ] = False,
 ) -> None:
-    """Run one shard server. It starts empty; whoever trains gives it tables and rows.
+    """Run one shard server. It starts empty; the trainer gives it tables and rows.
 
     Prints its address when it is ready, then logs JSON lines on stderr. SIGTERM ends it when the
     requests under way are answered.
@@ -66,21 +66,21 @@ def serve(
     warm_up()
     served = ShardService(threads=threads, place=place, on_event=_log)
     server = ShardServer(served, host=host, port=port, security=security)
-    told: dict[str, Any] = {"address": server.address, "pid": os.getpid(), "life": served.life}
+    status: dict[str, Any] = {"address": server.address, "pid": os.getpid(), "life": served.life}
     if metrics_at is not None:
         try:
             exporter = MetricsServer(served.exposition, metrics_at[1], metrics_at[0])
         except OSError as error:
             raise ConfigError(f"--metrics {metrics}: {error.strerror}") from None
-        told["metrics"] = f"http://{metrics_at[0]}:{exporter.port}"
+        status["metrics"] = f"http://{metrics_at[0]}:{exporter.port}"
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if until_stdin_closes:
         threading.Thread(target=_wait_for_stdin, args=(stop,), daemon=True).start()
-    _log("listening", told)
-    print(json.dumps(told), flush=True)
+    _log("listening", status)
+    print(json.dumps(status), flush=True)
     stop.wait()
     drained = served.drain(_DRAIN_SECONDS)
     _log("stopped", {"drained": drained})

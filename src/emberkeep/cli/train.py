@@ -116,12 +116,12 @@ def _print(result: Result) -> None:
 
     settings, console = result.settings, Console(highlight=False)
     memory_mib = result.peak_memory_nbytes / 2**20
-    here = f" in {result.seconds:.1f} s ({result.samples_per_second:,.0f} samples/s)"
+    took = f" in {result.seconds:.1f} s ({result.samples_per_second:,.0f} samples/s)"
     if result.resumed_step is not None:
         rest = result.steps - result.resumed_step
-        here = f", the last {rest} of {result.steps} steps here{here}" if rest else " before"
+        took = f", the last {rest} of {result.steps} steps here{took}" if rest else " before"
     console.print(
-        f"{settings.model.kind} trained on {result.samples:,} samples{here}, "
+        f"{settings.model.kind} trained on {result.samples:,} samples{took}, "
         f"final loss {result.loss:.4f}",
         f"{result.rows_trained:,} of {result.rows:,} rows were trained; "
         f"the process took at most {memory_mib:,.0f} MiB",

@@ -99,8 +99,87 @@ class Raw:
         return out
 
 
+class _RowGrids:
+    """Codecs that lay a grid over each row: codes of `_bits` a value, and 4 bytes for the grid."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @property
+    def _bits(self) -> int:
+        return 8
+
+    def _encode_rows(
+        self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
+    ) -> None:
+        """Encodes rows a..b; sets `raw_R` of those that are stored raw."""
+        raise NotImplementedError
+
+    def _decode_rows(self, codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
+        """Decodes rows a..b; how many have parameters that are never written."""
+        raise NotImplementedError
+
+    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
+        """Bytes of a row that is not stored raw."""
+        return sum(self.columns(width, dtype).values())
+
+    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
+        _check_float32(dtype, self.name)
+        if not _is_coded(width, self._bits):
+            return Raw().columns(width, dtype)
+        return {"codes": _code_bytes(width, self._bits), "params": _PARAM_BYTES}
+
+    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+        values_RD = _rows(values_RD)
+        _check_float32(values_RD.dtype, self.name)
+        rows, width = values_RD.shape
+        if not _is_coded(width, self._bits):
+            return Raw().encode(values_RD)
+        codes_RB = np.empty((rows, _code_bytes(width, self._bits)), np.uint8)
+        params_R = np.empty(rows, np.uint32)
+        raw_R = np.empty(rows, np.uint8)
+        _run(partial(self._encode_rows, values_RD, codes_RB, params_R, raw_R), rows, width, pool)
+        raw_rows = np.flatnonzero(raw_R)
+        return {
+            "codes": codes_RB,
+            "params": params_R,
+            "raw_rows": raw_rows.astype(np.uint32),
+            "raw_values": values_RD[raw_rows],
+        }
+
+    def decode(
+        self,
+        buffers: Buffers,
+        *,
+        rows: int,
+        width: int,
+        dtype: DTypeLike = np.float32,
+        out: Array | None = None,
+        pool: Pool | None = None,
+    ) -> Array:
+        _check_float32(dtype, self.name)
+        if not _is_coded(width, self._bits):
+            return Raw().decode(buffers, rows=rows, width=width, out=out)
+        _only(buffers, "codes", "params", "raw_rows", "raw_values")
+        # Kernels do not check bounds: every size is settled here.
+        code_bytes = _code_bytes(width, self._bits)
+        codes_RB = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, code_bytes))
+        params_R = _buffer(buffers, "params", np.dtype(np.uint32), (rows,))
+        raw_rows, raw_values = _raw_part(buffers, rows, width)
+        if len(raw_rows) and params_R[raw_rows].any():
+            raise DamageError("buffer 'params' holds a grid for a raw row: the piece is damaged")
+        if out is None:
+            out = np.empty((rows, width), np.float32)
+        _target(out, rows, width, np.dtype(np.float32))
+        wrong = _run(partial(self._decode_rows, codes_RB, params_R, out), rows, width, pool)
+        if any(wrong):
+            raise _never_written(self.name, sum(wrong), rows)
+        out[raw_rows] = raw_values
+        return out
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantized:
+class Quantized(_RowGrids):
     """Rows as `bits`-wide integers on a grid of their own: bits/8 bytes a value and 4 a row.
 
     Without a search (8 bits, by default) every value comes back to within half a step of its
@@ -163,48 +242,29 @@ class Quantized:
             "ratio": self.ratio,
         }
 
-    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
-        """Bytes of a row that is not stored raw."""
-        return sum(self.columns(width, dtype).values())
+    @property
+    def _bits(self) -> int:
+        return self.bits
 
-    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
-        return _columns(_float32(dtype, self), width, self.bits)
-
-    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+    def _encode_rows(
+        self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
+    ) -> None:
         from emberkeep.kernels.quantize import LANES, encode_rows
 
-        def work(
-            values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
-        ) -> None:
-            bins = np.float32(self.bins)
-            encode_rows(
-                values_RD, a, b, LANES, self.bits, self._fine, bins, self.iterations,
-                codes_RB, params_R, raw_R,
-            )  # fmt: skip
+        bins = np.float32(self.bins)
+        encode_rows(
+            values_RD, a, b, LANES, self.bits, self._fine, bins, self.iterations, codes_RB,
+            params_R, raw_R,
+        )  # fmt: skip
 
-        return _encode(self, _rows(values_RD), self.bits, work, pool)
-
-    def decode(
-        self,
-        buffers: Buffers,
-        *,
-        rows: int,
-        width: int,
-        dtype: DTypeLike = np.float32,
-        out: Array | None = None,
-        pool: Pool | None = None,
-    ) -> Array:
+    def _decode_rows(self, codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
         from emberkeep.kernels.quantize import decode_rows
 
-        def work(codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
-            return int(decode_rows(codes_RB, params_R, a, b, self.bits, self._fine, out_RD))
-
-        _float32(dtype, self)
-        return _decode(self, buffers, rows, width, self.bits, work, out, pool)
+        return int(decode_rows(codes_RB, params_R, a, b, self.bits, self._fine, out_RD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NonNegative8:
+class NonNegative8(_RowGrids):
     """Accumulators and second moments in 8 bits a value and 4 bytes a row.
 
     Such a plane divides the step of its weight, so what matters is the *ratio* of what comes back
@@ -227,40 +287,17 @@ class NonNegative8:
     def to_dict(self) -> dict[str, Any]:
         return {"codec": self.name, "version": 1}
 
-    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
-        """Bytes of a row that is not stored raw."""
-        return sum(self.columns(width, dtype).values())
-
-    def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
-        return _columns(_float32(dtype, self), width, 8)
-
-    def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
+    def _encode_rows(
+        self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
+    ) -> None:
         from emberkeep.kernels.nonnegative import encode_nonnegative
 
-        def work(
-            values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
-        ) -> None:
-            encode_nonnegative(values_RD, a, b, codes_RB, params_R, raw_R)
+        encode_nonnegative(values_RD, a, b, codes_RB, params_R, raw_R)
 
-        return _encode(self, _rows(values_RD), 8, work, pool)
-
-    def decode(
-        self,
-        buffers: Buffers,
-        *,
-        rows: int,
-        width: int,
-        dtype: DTypeLike = np.float32,
-        out: Array | None = None,
-        pool: Pool | None = None,
-    ) -> Array:
+    def _decode_rows(self, codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
         from emberkeep.kernels.nonnegative import decode_nonnegative
 
-        def work(codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
-            return int(decode_nonnegative(codes_RB, params_R, a, b, out_RD))
-
-        _float32(dtype, self)
-        return _decode(self, buffers, rows, width, 8, work, out, pool)
+        return int(decode_nonnegative(codes_RB, params_R, a, b, out_RD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,11 +327,11 @@ class NonNegative:
         return sum(self.columns(width, dtype).values())
 
     def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
-        _float32(dtype, self)
+        _check_float32(dtype, self.name)
         return {"codes": 2} if width == 1 else NonNegative8().columns(width)
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
-        _float32(values_RD.dtype, self)
+        _check_float32(values_RD.dtype, self.name)
         values_RD = _rows(values_RD)
         if values_RD.shape[1] > 1:
             return NonNegative8().encode(values_RD, pool)
@@ -321,7 +358,7 @@ class NonNegative:
         out: Array | None = None,
         pool: Pool | None = None,
     ) -> Array:
-        _float32(dtype, self)
+        _check_float32(dtype, self.name)
         if width > 1:
             return NonNegative8().decode(buffers, rows=rows, width=width, out=out, pool=pool)
         _only(buffers, "codes", "raw_rows", "raw_values")
@@ -331,7 +368,7 @@ class NonNegative:
             raise DamageError("buffer 'codes' holds a value for a raw row: the piece is damaged")
         wrong = (codes >= self._infinite) | ((codes < self._least) & (codes != 0))
         if wrong.any():
-            raise _never_written(self, int(wrong.sum()), rows)
+            raise _never_written(self.name, int(wrong.sum()), rows)
         if out is None:
             out = np.empty((rows, 1), np.float32)
         _target(out, rows, width, np.dtype(np.float32))
@@ -370,77 +407,16 @@ def _code_bytes(width: int, bits: int) -> int:
     return (width * bits + 7) // 8
 
 
-def _columns(dtype: np.dtype[Any], width: int, bits: int) -> dict[str, int]:
-    if not _is_coded(width, bits):
-        return Raw().columns(width, dtype)
-    return {"codes": _code_bytes(width, bits), "params": _PARAM_BYTES}
-
-
 def _is_coded(width: int, bits: int) -> bool:
     """Whether codes and parameters are smaller than the row; otherwise it is stored raw."""
     return _code_bytes(width, bits) + _PARAM_BYTES < 4 * width
 
 
-def _float32(dtype: DTypeLike, codec: Codec) -> np.dtype[Any]:
+def _check_float32(dtype: DTypeLike, codec: str) -> None:
     if np.dtype(dtype) != np.float32:
         raise ConfigError(
-            f"codec {codec.name!r} holds float32 planes, not {np.dtype(dtype)}: use Raw for it"
+            f"codec {codec!r} holds float32 planes, not {np.dtype(dtype)}: use Raw for it"
         )
-    return np.dtype(dtype)
-
-
-def _encode(
-    codec: Codec,
-    values_RD: Array,
-    bits: int,
-    work: Callable[[Array, Array, Array, Array, int, int], None],
-    pool: Pool | None,
-) -> dict[str, Array]:
-    _float32(values_RD.dtype, codec)
-    rows, width = values_RD.shape
-    if not _is_coded(width, bits):
-        return Raw().encode(values_RD)
-    codes_RB = np.empty((rows, _code_bytes(width, bits)), np.uint8)
-    params_R = np.empty(rows, np.uint32)
-    raw_R = np.empty(rows, np.uint8)
-    _run(partial(work, values_RD, codes_RB, params_R, raw_R), rows, width, pool)
-    raw_rows = np.flatnonzero(raw_R)
-    return {
-        "codes": codes_RB,
-        "params": params_R,
-        "raw_rows": raw_rows.astype(np.uint32),
-        "raw_values": values_RD[raw_rows],
-    }
-
-
-def _decode(
-    codec: Codec,
-    buffers: Buffers,
-    rows: int,
-    width: int,
-    bits: int,
-    work: Callable[[Array, Array, Array, int, int], int],
-    out: Array | None,
-    pool: Pool | None,
-) -> Array:
-    float32 = np.dtype(np.float32)
-    if not _is_coded(width, bits):
-        return Raw().decode(buffers, rows=rows, width=width, out=out)
-    _only(buffers, "codes", "params", "raw_rows", "raw_values")
-    # Kernels do not check bounds: every size is settled here.
-    codes_RB = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, _code_bytes(width, bits)))
-    params_R = _buffer(buffers, "params", np.dtype(np.uint32), (rows,))
-    raw_rows, raw_values = _raw_part(buffers, rows, width)
-    if len(raw_rows) and params_R[raw_rows].any():
-        raise DamageError("buffer 'params' holds a grid for a raw row: the piece is damaged")
-    if out is None:
-        out = np.empty((rows, width), np.float32)
-    _target(out, rows, width, float32)
-    wrong = _run(partial(work, codes_RB, params_R, out), rows, width, pool)
-    if any(wrong):
-        raise _never_written(codec, sum(wrong), rows)
-    out[raw_rows] = raw_values
-    return out
 
 
 def _raw_part(buffers: Buffers, rows: int, width: int) -> tuple[Array, Array]:
@@ -456,9 +432,9 @@ def _raw_part(buffers: Buffers, rows: int, width: int) -> tuple[Array, Array]:
     return raw_rows, raw_values
 
 
-def _never_written(codec: Codec, wrong: int, rows: int) -> DamageError:
+def _never_written(codec: str, wrong: int, rows: int) -> DamageError:
     return DamageError(
-        f"{wrong} of {rows} rows have parameters that codec {codec.name!r} never writes: "
+        f"{wrong} of {rows} rows have parameters that codec {codec!r} never writes: "
         "the piece is damaged, restore another version"
     )
 

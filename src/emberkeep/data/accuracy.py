@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, F64
 from emberkeep.errors import DataError
 
-_Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+_Floats = F32 | F64
 
 
 def auc(labels: _Floats, scores: _Floats) -> float:
@@ -39,7 +39,7 @@ def log_loss(labels: _Floats, logits: _Floats) -> float:
     return float(np.mean(np.maximum(x, 0.0) - x * truth + np.log1p(np.exp(-np.abs(x)))))
 
 
-def _checked(labels: _Floats, scores: _Floats) -> npt.NDArray[np.float64]:
+def _checked(labels: _Floats, scores: _Floats) -> F64:
     if labels.shape != scores.shape or labels.ndim != 1 or len(labels) == 0:
         raise DataError(
             f"a metric needs as many scores as labels, and at least one: got {labels.shape} labels "

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep._types import F32, I64, U8
 from emberkeep.data.sources import Batch, Mark, existing_files, files_fingerprint
 from emberkeep.errors import ConfigError, DataError, StateError
 from emberkeep.kernels.sample_text import parse_lines, skip_lines
@@ -115,7 +115,7 @@ class _LineCursor:
         self._stream: IO[bytes] | None = None
         self._base = mark["offset"]
         self._rest = b""
-        self._text: npt.NDArray[np.uint8] = np.frombuffer(b"", np.uint8)
+        self._text: U8 = np.frombuffer(b"", np.uint8)
         self._at = self._end = 0
 
     def mark(self) -> Mark:
@@ -164,9 +164,9 @@ class _LineCursor:
 
     def _parse(
         self,
-        dense: npt.NDArray[np.float32],
-        ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.float32],
+        dense: F32,
+        ids: I64,
+        labels: F32,
     ) -> int:
         row = 0
         while row < len(labels) and self._fill():

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from emberkeep._types import F64, Bools
 from emberkeep.data.sources import Batch, Ids, Mark, MultiHot, existing_files, files_fingerprint
 from emberkeep.errors import ConfigError, DataError
 from emberkeep.kernels.sample_text import hash_integers, hash_strings
@@ -222,19 +222,17 @@ def _check_columns(path: Path, file: pq.ParquetFile, source: Parquet) -> None:
         raise DataError(f"{path}: no columns {missing}; the file has {present}")
 
 
-def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
-    nulls: npt.NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
+def _nulls(column: pa.Array) -> Bools:
+    nulls: Bools = column.is_null().to_numpy(zero_copy_only=False)
     return nulls
 
 
-def _numbers(path: Path, name: str, column: pa.Array) -> npt.NDArray[np.float64]:
+def _numbers(path: Path, name: str, column: pa.Array) -> F64:
     """A numeric or boolean column as float64, nulls as NaN."""
     try:
         if pa.types.is_boolean(column.type):
             column = column.cast(pa.uint8())
-        numbers: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(
-            zero_copy_only=False
-        )
+        numbers: F64 = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     except pa.ArrowException as error:
         raise DataError(
             f"{path}: column {name!r} is {column.type}, numbers are needed: {error}"
@@ -242,7 +240,7 @@ def _numbers(path: Path, name: str, column: pa.Array) -> npt.NDArray[np.float64]
     return numbers
 
 
-def _dense(path: Path, name: str, column: pa.Array, log: bool) -> npt.NDArray[np.float64]:
+def _dense(path: Path, name: str, column: pa.Array, log: bool) -> F64:
     numbers = np.nan_to_num(_numbers(path, name, column), nan=0.0, posinf=np.inf, neginf=-np.inf)
     return np.log1p(np.maximum(numbers, 0.0)) if log else numbers
 

@@ -108,9 +108,10 @@ class Reader:
     def lend(self, batches: int | None, unless_renewed: str = "") -> None:
         """So many batches may be taken until this is called again; None takes the limit away.
 
-        For whoever acts between batches, as a keeper does: a loop that takes more has forgotten
-        it, and would end early without a word if that were an end. It gets `StateError` with the
-        message `unless_renewed`. The budget of `hand_out` is another and stays as it is.
+        For a caller that acts between batches, as a keeper does: a loop that takes more has
+        forgotten it, and would end early without a word if that were an end. It gets
+        `StateError` with the message `unless_renewed`. The budget of `hand_out` is another and
+        stays as it is.
         """
         if batches is not None and batches < 0:
             raise ConfigError(f"0 or more batches can be lent, not {batches}")
@@ -170,7 +171,7 @@ class Reader:
         self._finished = False
 
     def close(self) -> None:
-        """Stops the background thread. The state stays readable, and `next` would start anew."""
+        """Stops the background thread. The state stays readable; `next` would start it again."""
         self._drop_stream(wait=True)
 
     def __enter__(self) -> Reader:

@@ -2,7 +2,7 @@
 
 A *source* describes data and holds nothing open; it may be copied, pickled and sent to a worker.
 `open` gives a *cursor*, which belongs to one thread. Samples are numbered from 0 in the one order
-that the source defines, whoever reads them and in batches of whatever size.
+that the source defines, by any reader and in batches of whatever size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from emberkeep._types import F32, I64
 from emberkeep.errors import ConfigError, DataError
 
-Ids = npt.NDArray[np.int64]
+Ids = I64
 MultiHot = tuple[Ids, Ids]
 Mark = dict[str, int]
 """Where a cursor stands within its files, as plain integers: a shortcut for opening there again."""
@@ -30,12 +29,12 @@ Mark = dict[str, int]
 class Batch:
     """Samples side by side. The arrays belong to the batch: no later batch reuses them."""
 
-    dense: npt.NDArray[np.float32]
+    dense: F32
     """`[B, n_dense]`"""
     ids: dict[str, Ids | MultiHot]
     """Feature → `[B]`, or for multi-hot features `(values, offsets)`, offsets being the `[B]`
     starts of the samples within `values`, as `torch.nn.EmbeddingBag` takes them."""
-    labels: npt.NDArray[np.float32]
+    labels: F32
     """`[B]`; NaN where the data has no labels."""
 
     def __len__(self) -> int:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from emberkeep._types import F32, F64, U64
 from emberkeep.data.accuracy import auc
 from emberkeep.data.sources import Batch, Ids, Mark
 from emberkeep.errors import ConfigError
@@ -80,8 +80,8 @@ class Synthetic:
 
     def fingerprint(self) -> str:
         skew = self.skew if isinstance(self.skew, str) else float(self.skew)
-        told = json.dumps([self.rows_total, skew, self.seed])
-        return f"synthetic:{xxhash.xxh3_64_hexdigest(told.encode())}"
+        text = json.dumps([self.rows_total, skew, self.seed])
+        return f"synthetic:{xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def count(self) -> int | None:
         return self.samples
@@ -99,7 +99,7 @@ class Synthetic:
             labels=labels.astype(np.float32),
         )
 
-    def probabilities(self, start: int, count: int) -> npt.NDArray[np.float64]:
+    def probabilities(self, start: int, count: int) -> F64:
         """The true click probabilities of samples start to start + count."""
         return self._probability(_draw(self, start, count))
 
@@ -109,7 +109,7 @@ class Synthetic:
         probability = self._probability(drawn)
         return auc((drawn.chance_B < probability).astype(np.float64), probability)
 
-    def _probability(self, drawn: _Drawn) -> npt.NDArray[np.float64]:
+    def _probability(self, drawn: _Drawn) -> F64:
         scales, bias = _calibration(self.rows_total, self.skew, self.seed)
         return _logistic(_logits(drawn.parts_BP, scales) + bias)
 
@@ -155,9 +155,9 @@ def skewed_ids(rows: int, count: int, skew: Skew = "criteo", seed: int = 0, star
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
     ids_FB: Ids
-    dense_BN: npt.NDArray[np.float32]
-    parts_BP: npt.NDArray[np.float64]
-    chance_B: npt.NDArray[np.float64]
+    dense_BN: F32
+    parts_BP: F64
+    chance_B: F64
 
 
 def _draw(source: Synthetic, start: int, count: int) -> _Drawn:
@@ -181,9 +181,7 @@ def _draw_from(rows_total: int, skew: Skew, seed: int, start: int, count: int) -
 
 
 @functools.lru_cache(maxsize=16)
-def _parameters(
-    rows_total: int, skew: Skew, seed: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+def _parameters(rows_total: int, skew: Skew, seed: int) -> tuple[F64, U64, F64]:
     rows = field_rows(rows_total)
     curves = np.stack([_curve(r, skew) for r in rows])
     shuffles = np.stack([_shuffle(r, seed, f) for f, r in enumerate(rows)])
@@ -193,7 +191,7 @@ def _parameters(
 
 
 @functools.lru_cache(maxsize=16)
-def _calibration(rows_total: int, skew: Skew, seed: int) -> tuple[npt.NDArray[np.float64], float]:
+def _calibration(rows_total: int, skew: Skew, seed: int) -> tuple[F64, float]:
     """Scales that give the parts their deviations, and the bias that gives the click rate.
 
     Hashed effects of a few hot ids decide how large a part comes out; without this step one seed
@@ -213,21 +211,19 @@ def _calibration(rows_total: int, skew: Skew, seed: int) -> tuple[npt.NDArray[np
     return scales, float(bias)
 
 
-def _logits(
-    parts_BP: npt.NDArray[np.float64], scales: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def _logits(parts_BP: F64, scales: F64) -> F64:
     # Term by term: a matrix product may round differently for another number of samples.
     effects, pairs, dense = parts_BP.T
-    logits: npt.NDArray[np.float64] = effects * scales[0] + pairs * scales[1] + dense * scales[2]
+    logits: F64 = effects * scales[0] + pairs * scales[1] + dense * scales[2]
     return logits
 
 
-def _logistic(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    probability: npt.NDArray[np.float64] = 1.0 / (1.0 + np.exp(-logits))
+def _logistic(logits: F64) -> F64:
+    probability: F64 = 1.0 / (1.0 + np.exp(-logits))
     return probability
 
 
-def _curve(rows: int, skew: Skew) -> npt.NDArray[np.float64]:
+def _curve(rows: int, skew: Skew) -> F64:
     """(low, span, power, shift): the rank of u in [0, 1) is (low + u·span)^power − shift.
 
     That is the inverse of a density proportional to (rank + shift)^−exponent.
@@ -266,7 +262,7 @@ def _zipf(skew: Skew) -> tuple[float, float]:
     )
 
 
-def _shuffle(rows: int, seed: int, field: int) -> npt.NDArray[np.uint64]:
+def _shuffle(rows: int, seed: int, field: int) -> U64:
     """(rows, mask, fold, odd, add, odd, add, salt): a bijection of 0..rows-1; a salt."""
     bits = max((rows - 1).bit_length(), 1)
     words = _words(seed, f"field {field}", 5)
@@ -280,6 +276,6 @@ def _key(seed: int) -> np.uint64:
     return np.uint64(_words(seed, "samples", 1)[0])
 
 
-def _words(seed: int, name: str, count: int) -> npt.NDArray[np.uint64]:
+def _words(seed: int, name: str, count: int) -> U64:
     words = [xxhash.xxh3_64_intdigest(f"{seed}/{name}/{i}".encode()) for i in range(count)]
     return np.array(words, np.uint64)

@@ -165,7 +165,7 @@ class View:
 
 
 class Follower:
-    """Serves the newest version of a repository, and moves on when told to.
+    """Serves the newest version of a repository, and moves on when asked to.
 
     - `refresh` applies the newest version whole, or raises and leaves everything as it was. It
       reads what is new: the increments since its version where they build on it; all rows
@@ -306,14 +306,14 @@ class Follower:
             if start == 0 and after is None:
                 for name, table in tables.items():
                     rows = before.get(name) or self._arenas[name].no_rows(name, table)
-                    builds[name] = _Build(self._arenas[name], rows, anew=True)
+                    builds[name] = _Build(self._arenas[name], rows, from_scratch=True)
             for manifest, chunk in merged_rows(
                 self._repository, manifests, self._pool, after=after
             ):
                 hold.renew()
                 name = chunk.table
                 if name not in builds:
-                    builds[name] = _Build(self._arenas[name], before[name], anew=False)
+                    builds[name] = _Build(self._arenas[name], before[name], from_scratch=False)
                 builds[name].apply(chunk)
                 if len(chain) > 1 and manifest is manifests[-1]:
                     top[name].append(chunk.ids)
@@ -416,12 +416,12 @@ class _Arena:
 class _Build:
     """The next state of one table. Readers see nothing of it before it is published."""
 
-    def __init__(self, arena: _Arena, before: _Rows, *, anew: bool) -> None:
+    def __init__(self, arena: _Arena, before: _Rows, *, from_scratch: bool) -> None:
         self._arena = arena
         self._before = before
-        self._anew = anew
-        entries = np.zeros(16, np.uint64) if anew else before.entries.copy()
-        self.rows = replace(before, entries=entries, count=0 if anew else before.count)
+        self._from_scratch = from_scratch
+        entries = np.zeros(16, np.uint64) if from_scratch else before.entries.copy()
+        self.rows = replace(before, entries=entries, count=0 if from_scratch else before.count)
         self._taken: list[I64] = []
         self._replaced: list[I64] = []
 
@@ -429,7 +429,7 @@ class _Build:
         """Puts or removes rows. No id may come twice."""
         seen, _ = self._before.find(chunk.ids)
         if chunk.planes is None:
-            if not self._anew:
+            if not self._from_scratch:
                 self._remove(chunk.ids[seen >= 0], seen[seen >= 0])
             return
         weight = np.ascontiguousarray(chunk.planes["weight"], np.float32)
@@ -441,7 +441,7 @@ class _Build:
         new = self._arena.take(int(changed.sum()))
         self._taken.append(new)
         self._arena.weight_SD[new] = weight[changed]
-        if self._anew:
+        if self._from_scratch:
             self._insert(chunk.ids[same], seen[same])
         else:
             replaced = changed & (seen >= 0)
@@ -471,7 +471,7 @@ class _Build:
 
     def retired(self) -> I64:
         """The slots that the state before has and this one has not."""
-        if not self._anew:
+        if not self._from_scratch:
             return _joined(self._replaced)
         return np.setdiff1d(self._before.slots(), self.rows.slots(), assume_unique=True)
 
@@ -495,8 +495,8 @@ def _joined(parts: Sequence[I64]) -> I64:
 def _shared(one: Sequence[VersionId], other: Sequence[VersionId]) -> int:
     """How many versions both chains begin with."""
     count = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
+    for own, theirs in zip(one, other, strict=False):
+        if own != theirs:
             break
         count += 1
     return count

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import F32, I64
+from emberkeep._types import F32, I64, Bools
 from emberkeep.checkpoint.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
@@ -159,7 +158,7 @@ class _Before:
         )
         self._matched = np.zeros(ids.size, np.bool_)
 
-    def find(self, ids: I64) -> tuple[npt.NDArray[np.bool_], F32]:
+    def find(self, ids: I64) -> tuple[Bools, F32]:
         """Which ids are there, and their weights."""
         if not self._ids.size:
             return np.zeros(ids.size, np.bool_), self._weight

@@ -228,7 +228,7 @@ class _Safetensors:
         self.rows[chunk.table] += chunk.ids.size
         assert chunk.planes is not None
         for name, values in {"id": chunk.ids, **chunk.planes}.items():
-            # Opened anew each time: there may be more tensors than a process may have open files.
+            # Opened each time: there may be more tensors than a process may have open files.
             with open(self._parts[chunk.table, name], "ab") as part:
                 part.write(np.ascontiguousarray(values).data)
 

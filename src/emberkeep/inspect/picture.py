@@ -245,14 +245,14 @@ restore of version {drawn.version} reads.</p>
 
 def _labelled(places: dict[int, int], side: int) -> list[tuple[int, int]]:
     """The first, the last, and some between: as many as can be read at so many pixels a place."""
-    apart = -(-_LABEL // side)
-    step = max(apart, -(-len(places) // _MOST_LABELS))
+    gap = -(-_LABEL // side)
+    step = max(gap, -(-len(places) // _MOST_LABELS))
     found = list(places.items())
     chosen = found[::step]
     if found and found[-1] not in chosen:
         # The last one takes the place of a neighbour that it would stand on.
         chosen = [
-            *(chosen[:-1] if found[-1][1] - chosen[-1][1] < max(2, apart) else chosen),
+            *(chosen[:-1] if found[-1][1] - chosen[-1][1] < max(2, gap) else chosen),
             found[-1],
         ]
     return chosen

@@ -75,19 +75,6 @@ def _atomic_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
     return types.void(bits, types.int64, types.uint64), generate
 
 
-@intrinsic
-def atomic_load(typing_context: Any, counter: Any) -> Any:
-    """The value of `counter[0]` now, not one that the compiler has read before."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = context.get_constant(types.intp, 0)
-        pointer = _item_pointer(context, builder, signature.args[0], args[0], zero)
-        pointer = builder.bitcast(pointer, _INT64.as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(counter), generate
-
-
 @inline
 def set_bit(bits: np.ndarray, row: int) -> None:
     """Sets a bit; ranges of rows that share a word may be worked on by several threads."""
@@ -115,6 +102,6 @@ def _pointer(kind: Any) -> Any:
 
 
 words_at = intrinsic(_pointer(types.uint32))
-"""The 32-bit words at an address; whoever gives it keeps the array."""
+"""The 32-bit words at an address; the caller keeps the array."""
 numbers_at = intrinsic(_pointer(types.int64))
-"""The 64-bit numbers at an address; whoever gives it keeps the array."""
+"""The 64-bit numbers at an address; the caller keeps the array."""

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -125,6 +126,26 @@ def kernel(function: _Function) -> _Function:
     with contextlib.suppress(RuntimeError):  # no directory at all: compiled in every process
         compiled._cache = _KernelCache(function)
     return cast(_Function, compiled)
+
+
+def variant(
+    template: Callable[..., Any], name: str, *, of: Any = None, **given: Any
+) -> Callable[..., Any]:
+    """A kernel with the code of `template`, where the names in `given` have those values.
+
+    It is compiled and cached as a kernel called `name` in the module `of` a kernel, or in that of
+    the template. The values are globals to it: numba would make cells of a closure part of the
+    cache's key, and those that hold kernels differ in every process.
+    """
+    home = template if of is None else of.py_func
+    code = template.__code__.replace(
+        co_filename=home.__code__.co_filename,
+        co_firstlineno=home.__code__.co_firstlineno,
+        co_name=name,
+        co_qualname=name,
+    )
+    values = {**template.__globals__, **given, "__name__": home.__module__}
+    return kernel(types.FunctionType(code, values, name))
 
 
 def inline(function: _Function) -> _Function:

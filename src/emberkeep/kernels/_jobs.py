@@ -6,21 +6,28 @@ caller writes the arguments of a call into a *block* of memory, beside the addre
 makes it, and threads that never sleep long take parts of it from there (`job_rounds.py`).
 
 The first two arguments of such a kernel are the range that it works on. It must not raise: what
-Python could be told is told by its result, an integer.
+Python needs to know is its result, an integer.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.types.containers import StarArgTuple, StarArgUniTuple
 from numba.extending import intrinsic
+
+from emberkeep._types import I64
+from emberkeep.kernels._jit import variant
 
 _WORD = ir.IntType(64)
 _WORDS = _WORD.as_pointer()
 _CALL = ir.FunctionType(ir.VoidType(), [_WORDS, _WORD, _WORD, _WORDS])
+
+_STAR_ARGS = (StarArgTuple, StarArgUniTuple)
 
 # What a part that could not get memory leaves as its result.
 FAILED = -(2**63)
@@ -35,13 +42,15 @@ def _words(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> 
 def write_call(typing_context: Any, function: Any, block: Any, args: Any) -> Any:
     """Writes the call `function(start, stop, *args)` into a block: code first, then arguments.
 
-    Arrays are written as addresses: whoever writes a call keeps them until it was made.
+    Arrays are written as addresses: the caller keeps them until the call was made.
     """
     wanted = (types.int64, types.int64, *args.types)
     signature = function.get_call_type(typing_context, wanted, {})
 
     def generate(context: Any, builder: Any, outer: Any, values: Any) -> Any:
-        given, expected = outer.args[2].types, signature.args[2:]
+        given, expected = outer.args[2].types, [*signature.args[2:]]
+        if isinstance(expected[-1], _STAR_ARGS):
+            expected[-1:] = expected[-1].types
         block_words = _words(context, builder, outer.args[1], values[1], _WORD(0))
         places, at = [], 1
         for i, (kind, target) in enumerate(zip(given, expected, strict=True)):
@@ -75,6 +84,10 @@ def _caller(context: Any, module: Any, function: Any, signature: Any, places: An
         builder.load(builder.bitcast(builder.gep(block, [_WORD(at)]), place), align=8)
         for at, place in places
     ]
+    last = signature.args[-1]
+    if isinstance(last, _STAR_ARGS):
+        own = len(signature.args) - 3
+        args[own:] = [context.make_tuple(builder, last, args[own:])]
     compiled = function.dispatcher.overloads[signature.args]
     context.active_code_library.add_linking_library(compiled.library)
     status, value = context.call_internal_no_propagate(
@@ -85,6 +98,15 @@ def _caller(context: Any, module: Any, function: Any, signature: Any, places: An
     builder.store(builder.select(status.is_error, _WORD(FAILED), value), result)
     builder.ret_void()
     return code
+
+
+def _write(block: I64, *args: Any) -> None:
+    write_call(function, block, args)  # noqa: F821
+
+
+def writer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel that writes calls of a kernel into blocks."""
+    return variant(_write, f"write_{function.__name__}", of=function, function=function)
 
 
 @intrinsic

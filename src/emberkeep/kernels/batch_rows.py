@@ -8,15 +8,12 @@ cut into ranges.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import F32, F64, I32, I64, U64
+from emberkeep._types import F32, F64, I32, I64, U64, Bools
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import add_row, add_scaled_row, copy_row
 from emberkeep.kernels.hash_index import GOLDEN
 
@@ -63,14 +60,14 @@ def dedupe(
             at = (np.uint64(identity) * GOLDEN) >> shift
             u = scratch[at]
             unique_N[start + found] = identity  # the next free place: kept if the id is new
-            mine = found if u < 0 else u
-            while unique_N[start + mine] != identity:
+            number = found if u < 0 else u
+            while unique_N[start + number] != identity:
                 at = (at + _ONE) & mask
                 u = scratch[at]
-                mine = found if u < 0 else u
-            scratch[at] = mine
-            inverse_N[i] = mine
-            found = max(found, np.int32(mine + 1))
+                number = found if u < 0 else u
+            scratch[at] = number
+            inverse_N[i] = number
+            found = max(found, np.int32(number + 1))
         counts_T[t] = found
 
 
@@ -305,7 +302,7 @@ def clear_bits(bits: U64, rows: I64) -> None:
 
 
 @kernel
-def test_bits(bits: U64, rows: I64, out: npt.NDArray[np.bool_]) -> None:
+def test_bits(bits: U64, rows: I64, out: Bools) -> None:
     for i in range(rows.size):
         out[i] = (bits[rows[i] >> 6] >> np.uint64(rows[i] & 63)) & _ONE
 
@@ -350,31 +347,9 @@ def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None
         add_row(out_UD, targets[i], values_ND, sources[i])
 
 
-@kernel
-def write_dedupe(block: I64, *args: Any) -> None:
-    write_call(dedupe, block, args)
-
-
-@kernel
-def write_gather(block: I64, *args: Any) -> None:
-    write_call(gather, block, args)
-
-
-@kernel
-def write_pool(block: I64, *args: Any) -> None:
-    write_call(pool, block, args)
-
-
-@kernel
-def write_aggregate(block: I64, *args: Any) -> None:
-    write_call(aggregate, block, args)
-
-
-@kernel
-def write_scale_gradients(block: I64, *args: Any) -> None:
-    write_call(scale_gradients, block, args)
-
-
-@kernel
-def write_first_nonfinite(block: I64, *args: Any) -> None:
-    write_call(first_nonfinite, block, args)
+write_dedupe = writer(dedupe)
+write_gather = writer(gather)
+write_pool = writer(pool)
+write_aggregate = writer(aggregate)
+write_scale_gradients = writer(scale_gradients)
+write_first_nonfinite = writer(first_nonfinite)

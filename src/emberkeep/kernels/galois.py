@@ -7,15 +7,13 @@ the words of a row. Times 1 is plain XOR.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import carray
 
 from emberkeep._types import I64, U32, U64
 from emberkeep.kernels._intrinsics import numbers_at, prefetch_row, test_bit, words_at
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._words import copy_words, xor_words
 
 _HIGH = np.uint32(0x80808080)
@@ -61,9 +59,7 @@ def add_product(
                 target_TW[row, w] ^= _times(rows_UW[i, w], coefficient)
 
 
-@kernel
-def write_add_product(block: I64, *args: Any) -> None:
-    write_call(add_product, block, args)
+write_add_product = writer(add_product)
 
 
 @kernel
@@ -82,9 +78,7 @@ def add_products(start: int, stop: int, bounds: I64, table_S8: I64) -> None:
         )
 
 
-@kernel
-def write_add_products(block: I64, *args: Any) -> None:
-    write_call(add_products, block, args)
+write_add_products = writer(add_products)
 
 
 @kernel
@@ -152,9 +146,7 @@ def add_plane(
                 out_UW[i, column + w] = np.uint32(0)
 
 
-@kernel
-def write_add_plane(block: I64, *args: Any) -> None:
-    write_call(add_plane, block, args)
+write_add_plane = writer(add_plane)
 
 
 @kernel
@@ -189,19 +181,17 @@ def solve_rows(
         for w in range(width):
             plane_RV[row, w] = parity_TW[parity, column + w]
         for m in range(others_M4.shape[0]):
-            count, its = others_M4[m, 1], others_M4[m, 3]
+            count, other_slot = others_M4[m, 1], others_M4[m, 3]
             other_RV = carray(words_at(others_M4[m, 0]), (count, width))
             touched = carray(numbers_at(others_M4[m, 2]), ((count + 63) >> 6,))
-            if soon + its < count:
-                prefetch_row(other_RV, soon + its)
-            other = stripes[i] * k + its
+            if soon + other_slot < count:
+                prefetch_row(other_RV, soon + other_slot)
+            other = stripes[i] * k + other_slot
             if other < count and touched[other >> 6] >> (other & 63) & 1:
                 xor_words(plane_RV, row, 0, other_RV, other)
 
 
-@kernel
-def write_solve_rows(block: I64, *args: Any) -> None:
-    write_call(solve_rows, block, args)
+write_solve_rows = writer(solve_rows)
 
 
 @kernel
@@ -227,6 +217,4 @@ def add_member(
                     target_TW[target, column + w] ^= _times(plane_RV[row, w], coefficient)
 
 
-@kernel
-def write_add_member(block: I64, *args: Any) -> None:
-    write_call(add_member, block, args)
+write_add_member = writer(add_member)

@@ -10,9 +10,8 @@ and a table that lost rows is as fast as one that never had them.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64
+from emberkeep._types import I64, U64, Bools
 from emberkeep.kernels._jit import inline, kernel
 
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -121,7 +120,7 @@ def index_remove(entries: U64, ids: I64, gone: I64) -> None:
 def route(
     ids: I64,
     offsets_T: I64,
-    dynamic_T: npt.NDArray[np.bool_],
+    dynamic_T: Bools,
     shards: int,
     counts_ST: I64,
     order: I64,

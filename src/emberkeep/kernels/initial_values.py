@@ -7,14 +7,12 @@ was never trained need not be stored anywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from emberkeep._types import F32, I64, U64
 from emberkeep.kernels._intrinsics import prefetch_bit, prefetch_row, set_bit, test_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import add_scaled_row, copy_row
 from emberkeep.kernels.hash_index import GOLDEN, hash_id, mix64
 
@@ -283,16 +281,6 @@ def pull_bags(
     return -1
 
 
-@kernel
-def write_prepare(block: I64, *args: Any) -> None:
-    write_call(prepare, block, args)
-
-
-@kernel
-def write_pull(block: I64, *args: Any) -> None:
-    write_call(pull, block, args)
-
-
-@kernel
-def write_pull_bags(block: I64, *args: Any) -> None:
-    write_call(pull_bags, block, args)
+write_prepare = writer(prepare)
+write_pull = writer(pull)
+write_pull_bags = writer(pull_bags)

@@ -99,18 +99,12 @@ def seal(
     """Writes the headers of the blocks of a buffer that hold `records` records, from `block` on."""
     blocks = (records + per_block - 1) // per_block
     for b in range(blocks):
-        mine = words[b * block_words : (b + 1) * block_words]
+        content = words[b * block_words : (b + 1) * block_words]
         count = min(per_block, records - b * per_block)
-        mine[1] = np.uint64(count) | (np.uint64(life) << _S32)
-        mine[2] = np.uint64(sequence + b)
-        mine[3] = np.uint64(generation)
-        mine[0] = checksum(mine, salt, block + b, generation)
-
-
-@kernel
-def block_checksum(words: U64, salt: np.uint64, block: int, generation: int) -> int:
-    """The checksum of one block, as `seal` writes it."""
-    return int(checksum(words, salt, block, generation))
+        content[1] = np.uint64(count) | (np.uint64(life) << _S32)
+        content[2] = np.uint64(sequence + b)
+        content[3] = np.uint64(generation)
+        content[0] = checksum(content, salt, block + b, generation)
 
 
 @kernel
@@ -128,12 +122,12 @@ def check_blocks(
     A whole block holds as many records as it says: nothing that it says leads out of it.
     """
     for b in range(generations.size):
-        mine = words[b * block_words : (b + 1) * block_words]
-        generation = np.int64(mine[3])
-        whole = generation > 0 and np.int64(mine[1] & LOW) <= per_block
-        whole = whole and mine[0] == checksum(mine, salt, block + b, int(generation))
+        content = words[b * block_words : (b + 1) * block_words]
+        generation = np.int64(content[3])
+        whole = generation > 0 and np.int64(content[1] & LOW) <= per_block
+        whole = whole and content[0] == checksum(content, salt, block + b, int(generation))
         generations[b] = generation if whole else -1
-        sequences[b] = np.int64(mine[2]) if whole else -1
+        sequences[b] = np.int64(content[2]) if whole else -1
 
 
 @kernel

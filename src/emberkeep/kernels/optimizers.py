@@ -6,14 +6,12 @@ up to fused multiply-adds. Powers are by repeated multiplication: the same bits 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from emberkeep._types import F32, I32, I64
 from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import adagrad_row, adam_row, subtract_scaled_row
 from emberkeep.kernels.initial_values import AHEAD
 
@@ -187,31 +185,9 @@ def clip_rows(
                 weight_RD[row, d] *= scale
 
 
-@kernel
-def write_sgd(block: I64, *args: Any) -> None:
-    write_call(sgd, block, args)
-
-
-@kernel
-def write_momentum(block: I64, *args: Any) -> None:
-    write_call(momentum, block, args)
-
-
-@kernel
-def write_adagrad(block: I64, *args: Any) -> None:
-    write_call(adagrad, block, args)
-
-
-@kernel
-def write_row_wise_adagrad(block: I64, *args: Any) -> None:
-    write_call(row_wise_adagrad, block, args)
-
-
-@kernel
-def write_adam(block: I64, *args: Any) -> None:
-    write_call(adam, block, args)
-
-
-@kernel
-def write_clip_rows(block: I64, *args: Any) -> None:
-    write_call(clip_rows, block, args)
+write_sgd = writer(sgd)
+write_momentum = writer(momentum)
+write_adagrad = writer(adagrad)
+write_row_wise_adagrad = writer(row_wise_adagrad)
+write_adam = writer(adam)
+write_clip_rows = writer(clip_rows)

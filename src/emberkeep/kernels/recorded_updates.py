@@ -15,8 +15,8 @@ import numpy as np
 from emberkeep._types import F32, I32, I64, U32, U64, Bools
 from emberkeep.kernels import optimizers
 from emberkeep.kernels._intrinsics import prefetch_row, set_bit, test_bit
-from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jit import inline, kernel, variant
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._words import copy_words, xor_words
 from emberkeep.kernels.initial_values import AHEAD
 from emberkeep.kernels.optimizers import (
@@ -110,124 +110,52 @@ def _add(
             column += plane_RV.shape[1]
 
 
-@kernel
-def record_sgd(
-    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
-    rows: I64, grads_UD: F32, lr: np.float32, weight_RD: F32,
-) -> None:  # fmt: skip
-    planes = (weight_RD.view(np.uint32),)
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
-        _keep(first, last, stop, rows, at, known, planes, records_UW)
-        sgd(first, last, rows, grads_UD, lr, weight_RD)
-        if max_norm > 0.0:
-            clip_rows(first, last, rows, max_norm, weight_RD)
-        _add(first, last, rows, at, planes, records_UW)
-    done[0] = 1
+@inline
+def _one(weight_RD: F32) -> tuple[U32, ...]:
+    return (weight_RD.view(np.uint32),)
 
 
-@kernel
-def record_momentum(
-    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
-    rows: I64, grads_UD: F32, lr: np.float32, factor: np.float32, nesterov: bool, weight_RD: F32,
-    momentum_RD: F32,
-) -> None:  # fmt: skip
-    planes = (weight_RD.view(np.uint32), momentum_RD.view(np.uint32))
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
-        _keep(first, last, stop, rows, at, known, planes, records_UW)
-        momentum(first, last, rows, grads_UD, lr, factor, nesterov, weight_RD, momentum_RD)
-        if max_norm > 0.0:
-            clip_rows(first, last, rows, max_norm, weight_RD)
-        _add(first, last, rows, at, planes, records_UW)
-    done[0] = 1
+@inline
+def _two(weight_RD: F32, state_RV: F32) -> tuple[U32, ...]:
+    return (weight_RD.view(np.uint32), state_RV.view(np.uint32))
 
 
-@kernel
-def record_adagrad(
-    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
-    rows: I64, grads_UD: F32, lr: np.float32, eps: np.float32, weight_RD: F32, accumulator_RD: F32,
-) -> None:  # fmt: skip
-    planes = (weight_RD.view(np.uint32), accumulator_RD.view(np.uint32))
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
-        _keep(first, last, stop, rows, at, known, planes, records_UW)
-        adagrad(first, last, rows, grads_UD, lr, eps, weight_RD, accumulator_RD)
-        if max_norm > 0.0:
-            clip_rows(first, last, rows, max_norm, weight_RD)
-        _add(first, last, rows, at, planes, records_UW)
-    done[0] = 1
-
-
-@kernel
-def record_row_wise_adagrad(
-    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
-    rows: I64, grads_UD: F32, lr: np.float32, eps: np.float32, weight_RD: F32, accumulator_R1: F32,
-) -> None:  # fmt: skip
-    planes = (weight_RD.view(np.uint32), accumulator_R1.view(np.uint32))
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
-        _keep(first, last, stop, rows, at, known, planes, records_UW)
-        row_wise_adagrad(first, last, rows, grads_UD, lr, eps, weight_RD, accumulator_R1)
-        if max_norm > 0.0:
-            clip_rows(first, last, rows, max_norm, weight_RD)
-        _add(first, last, rows, at, planes, records_UW)
-    done[0] = 1
-
-
-@kernel
-def record_adam(
-    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
-    rows: I64, grads_UD: F32, offsets_T: I64, rates_T: F32, lr: float, beta1: float, beta2: float,
-    eps: np.float32, weight_RD: F32, first_RD: F32, second_RD: F32, step_R1: I32,
-) -> None:  # fmt: skip
-    planes = (
+@inline
+def _four(weight_RD: F32, first_RD: F32, second_RD: F32, step_R1: I32) -> tuple[U32, ...]:
+    return (
         weight_RD.view(np.uint32), first_RD.view(np.uint32), second_RD.view(np.uint32),
         step_R1.view(np.uint32),
     )  # fmt: skip
+
+
+def _record(
+    start: int, stop: int, at: I64, known: Bools, records_UW: U32, done: I64, max_norm: float,
+    rows: I64, *args: Any,
+) -> None:  # fmt: skip
+    planes = words_of(*args[WEIGHT:])  # type: ignore[name-defined]  # noqa: F821
     for first in range(start, stop, _BLOCK):
         last = min(first + _BLOCK, stop)
         _keep(first, last, stop, rows, at, known, planes, records_UW)
-        adam(
-            first, last, rows, grads_UD, offsets_T, rates_T, lr, beta1, beta2, eps, weight_RD,
-            first_RD, second_RD, step_R1,
-        )  # fmt: skip
+        update(first, last, rows, *args)  # type: ignore[name-defined]  # noqa: F821
         if max_norm > 0.0:
-            clip_rows(first, last, rows, max_norm, weight_RD)
+            clip_rows(first, last, rows, max_norm, args[WEIGHT])  # type: ignore[name-defined]  # noqa: F821
         _add(first, last, rows, at, planes, records_UW)
     done[0] = 1
 
 
-@kernel
-def write_record_sgd(block: I64, *args: Any) -> None:
-    write_call(record_sgd, block, args)
-
-
-@kernel
-def write_record_momentum(block: I64, *args: Any) -> None:
-    write_call(record_momentum, block, args)
-
-
-@kernel
-def write_record_adagrad(block: I64, *args: Any) -> None:
-    write_call(record_adagrad, block, args)
-
-
-@kernel
-def write_record_row_wise_adagrad(block: I64, *args: Any) -> None:
-    write_call(record_row_wise_adagrad, block, args)
-
-
-@kernel
-def write_record_adam(block: I64, *args: Any) -> None:
-    write_call(record_adam, block, args)
+def _recording(
+    update: Callable[..., Any], words_of: Callable[..., Any], planes: int
+) -> Callable[..., Any]:
+    """The writer of a kernel that updates rows and records it; planes are its last arguments."""
+    name = f"record_{update.__name__}"
+    return writer(variant(_record, name, update=update, words_of=words_of, WEIGHT=-planes))
 
 
 RECORDING: dict[Callable[..., object], Callable[..., object]] = {
-    optimizers.write_sgd: write_record_sgd,
-    optimizers.write_momentum: write_record_momentum,
-    optimizers.write_adagrad: write_record_adagrad,
-    optimizers.write_row_wise_adagrad: write_record_row_wise_adagrad,
-    optimizers.write_adam: write_record_adam,
+    optimizers.write_sgd: _recording(sgd, _one, 1),
+    optimizers.write_momentum: _recording(momentum, _two, 2),
+    optimizers.write_adagrad: _recording(adagrad, _two, 2),
+    optimizers.write_row_wise_adagrad: _recording(row_wise_adagrad, _two, 2),
+    optimizers.write_adam: _recording(adam, _four, 4),
 }
 """Of the writer of each optimizer's kernel, that of the one which records, too."""

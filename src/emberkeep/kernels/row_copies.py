@@ -8,9 +8,8 @@ care of. A row whose touched bit is off when it is taken is *absent*: it was del
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64
+from emberkeep._types import I64, U64, Bools
 from emberkeep.kernels._jit import kernel
 from emberkeep.kernels.batch_rows import count_ones
 
@@ -27,7 +26,7 @@ def take_slice(
     last_word: int,
     limit: int,
     rows: I64,
-    present: npt.NDArray[np.bool_],
+    present: Bools,
 ) -> tuple[int, int]:
     """Takes up to `limit` selected rows from `word` on; returns how many, and where to go on."""
     every = first.size == 0
@@ -39,11 +38,11 @@ def take_slice(
             if taken + count_ones(selected) > limit:
                 break
             copied[word] |= selected
-            here = touched[word]
+            trained = touched[word]
             while selected:
                 bit = selected & (~selected + _ONE)
                 rows[taken] = (word << 6) + count_ones(bit - _ONE)
-                present[taken] = (here & bit) != 0
+                present[taken] = (trained & bit) != 0
                 taken += 1
                 selected ^= bit
         word += 1
@@ -58,7 +57,7 @@ def take_before_write(
     copied: U64,
     written: I64,
     rows: I64,
-    present: npt.NDArray[np.bool_],
+    present: Bools,
 ) -> int:
     """Of the rows about to be written, takes those that are selected and not yet copied.
 
@@ -73,15 +72,15 @@ def take_before_write(
         bit = _ONE << np.uint64(row & 63)
         if copied[word] & bit:
             continue
-        here = touched[word] & bit
+        trained = touched[word] & bit
         if every:
             copied[word] |= bit
-            if not here:
+            if not trained:
                 continue
         elif not (first[word] | second[word]) & bit:
             continue
         copied[word] |= bit
         rows[taken] = row
-        present[taken] = here != 0
+        present[taken] = trained != 0
         taken += 1
     return taken

@@ -98,15 +98,15 @@ def forget(
             local = rows[i] - bases_T[t]
             at = (firsts_T[t] + _bucket(local, buckets)) * WAYS
             last = WAYS
-            mine = -1
+            own_way = -1
             for way in range(WAYS):
                 if entries[at + way] == np.int32(local + 1):
-                    mine = way
+                    own_way = way
                 if entries[at + way] == 0:
                     last = way
                     break
-            if mine >= 0:
-                entries[at + mine] = entries[at + last - 1]
+            if own_way >= 0:
+                entries[at + own_way] = entries[at + last - 1]
                 entries[at + last - 1] = 0
 
 
@@ -131,8 +131,8 @@ def distances(start: int, stop: int, weight_RD: F32, held: U64, kept_RD: F32, ou
         square = np.float32(0.0)
         if test_bit(held, row):
             for d in range(weight_RD.shape[1]):
-                apart = weight_RD[row, d] - kept_RD[row, d]
-                square += apart * apart
+                change = weight_RD[row, d] - kept_RD[row, d]
+                square += change * change
         out_R[row] = np.sqrt(square)
 
 

@@ -6,18 +6,16 @@ a row: a few dozen places are asked for at once, so that the processor looks for
 
 from __future__ import annotations
 
-from typing import Any
-
 from emberkeep._types import F32, I64, U64
 from emberkeep.kernels._intrinsics import _prefetch, prefetch_row, set_bit
 from emberkeep.kernels._jit import inline, kernel
-from emberkeep.kernels._jobs import write_call
+from emberkeep.kernels._jobs import writer
 from emberkeep.kernels._lanes import copy_row
 from emberkeep.kernels._streams import fence, fills_lines, stream_row
 from emberkeep.kernels.initial_values import AHEAD
 
 _TOGETHER = 64
-_NEAR = 4
+_SOON = 4
 
 
 @inline
@@ -38,14 +36,14 @@ def scatter(start: int, stop: int, values_UD: F32, places_U: I64, plane_RD: F32)
                 stream_row(plane_RD, places_U[i], values_UD, i)
         else:
             for i in range(first, last):
-                if i + _NEAR < last:
-                    prefetch_row(plane_RD, places_U[i + _NEAR])
+                if i + _SOON < last:
+                    prefetch_row(plane_RD, places_U[i + _SOON])
                 copy_row(plane_RD, places_U[i], values_UD, i)
     fence()
 
 
 @kernel
-def scatter_apart(
+def scatter_rows(
     start: int, stop: int, values_VD: F32, rows_U: I64, places_U: I64, plane_RD: F32
 ) -> None:
     """Writes rows of the values, which stand anywhere, each to its place."""
@@ -59,8 +57,8 @@ def scatter_apart(
             if streamed:
                 stream_row(plane_RD, places_U[i], values_VD, rows_U[i])
             else:
-                if i + _NEAR < last:
-                    prefetch_row(plane_RD, places_U[i + _NEAR])
+                if i + _SOON < last:
+                    prefetch_row(plane_RD, places_U[i + _SOON])
                 copy_row(plane_RD, places_U[i], values_VD, rows_U[i])
     fence()
 
@@ -73,16 +71,6 @@ def mark(start: int, stop: int, places_U: I64, touched: U64, dirty: U64) -> None
         set_bit(dirty, places_U[i])
 
 
-@kernel
-def write_scatter(block: I64, *args: Any) -> None:
-    write_call(scatter, block, args)
-
-
-@kernel
-def write_scatter_apart(block: I64, *args: Any) -> None:
-    write_call(scatter_apart, block, args)
-
-
-@kernel
-def write_mark(block: I64, *args: Any) -> None:
-    write_call(mark, block, args)
+write_scatter = writer(scatter)
+write_scatter_rows = writer(scatter_rows)
+write_mark = writer(mark)

@@ -1,11 +1,18 @@
-"""What is used of TorchRec's jagged tensors."""
+"""What a batch may be: ids by feature, or a jagged tensor such as TorchRec's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from emberkeep._types import I64
+from emberkeep.errors import ConfigError
+
+Ids: TypeAlias = "Tensor | tuple[Tensor, Tensor | Ends]"
+Features: TypeAlias = "Mapping[str, Ids] | KeyedJagged"
 
 
 @runtime_checkable
@@ -15,3 +22,48 @@ class KeyedJagged(Protocol):
     def keys(self) -> Sequence[str]: ...
     def values(self) -> Tensor: ...
     def lengths(self) -> Tensor: ...
+
+
+class Ends:
+    """Bag ends that were computed from lengths and need no checking."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self, ends: Tensor) -> None:
+        self.ends: I64 = ends.numpy()
+
+
+def by_feature(
+    features: Features, scales: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Ids], Mapping[str, Tensor]]:
+    """A batch as a mapping, with its per-sample weights: a jagged tensor is split by feature."""
+    if isinstance(features, Mapping):
+        return features, scales
+    if not isinstance(features, KeyedJagged):
+        raise ConfigError(
+            "a batch is {feature: ids}, {feature: (values, offsets)} or an object with keys(), "
+            f"values() and lengths(), not {type(features).__name__}"
+        )
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    lengths = lengths.to("cpu", torch.int64).reshape(len(keys), -1)
+    weights = getattr(features, "weights_or_none", lambda: None)()
+    counts = lengths.sum(1).tolist()
+    if sum(counts) != values.numel():
+        raise ConfigError(f"lengths add up to {sum(counts)}, there are {values.numel()} values")
+    ids: dict[str, Ids] = {}
+    for key, part, lengths_B in zip(keys, torch.split(values, counts), lengths, strict=True):
+        one_hot = bool((lengths_B == 1).all())
+        ids[key] = part if one_hot else (part, Ends(lengths_B.cumsum(0)))
+    if weights is not None:
+        scales = dict(zip(keys, torch.split(weights, counts), strict=True))
+    return ids, scales
+
+
+def to_ids(given: Tensor, name: str, what: str = "ids") -> I64:
+    """Ids from any device and of any integer type, as int64 in host memory."""
+    if isinstance(given, Tensor) and given.dtype == torch.int64 and given.device.type == "cpu":
+        return given.detach().numpy()
+    ids = torch.as_tensor(given)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ConfigError(f"feature {name!r}: {what} are integers, not {ids.dtype}")
+    return ids.detach().to("cpu", torch.int64).numpy()

@@ -270,12 +270,12 @@ def _warnings(
         yield (
             f"PLS {pls:.3g} would allow {time_text(wanted)} between versions, longer than the job "
             f"({time_text(job.duration)}): no version is taken before its end, and a failed shard "
-            "begins anew; --max-interval sets a bound"
+            "starts over; --max-interval sets a bound"
         )
     elif interval is not None and interval > _SHORT_OF_SAVES * job.duration:
         yield (
             f"one version in the whole job: a shard that fails before it, after "
-            f"{time_text(interval)}, begins anew; --max-interval sets a bound"
+            f"{time_text(interval)}, starts over; --max-interval sets a bound"
         )
     if job.mtbf > job.duration:
         yield (

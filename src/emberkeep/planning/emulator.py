@@ -95,12 +95,12 @@ class Outcome:
     """What the run took here; this machine's, not the job's."""
 
     def to_dict(self) -> dict[str, Any]:
-        told = asdict(self)
-        told["overhead"] = self.overhead.total
-        told["breakdown"] = asdict(self.overhead)
-        told["interval_hours"] = self.interval / HOUR
-        del told["interval"]
-        return told
+        document = asdict(self)
+        document["overhead"] = self.overhead.total
+        document["breakdown"] = asdict(self.overhead)
+        document["interval_hours"] = self.interval / HOUR
+        del document["interval"]
+        return document
 
 
 def small_task(overrides: Iterable[str] = ()) -> RunConfig:

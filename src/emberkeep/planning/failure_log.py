@@ -1,7 +1,7 @@
-"""Records of failures: CSV files as monitoring systems export them.
+"""Failure logs: CSV files as monitoring systems export them.
 
 A line is a failure with the time when it began, or a run with the time until it failed. What was
-taken for what is told in `Record.taken`, so that a wrong guess is seen and can be corrected.
+taken for what is in `FailureLog.taken`, so that a wrong guess is seen and can be corrected.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from emberkeep._types import F64
+from emberkeep.config import read_text
 from emberkeep.errors import ConfigError, DataError
 
 FEWEST = 5
@@ -33,7 +34,7 @@ _LEAST_READABLE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class FailureLog:
     """Failures that were observed. What began at the same moment is one failure."""
 
     source: str
@@ -56,7 +57,7 @@ class Record:
         return float(self.gaps_hours.mean()) * timedelta(hours=1)
 
 
-def read_record(path: str | Path, *, column: str | None = None) -> Record:
+def read_failures(path: str | Path, *, column: str | None = None) -> FailureLog:
     """The failures of a CSV file; `column` names what holds their times, where the guess is wrong.
 
     A column of times is taken as failures as they began; a column of numbers as time until a
@@ -91,23 +92,14 @@ def read_record(path: str | Path, *, column: str | None = None) -> Record:
             f"{path}: {len(gaps)} gaps between failures are too few to fit: there must be {FEWEST}"
         )
     nodes = _nodes(header, values)
-    return Record(
+    return FailureLog(
         source=str(path), gaps_hours=gaps, together=together, nodes=nodes, taken=tuple(taken)
     )
 
 
 def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     """The header, empty where there is none, and the lines."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise DataError(f"{path} is a directory; name a CSV file") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a CSV file: byte {error.start} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    text = read_text(path, "CSV", DataError)
     kept = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not kept:
         raise DataError(f"{path} holds no lines")
@@ -186,8 +178,8 @@ def _guess(
     def by_name(words: Sequence[str]) -> Callable[[int], tuple[int, int]]:
         def key(place: int) -> tuple[int, int]:
             name = header[place].lower() if place < len(header) else ""
-            told = [rank for rank, word in enumerate(words) if word in name]
-            return (min(told, default=len(words)), place)
+            ranks = [rank for rank, word in enumerate(words) if word in name]
+            return (min(ranks, default=len(words)), place)
 
         return key
 

@@ -47,9 +47,9 @@ class Point:
     """The equations say that partial recovery does not pay here."""
 
     def to_dict(self) -> dict[str, Any]:
-        told = {**asdict(self), **self.outcome.to_dict()}
-        del told["outcome"]
-        return told
+        document = {**asdict(self), **self.outcome.to_dict()}
+        del document["outcome"]
+        return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +60,11 @@ class Line:
     slope: float
     """AUC lost per PLS of 1: the least-squares line through no loss at PLS 0."""
     slope_saved: float
-    """The same without runs in which a shard began anew."""
+    """The same without runs in which a shard started over."""
     correlation: float
     """Pearson's, between PLS and AUC lost, over all runs."""
     correlation_saved: float
-    """The same without runs in which a shard began anew."""
+    """The same without runs in which a shard started over."""
     rank_correlation: float
     """Spearman's, over all runs."""
 

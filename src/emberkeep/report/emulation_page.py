@@ -171,7 +171,7 @@ def losses_page(points: Sequence[Point], lines: Mapping[str, Line]) -> Page:
     page.plot(
         losses_plot(points, lines),
         "AUC lost over PLS. Hollow: a shard failed in the second half of the job before any "
-        "version was taken, and began anew.",
+        "version was taken, and started over.",
     )
     page.table(*lines_table(lines))
     return page
@@ -195,16 +195,19 @@ def losses_plot(points: Sequence[Point], lines: Mapping[str, Line]) -> Plot:
     with drawing(width=8.5, height=4.2) as (plot, (axes,)):
         farthest = max((p.outcome.pls for p in points), default=1.0)
         for (name, line), colour in zip(lines.items(), COLOURS, strict=False):
-            for anew in (False, True):
+            for started_over in (False, True):
                 chosen = [
-                    p for p in points if p.outcome.strategy == name and p.outcome.began_anew == anew
+                    p
+                    for p in points
+                    if p.outcome.strategy == name and p.outcome.began_anew == started_over
                 ]
                 axes.scatter(
                     [p.outcome.pls for p in chosen],
                     [p.auc_loss for p in chosen],
                     s=22, marker=_MARKERS[name], linewidths=1.1, edgecolors=colour,
-                    facecolors="none" if anew else colour, alpha=0.8,
-                    label=None if anew else f"{TITLES[name]}: {line.slope:.4f} per PLS of 1",
+                    facecolors="none" if started_over else colour, alpha=0.8,
+                    label=None if started_over
+                    else f"{TITLES[name]}: {line.slope:.4f} per PLS of 1",
                 )  # fmt: skip
             axes.plot([0, farthest], [0, line.slope * farthest], color=colour)
         axes.set_xlabel("PLS")
@@ -239,10 +242,10 @@ def _auc_dots(
     axes.legend(loc="lower left")
 
 
-def flat(told: Mapping[str, Any]) -> dict[str, Any]:
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
     """Nested data as one line of a table."""
     line: dict[str, Any] = {}
-    for key, value in told.items():
+    for key, value in document.items():
         if isinstance(value, Mapping):
             line.update({f"{key}_{inner}": v for inner, v in value.items()})
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from emberkeep._types import F64
 from emberkeep.errors import ConfigError
 from emberkeep.planning.advisor import Option, Plan, advise, time_text
-from emberkeep.planning.failure_log import Record
+from emberkeep.planning.failure_log import FailureLog
 from emberkeep.planning.failures import HOUR, Fit, Scaling, scaled_mtbf
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
@@ -32,7 +32,7 @@ _SCALES = np.unique(np.round(np.geomspace(1, 64, 25)).astype(int))
 
 
 def plan_page(
-    plan: Plan, *, record: Record | None = None, fitted: Sequence[Fit] = (), nodes: int
+    plan: Plan, *, log: FailureLog | None = None, fitted: Sequence[Fit] = (), nodes: int
 ) -> Page:
     """`nodes` is how many machines the MTBF of the plan belongs to."""
     job = plan.question.job
@@ -62,11 +62,11 @@ def plan_page(
         "Overhead over the number of machines, for two ideas of how the time between failures "
         "shrinks with it. Save, load and rescheduling times are held as they are.",
     )
-    if record is not None and fitted:
+    if log is not None and fitted:
         page.heading("Failures")
-        page.text(". ".join(record.taken) + ".")
+        page.text(". ".join(log.taken) + ".")
         page.plot(
-            survival_plot(record.gaps_hours, fitted),
+            survival_plot(log.gaps_hours, fitted),
             "Left: the share of failures that are farther apart. Right: failures per hour after "
             "so long without one.",
         )

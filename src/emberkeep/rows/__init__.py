@@ -1,1 +1,1 @@
-"""Rows in memory: slabs, their slots, lookups, snapshots, and who changed."""
+"""Rows in memory: slabs, their slots, lookups, snapshots, and which of them changed."""

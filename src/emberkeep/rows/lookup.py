@@ -130,16 +130,16 @@ class Lookup:
         scales_N = np.ones(self.ids_N.size, np.float32)
         for f, (feature, bag) in enumerate(zip(self.layout.features, bags, strict=True)):
             first = int(self.firsts_F[f])
-            mine = slice(first, first + bag.ids.size)
+            part = slice(first, first + bag.ids.size)
             if bag.scales is not None:
                 if feature.mean:
                     raise ConfigError(
                         f"feature {feature.name!r}: per-sample weights need pooling='sum'; a mean "
                         "of weighted rows is not defined"
                     )
-                scales_N[mine] = bag.scales
+                scales_N[part] = bag.scales
             elif feature.mean and bag.length > 1:
-                scales_N[mine] = np.float32(1.0) / np.float32(bag.length)
+                scales_N[part] = np.float32(1.0) / np.float32(bag.length)
             elif feature.mean and bag.length < 0:
                 batch_rows.mean_scales(self.ends_FB, f, first, self.batch, scales_N)
         return scales_N

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import F32, I64, U64
+from emberkeep._types import F32, I32, I64, U32, U64
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_scores as kernels
@@ -123,7 +122,7 @@ class Ranking:
     def put_back(self, taken: Any) -> None:
         raise NotImplementedError
 
-    def _largest(self, keys: npt.NDArray[np.uint32]) -> I64:
+    def _largest(self, keys: U32) -> I64:
         """The rows with the largest keys that are not 0, `limit` at most; exact, in linear time."""
         upper, above, equal = self._cut(keys, -1, self.limit)
         threshold = 0
@@ -141,7 +140,7 @@ class Ranking:
             )  # fmt: skip
         return out[:taken]
 
-    def _cut(self, keys: npt.NDArray[np.uint32], prefix: int, limit: int) -> tuple[int, int, int]:
+    def _cut(self, keys: U32, prefix: int, limit: int) -> tuple[int, int, int]:
         """The bin in which the largest keys exceed the limit, how many are above it and in it;
         -1 where all fit."""
         bins = np.zeros(_BINS, np.int64)
@@ -160,7 +159,7 @@ class MostUsed(Ranking):
 
     def __init__(self, spec: Priority, tables: Sequence[Span], pool: Pool, rows: int) -> None:
         super().__init__(spec, tables, pool)
-        self.counts: npt.NDArray[np.uint32] = lazy_zeros((rows,), np.uint32)
+        self.counts: U32 = lazy_zeros((rows,), np.uint32)
 
     @property
     def nbytes(self) -> int:
@@ -205,10 +204,8 @@ class SubSampled(Ranking):
         self._pushes = 0
         self.entries = self._no_entries()
 
-    def _no_entries(self) -> npt.NDArray[np.int32]:
-        entries: npt.NDArray[np.int32] = lazy_zeros(
-            (int(self._buckets_T.sum()) * kernels.WAYS,), np.int32
-        )
+    def _no_entries(self) -> I32:
+        entries: I32 = lazy_zeros((int(self._buckets_T.sum()) * kernels.WAYS,), np.int32)
         return entries
 
     @property
@@ -234,14 +231,14 @@ class SubSampled(Ranking):
     def select(self) -> I64:
         return self._rows_of(self.entries)
 
-    def _rows_of(self, entries: npt.NDArray[np.int32]) -> I64:
+    def _rows_of(self, entries: I32) -> I64:
         """The rows on the lists, ascending: sorted by setting their bits, in linear time."""
         bits: U64 = np.zeros(-(-self._rows // 64), np.uint64)
         ends = (self._firsts_T + self._buckets_T) * kernels.WAYS
         listed = 0
         for table in self.tables:
-            mine = entries[self._firsts_T[table.index] * kernels.WAYS : ends[table.index]]
-            found = mine[mine > 0].astype(np.int64) - 1 + table.base
+            own = entries[self._firsts_T[table.index] * kernels.WAYS : ends[table.index]]
+            found = own[own > 0].astype(np.int64) - 1 + table.base
             bitmaps.set_bits(bits, found)
             listed += found.size
         rows = np.empty(listed, np.int64)
@@ -290,20 +287,20 @@ class Farthest(Ranking):
         kernels.keep_before(rows, start, stop, self._weight_RD, self._held, self._kept_RD)
 
     def select(self) -> I64:
-        apart: F32 = np.zeros(self._weight_RD.shape[0], np.float32)
+        distances_R: F32 = np.zeros(self._weight_RD.shape[0], np.float32)
         for table in self.tables:
             cuts = spans(table.rows, self.pool.threads)
             self.pool.run(
                 [
                     partial(
                         kernels.distances, table.base + start, table.base + stop, self._weight_RD,
-                        self._held, self._kept_RD, apart,
+                        self._held, self._kept_RD, distances_R,
                     )
                     for start, stop in cuts
                 ]
             )  # fmt: skip
         # Floats that are not negative are ordered as their bits are.
-        return self._largest(apart.view(np.uint32))
+        return self._largest(distances_R.view(np.uint32))
 
     def take(self, rows: I64) -> Any:
         bitmaps.clear_bits(self._held, rows)
@@ -314,7 +311,7 @@ class Farthest(Ranking):
         return taken
 
     def put_back(self, taken: Any) -> None:
-        """A row that has changed meanwhile was kept anew: it counts from there."""
+        """A row that has changed meanwhile was kept again: it counts from there."""
         if taken.dtype == np.uint64:
             np.bitwise_or(self._held, taken, out=self._held)
         else:

@@ -1,4 +1,4 @@
-"""A checked push, what it may be refused for, and who watches it."""
+"""A checked push, why it may be refused, what watches it, and the kernel that applies it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from emberkeep._types import F32, I64, RowIds
+import numpy as np
+
+from emberkeep._types import F32, I64, Planes, RowIds
 from emberkeep.errors import GradientError, IdError
-from emberkeep.tables import Table
+from emberkeep.kernels import optimizers
+from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table
 
 Writer = Callable[..., object]
+_NO_STEPS = np.empty((0, 1), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Recording:
 
 
 class WriteWatcher(Protocol):
-    """Who wants to know by what rows change."""
+    """What must know by how much rows change."""
 
     def before_write(self, written: I64) -> None:
         """Rows are about to change, in whatever way."""
@@ -62,3 +66,33 @@ def not_finite(table: Table, identity: int) -> GradientError:
         f"the gradient of table {table.name!r}, id {identity}, is not finite; no row was changed. "
         "Lower the learning rate, clip gradients, or use a GradScaler under mixed precision"
     )
+
+
+def update_call(
+    optimizer: Optimizer, planes: Planes, steps_T: I64, offsets_T: I64, places: I64,
+    grads_UD: F32, lr: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The optimizer's kernel, for rows at these places, and its arguments."""
+    weight, rate = planes["weight"], np.float32(lr)
+    match optimizer:
+        case SGD():
+            return optimizers.write_sgd, places, grads_UD, rate, weight
+        case Momentum():
+            return (
+                optimizers.write_momentum, places, grads_UD, rate, np.float32(optimizer.momentum),
+                optimizer.nesterov, weight, planes["momentum"],
+            )  # fmt: skip
+        case Adagrad():
+            row_wise = isinstance(optimizer, RowWiseAdagrad)
+            write = optimizers.write_row_wise_adagrad if row_wise else optimizers.write_adagrad
+            eps = np.float32(optimizer.eps)
+            return write, places, grads_UD, rate, eps, weight, planes["accumulator"]
+        case Adam():
+            beta1, beta2 = optimizer.betas
+            rates = [optimizers.adam_rate(lr, beta1, beta2, max(1, step)) for step in steps_T]
+            return (
+                optimizers.write_adam, places, grads_UD, offsets_T, np.array(rates, np.float32),
+                lr, beta1, beta2, np.float32(optimizer.eps), weight, planes["first_moment"],
+                planes["second_moment"], planes.get("step", _NO_STEPS),
+            )  # fmt: skip
+    raise AssertionError(f"{optimizer!r} has no kernel")

@@ -17,22 +17,21 @@ from emberkeep._types import F32, I64, U64, Planes, RowIds
 from emberkeep.errors import IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
-from emberkeep.rows.push import Push, Recording, Writer, WriteWatcher, not_finite, outside
+from emberkeep.rows.push import (
+    Push,
+    Recording,
+    Writer,
+    WriteWatcher,
+    not_finite,
+    outside,
+    update_call,
+)
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
-from emberkeep.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    Momentum,
-    Normal,
-    Optimizer,
-    RowWiseAdagrad,
-    Table,
-)
+from emberkeep.tables import Normal, Optimizer, Table
 
 Places = tuple[I64, I64, I64, F32, I64]
 
@@ -116,7 +115,6 @@ class Slab:
             kind = np.int32 if plane == "step" else np.float32
             self.planes[plane] = lazy_zeros((places, width), kind)
         self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
-        self._no_steps = np.empty((0, 1), np.int32)
         self.slots: dict[int, Slots] = {}
         self.ids: I64 = np.empty(0, np.int64)
         if any(table.dynamic for table in self.tables):
@@ -190,9 +188,9 @@ class Slab:
         self.pull(wanted, weight)
         known = np.zeros(ids.size, np.bool_)
         present = found >= 0
-        here = np.empty(int(present.sum()), np.bool_)
-        batch_rows.test_bits(self.touched, found[present], here)
-        known[present] = here
+        touched = np.empty(int(present.sum()), np.bool_)
+        batch_rows.test_bits(self.touched, found[present], touched)
+        known[present] = touched
         planes: Planes = {"weight": weight}
         held = self._held_by(found[known])
         for name, plane in self.planes.items():
@@ -205,13 +203,17 @@ class Slab:
 
     def touched_ids(self, table: int) -> I64:
         """The ids of the rows of a table that were ever trained and not deleted, ascending."""
+        found = self._touched_rows(table)
+        if table in self.slots:
+            return np.sort(self.ids[found])
+        return (found - int(self.bases_T[table])) * self.shards + self.shard
+
+    def _touched_rows(self, table: int) -> I64:
         base = int(self.bases_T[table])
         words = (base >> 6, (base + self.slots_T[table] + 63) >> 6)
         found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
         batch_rows.list_bits(self.touched, *words, found)
-        if table in self.slots:
-            return np.sort(self.ids[found])
-        return (found - base) * self.shards + self.shard
+        return found
 
     def has_plane(self, table: int, name: str) -> bool:
         """Whether rows of a table have a plane: only tables that evict know when rows were used."""
@@ -320,7 +322,9 @@ class Slab:
         ranked = self.ranking
         if ranked is not None:
             ranked.updating(found, 0, found.size)
-        write, *args = self._update(wanted, places, grads_UD, lr)
+        write, *args = update_call(
+            self.optimizer, self.planes, self.steps_T, wanted.offsets, places, grads_UD, lr
+        )
         max_norm = self.optimizer.max_norm
         if record is not None:
             self._over(
@@ -344,8 +348,8 @@ class Slab:
         found, unknown = self._check_install(wanted, planes)
         self._admit_all(wanted, found, unknown)
         places = self._places(found)
-        apart = any(isinstance(values, ScatteredRows) for values in planes.values())
-        least = (_LEAST_SCATTERED_NBYTES if apart else _LEAST_NBYTES) // (4 * self.dim)
+        scattered = any(isinstance(values, ScatteredRows) for values in planes.values())
+        least = (_LEAST_SCATTERED_NBYTES if scattered else _LEAST_NBYTES) // (4 * self.dim)
         if busy:
             threads = max(1, self.pool.threads - busy)
             least = max(least, -(-places.size // threads))
@@ -357,7 +361,7 @@ class Slab:
             into = into.view(np.float32)
             job: tuple[Any, ...]
             if isinstance(values, ScatteredRows):
-                job = scatter.write_scatter_apart, values.rows().view(np.float32), values.starts
+                job = scatter.write_scatter_rows, values.rows().view(np.float32), values.starts
             else:
                 job = scatter.write_scatter, np.ascontiguousarray(values).view(np.float32)
             self._over(places.size, *job, places, into, least=least)
@@ -392,7 +396,7 @@ class Slab:
         return found, unknown
 
     def clear(self) -> None:
-        """Takes every row back to its initial state; nothing is left to be told of."""
+        """Takes every row back to its initial state; no change is left to report."""
         assert self.snapshot is None, "rows are cleared when no snapshot is under way"
         self.touched = self._no_rows()
         self.dirty = self._no_rows()
@@ -482,13 +486,9 @@ class Slab:
                 self.slots[t] = Slots(self.slots_T[t], self.ids[part], ticks)
 
     def restore_slots(self) -> None:
-        """Makes the indexes of dynamic tables anew, from the ids of the rows that are touched."""
+        """Makes the indexes of dynamic tables again, from the ids of the rows that are touched."""
         for t, slots in self.slots.items():
-            base = int(self.bases_T[t])
-            words = (base >> 6, (base + self.slots_T[t] + 63) >> 6)
-            found = np.empty(batch_rows.count_bits(self.touched, *words), np.int64)
-            batch_rows.list_bits(self.touched, *words, found)
-            slots.restore(found - base)
+            slots.restore(self._touched_rows(t) - self.bases_T[t])
 
     def _over(self, count: int, write: Writer, *args: Any, least: int = _LEAST_ROWS) -> list[int]:
         """Runs a kernel over ranges of rows; its results."""
@@ -533,17 +533,17 @@ class Slab:
         """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""
         part = slice(wanted.offsets[t], wanted.offsets[t + 1])
         base = int(self.bases_T[t])
-        mine = found[part]
+        rows = found[part]
         # First the rows of this push become the newest: eviction can then not choose them.
-        slots.touch(mine[mine >= 0] - base)
+        slots.touch(rows[rows >= 0] - base)
         surplus = slots.count + unknown - slots.capacity
         if surplus > 0:
             gone = slots.take_oldest(surplus, lambda old: self._before_write(old + base))
             self._remove(t, slots.ids[gone], gone + base)
         if unknown:
-            missing = mine < 0
+            missing = rows < 0
             given = slots.insert(wanted.ids[part][missing])
-            mine[missing] = given + base
+            rows[missing] = given + base
             slots.touch(given)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
@@ -571,36 +571,3 @@ class Slab:
                 for name, plane in self.planes.items():
                     if name not in ("weight", "used"):
                         plane[fresh[start : start + count]] = self.optimizer.initial(name)
-
-    def _update(self, wanted: RowIds, places: I64, grads_UD: F32, lr: float) -> tuple[Any, ...]:
-        """The optimizer's kernel and its arguments."""
-        spec, planes, rate = self.optimizer, self.planes, np.float32(lr)
-        weight = planes["weight"]
-        if isinstance(spec, SGD):
-            return optimizers.write_sgd, places, grads_UD, rate, weight
-        if isinstance(spec, Momentum):
-            factor = np.float32(spec.momentum)
-            return (
-                optimizers.write_momentum, places, grads_UD, rate, factor, spec.nesterov, weight,
-                planes["momentum"],
-            )  # fmt: skip
-        if isinstance(spec, Adagrad):
-            write = (
-                optimizers.write_row_wise_adagrad
-                if isinstance(spec, RowWiseAdagrad)
-                else optimizers.write_adagrad
-            )
-            eps = np.float32(spec.eps)
-            return write, places, grads_UD, rate, eps, weight, planes["accumulator"]
-        assert isinstance(spec, Adam)
-        beta1, beta2 = spec.betas
-        rates = np.array(
-            [optimizers.adam_rate(lr, beta1, beta2, max(1, step)) for step in self.steps_T],
-            np.float32,
-        )
-        steps = planes.get("step", self._no_steps)
-        eps = np.float32(spec.eps)
-        return (
-            optimizers.write_adam, places, grads_UD, wanted.offsets, rates, lr, beta1, beta2, eps,
-            weight, planes["first_moment"], planes["second_moment"], steps,
-        )  # fmt: skip

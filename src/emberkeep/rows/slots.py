@@ -42,7 +42,7 @@ class Slots:
         self._queue_ticks: I64 = np.empty(0, np.int64)
 
     def restore(self, occupied: I64) -> None:
-        """Makes the index anew from the ids of the slots that are occupied, ascending."""
+        """Makes the index again, from the ids of the slots that are occupied, ascending."""
         hash_index.index_insert(self.entries, self.ids, self.ids[occupied], occupied)
         self.count = occupied.size
         self.fresh = int(occupied[-1]) + 1 if occupied.size else 0

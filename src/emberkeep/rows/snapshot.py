@@ -2,7 +2,7 @@
 
 Freezing takes constant time. Afterwards a background thread copies the selected rows out, slice by
 slice, each under a short lock; a writer that is about to change a row which was not copied yet
-saves its old planes first (copy on write). Whoever comes first, each selected row is handed out
+saves its old planes first (copy on write). Either way, each selected row is handed out
 once, with all its planes from the instant of the freeze.
 """
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64, Planes
+from emberkeep._types import I64, U64, Array, Bools, Planes
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies
@@ -68,7 +67,7 @@ class Chunk:
 class CopiedRows:
     """Rows of one table as they were copied; absent ones were deleted before the freeze."""
 
-    present: npt.NDArray[np.bool_]
+    present: Bools
     ids: I64
     planes: Planes
 
@@ -85,7 +84,7 @@ class FrozenRows(Protocol):
     """What a checkpointer asks of frozen rows, wherever they are."""
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Hands tables out under other names; for whoever froze them, before anybody reads."""
+        """Hands tables out under other names; for the one that froze them, before anybody reads."""
         ...
 
     def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
@@ -123,7 +122,7 @@ class RowSource(Protocol):
 class Arrays:
     """Planes that are all in memory; `rows` are places in them."""
 
-    def __init__(self, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+    def __init__(self, planes: Mapping[str, Array]) -> None:
         # A holder may put other arrays in the place of these; the instant is in the old ones.
         self._planes = dict(planes)
 
@@ -187,7 +186,7 @@ class Snapshot:
         self._lost: ShardLostError | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Hands tables out under other names; for whoever froze it, before anybody reads."""
+        """Hands tables out under other names; for the one that froze it, before anybody reads."""
         self._ranges = tuple(
             replace(table, name=names.get(table.name, table.name)) for table in self._ranges
         )
@@ -195,7 +194,7 @@ class Snapshot:
     # -- writers ---------------------------------------------------------------------------------
 
     def before_write(self, written: I64) -> None:
-        """Called with the lock held by whoever is about to change rows."""
+        """Called by a writer that is about to change rows and holds the lock."""
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
         taken = row_copies.take_before_write(
@@ -209,22 +208,22 @@ class Snapshot:
         bases = np.array([table.base for table in self._ranges])
         cuts = np.searchsorted(rows, bases[1:])
         saved_nbytes = 0
-        for t, (table, mine, here) in enumerate(
+        for t, (table, table_rows, trained) in enumerate(
             zip(self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True)
         ):
-            if mine.size:
-                planes = self._empty(table, mine.size)
-                later = self._source.take(mine, planes)
+            if table_rows.size:
+                planes = self._empty(table, table_rows.size)
+                later = self._source.take(table_rows, planes)
                 if later is not None:
                     later()
-                part = CopiedRows(here, table.ids_of(mine), planes)
+                part = CopiedRows(trained, table.ids_of(table_rows), planes)
                 self._saved[t].append(part)
                 saved_nbytes += part.nbytes
         with self._room:
             self._saved_nbytes += saved_nbytes
 
     def abandon(self, lost: ShardLostError) -> None:
-        """Called with the lock held when the rows are gone: whoever reads on gets the error.
+        """Called with the lock held when the rows are gone: later reads get the error.
 
         What was copied before is whole: a reader that had everything does not notice.
         """
@@ -275,8 +274,8 @@ class Snapshot:
             asked = time.perf_counter()
             with self.holder.lock:
                 began = time.perf_counter()
-                # Who waits long for training may hold it up a little longer: else the snapshot
-                # would last for as many steps as it has slices.
+                # After a long wait for training the copy may delay it a little longer: else the
+                # snapshot would last for as many steps as it has slices.
                 until = began + (began - asked) * _SHARE_OF_WAIT
                 later = []
                 while True:
@@ -286,11 +285,11 @@ class Snapshot:
                         self._first, self._second, self.holder.touched, self._copied, word,
                         min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
                     )  # fmt: skip
-                    mine, part = rows[:taken], slice(count, count + taken)
-                    copy = self._source.take(mine, {name: v[part] for name, v in planes.items()})
+                    rows, part = rows[:taken], slice(count, count + taken)
+                    copy = self._source.take(rows, {name: v[part] for name, v in planes.items()})
                     if copy is not None:
                         later.append(copy)
-                    ids[part] = table.ids_of(mine)
+                    ids[part] = table.ids_of(rows)
                     count += taken
                     if word >= last or count + _SLICE_ROWS > limit or time.perf_counter() >= until:
                         break
@@ -423,7 +422,7 @@ def _as_chunks(table: TableRange, parts: Sequence[CopiedRows]) -> Iterator[Chunk
 def closed_if_raised() -> Iterator[list[Any]]:
     """A list for frozen rows. What raises while more are frozen, or before somebody has taken
     them over, ends those in it as if nothing had been frozen: an open snapshot that nobody reads
-    refuses the next one, and holds up whoever changes its rows."""
+    refuses the next one, and delays writers of its rows."""
     taken: list[Any] = []
     try:
         yield taken

@@ -1,4 +1,4 @@
-"""Who has seen which change: a cursor for each reader of "what changed".
+"""Which reader has taken which change: a cursor for each of them.
 
 The push kernel sets one bitmap of *dirty* rows. Each cursor owns the rows that changed since its
 reader last looked. Freezing moves the rows of every cursor, together with the dirty ones, into

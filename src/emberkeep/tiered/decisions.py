@@ -1,11 +1,11 @@
-"""Whether a batch that files of a tier have prepared took place: one durable record says so.
+"""Whether a batch that files of a tier have prepared took place: one durable document says so.
 
 Every file of a tier prepares a batch before any commits it. In between the batch is decided, by a
-document in the tier's `state/` that is created only if there is none: *committed* by whoever saw
-every file prepared, or *aborted* by whoever gives the batch up, be it a later process that opens
-the tier. Whichever was first decides, and each file records it in its head before it prepares
-another batch. The document goes when all of them have. A nonce tells batches apart whose numbers
-are the same, after a rewind.
+document in the tier's `state/` that is created only if there is none: *committed* by the process
+that saw every file prepared, or *aborted* by one that gives the batch up, be it a later process
+that opens the tier. Whichever was first decides, and each file notes it in its head before it
+prepares another batch. The document goes when all of them have. A nonce distinguishes batches whose
+numbers are the same, after a rewind.
 """
 
 from __future__ import annotations

@@ -26,8 +26,17 @@ from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import directory, upkeep
 from emberkeep.tiered.decisions import Decisions
-from emberkeep.tiered.log import MOST_ROWS, START, Layout, RowLog, aligned, check_schema
-from emberkeep.tiered.superblock import Point, Superblock, unpack_bits
+from emberkeep.tiered.log import MOST_ROWS, RowLog
+from emberkeep.tiered.record_layout import Layout, aligned
+from emberkeep.tiered.superblock import (
+    START,
+    Point,
+    Superblock,
+    check_schema,
+    create,
+    read_head,
+    unpack_bits,
+)
 from emberkeep.tiered.tiered_slab import TieredSlab
 
 # What files are made of; tests put others in their place.
@@ -42,30 +51,32 @@ def open_slab(
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
     A tiered slab comes back at the last durable batch of its file; a file that never had one is
-    started anew.
+    started over.
     """
-    mine = [tables[t] for t in group]
-    tier = mine[0].tier
+    own_tables = [tables[t] for t in group]
+    tier = own_tables[0].tier
     if tier is None:
-        return Slab(mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock)
+        return Slab(
+            own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
+        )
     # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
     nbytes: dict[int, int] = {}
     for table in tables:
         if table.tier == tier:
             width = table.dim + sum(optimizer.planes(table.dim).values())
             nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
-    dim = mine[0].dim
-    rows_here = sum(table.slots_on(shard, shards) for table in mine)
-    if rows_here > MOST_ROWS:
+    dim = own_tables[0].dim
+    own_rows = sum(table.slots_on(shard, shards) for table in own_tables)
+    if own_rows > MOST_ROWS:
         raise ConfigError(
-            f"the tables of dim {dim} have {rows_here} rows on shard {shard}, and one file of a "
+            f"the tables of dim {dim} have {own_rows} rows on shard {shard}, and one file of a "
             f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
         )
     files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
-    wanted = _schema(mine, optimizer, shard, shards, seed)
+    wanted = _schema(own_tables, optimizer, shard, shards, seed)
     slab = TieredSlab(
-        mine, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
+        own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
         open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
         upkeep=upkeep.run,
@@ -123,9 +134,7 @@ def _schema(
 def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
     """The heads of those files of a tier that are there."""
     paths = {name: os.path.join(top, name) for name in files}
-    return {
-        name: RowLog.read_head(path)[0] for name, path in paths.items() if directory.is_there(path)
-    }
+    return {name: read_head(path)[0] for name, path in paths.items() if directory.is_there(path)}
 
 
 def durable_points(top: str, files: Sequence[str], disk: Disk) -> dict[str, Point]:
@@ -191,7 +200,7 @@ def _decided(
 def _open_log(
     path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool
 ) -> RowLog:
-    """The file at `path`, made if need be. One that never had a durable batch is made anew."""
+    """The file at `path`, made if need be. One that never had a durable batch is made again."""
     disk = DISK()
     with _opening(path):
         claim = directory.claim(path, exclusive=exclusive, disk=disk)
@@ -199,10 +208,11 @@ def _open_log(
             there = directory.is_there(path)
             if there:
                 directory.check_unlocked(path)
-                head, sequence = RowLog.read_head(path)
+                head, sequence = read_head(path)
                 check_schema(path, head.schema, wanted)
             if not durable_points(os.path.dirname(path), files, disk):
-                head, sequence = RowLog.create(path, wanted, SEGMENT_NBYTES, layout, disk)
+                area_nbytes = layout.segment_blocks(SEGMENT_NBYTES) * layout.block_nbytes
+                head, sequence = create(path, wanted, SEGMENT_NBYTES, area_nbytes, disk)
             return RowLog(path, head, sequence, layout, disk, claim)
         except BaseException:
             claim.release()
@@ -354,8 +364,8 @@ def _rebuild(slab: TieredSlab, point: Point) -> None:
         batch_rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
         slots.occupy(np.flatnonzero(held))
     for t, table in enumerate(slab.tables):
-        its = point.tables[table.name]
-        slab.steps_T[t] = its["steps"]
+        state = point.tables[table.name]
+        slab.steps_T[t] = state["steps"]
         if t in slab.slots:
-            slab.slots[t].next_tick = its["tick"]
+            slab.slots[t].next_tick = state["tick"]
     np.bitwise_or(slab.dirty, slab.touched, out=slab.dirty)

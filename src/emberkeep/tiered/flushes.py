@@ -77,7 +77,7 @@ class Flushes:
             flush.done.set()
 
     def wake(self) -> None:
-        """Wakes whoever waits for a flush; for a log that has failed."""
+        """Wakes the threads that wait for a flush; for a log that has failed."""
         for flush in list(self._under_way):
             flush.done.set()
 
@@ -91,12 +91,12 @@ class Flushes:
         for extent in flush.extents:
             self._log.written(extent)
         frames = self._frames
-        mine = frames.flush_of[flush.frames] == flush.number
-        still = flush.frames[mine]
+        unchanged = frames.flush_of[flush.frames] == flush.number
+        still = flush.frames[unchanged]
         frames.busy[still] &= ~np.uint8(FLUSHING)
         frames.flush_of[still] = 0
         if flush.evict:
-            idle = (frames.used[still] == flush.used[mine]) & (frames.busy[still] == 0)
+            idle = (frames.used[still] == flush.used[unchanged]) & (frames.busy[still] == 0)
             idle &= ~frames.unsaved_now(still)
             frames.unbind(still[idle])
 
@@ -137,11 +137,11 @@ class Flushes:
                 0, found[part], deleted, frames[part], stamps[part], layout.addresses,
                 layout.widths, layout.by_row,
             )  # fmt: skip
-            mine = found[part]
-            before = self._positions[mine].astype(np.int64) - 1
+            rows = found[part]
+            before = self._positions[rows].astype(np.int64) - 1
             log.supersede(before[before >= 0], stamps[part][before >= 0])
             first = extent.first(log.per_block)
-            self._positions[mine] = np.arange(first + 1, first + 1 + extent.records)
+            self._positions[rows] = np.arange(first + 1, first + 1 + extent.records)
             extents.append(extent)
             done += extent.records
         return extents

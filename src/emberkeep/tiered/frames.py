@@ -1,11 +1,10 @@
-"""Which rows have their planes in memory: frames, who stands in them, and who used them last."""
+"""Which rows have their planes in memory: frames, the rows in them, and their last use."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I32, I64, U64
+from emberkeep._types import I32, I64, U64, Bools
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.memory import lazy_zeros
@@ -85,12 +84,12 @@ class Frames:
         self.busy[frames] |= HELD
         self._held, self.reserved = frames, reserved
 
-    def are(self, bitmap: U64, frames: I64) -> npt.NDArray[np.bool_]:
+    def are(self, bitmap: U64, frames: I64) -> Bools:
         found = np.empty(frames.size, np.bool_)
         bits.test_bits(bitmap, frames, found)
         return found
 
-    def unsaved_now(self, frames: I64) -> npt.NDArray[np.bool_]:
+    def unsaved_now(self, frames: I64) -> Bools:
         """Whether the log does not yet hold what frames hold."""
         return self.are(self.unsaved, frames) | self.are(self.frozen, frames)
 

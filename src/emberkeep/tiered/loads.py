@@ -32,7 +32,7 @@ class Load:
 class Loads:
     """The loads of one slab. Its lock covers every method but `perform`.
 
-    A frame that is being loaded is looked at by nobody: whoever needs it waits for it.
+    A frame that is being loaded is looked at by nobody: a thread that needs it waits for it.
     """
 
     def __init__(self, frames: Frames, positions: U32, log: RowLog, lock: ForkLock) -> None:
@@ -104,7 +104,7 @@ class Loads:
 
     def wait(self, frames: I64) -> None:
         """Waits until rows that are being read are in these frames. With the lock held: reading
-        needs no lock, and whoever waits settles it."""
+        needs no lock, and a thread that waits settles it."""
         while self._under_way and (self._frames.busy[frames] & LOADING).any():
             for load in list(self._under_way):
                 if np.isin(load.frames, frames).any():

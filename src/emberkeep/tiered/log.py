@@ -12,40 +12,36 @@ Nothing here looks at rows: which of them move where, and when, is the slab's bu
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
-import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from emberkeep._types import I64, U64, Bools, Json
+from emberkeep._types import I64, U8, U64, Bools, Json
 from emberkeep.blobs.local_store import Disk
-from emberkeep.errors import DamageError, StateError, TierError
+from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
+from emberkeep.tiered.record_layout import BLOCK, Layout, aligned, bytes_of
 from emberkeep.tiered.superblock import (
     ROOM,
     SLOT_NBYTES,
+    START,
     Point,
     Superblock,
-    decode,
     encode,
+    extents_of,
     pack_bits,
     slot,
 )
 
-BLOCK = 4096
-START = 2 * SLOT_NBYTES
 _FREE, _ACTIVE, _SEALED, _AREA = 0, 1, 2, 3
 # Room that a head has for what changes until it is written: a few numbers.
 _SPARE = 4096
@@ -54,57 +50,6 @@ _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOST_RECORDS = 2**32 - 2
 MOST_ROWS = _MOST_RECORDS // 2
 """Rows of one file: until a batch is committed, its records stand beside those of the last one."""
-
-
-def aligned(nbytes: int) -> U64:
-    """Words that direct reads and writes can use."""
-    words: U64 = np.frombuffer(
-        mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint64
-    )
-    return words[: nbytes // 8]
-
-
-def _bytes(words: U64) -> memoryview:
-    return memoryview(words.view(np.uint8).data)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How records look: the planes of a row, one after the other."""
-
-    addresses: I64
-    widths: I64
-    by_row: Bools
-    arrays: tuple[npt.NDArray[Any], ...]
-    """What the addresses point to, kept alive."""
-
-    @property
-    def record_words(self) -> int:
-        return 2 + -(-int(self.widths.sum()) // 8)
-
-    @property
-    def block_nbytes(self) -> int:
-        return -(-(kernels.HEADER + 8 * self.record_words) // BLOCK) * BLOCK
-
-    def segment_blocks(self, segment_nbytes: int) -> int:
-        return max(1, segment_nbytes // self.block_nbytes)
-
-    def onto(self, arrays: Sequence[npt.NDArray[Any]]) -> Layout:
-        """The same records, read to other arrays; for planes that are not by row."""
-        pairs = zip(arrays, self.by_row, self.addresses, strict=True)
-        addresses = [a if fixed else array.ctypes.data for array, fixed, a in pairs]
-        return replace(self, addresses=np.array(addresses, np.int64), arrays=tuple(arrays))
-
-
-def layout_of(framed: Sequence[npt.NDArray[Any]], by_row: Sequence[npt.NDArray[Any]]) -> Layout:
-    """Planes indexed by frame, then planes indexed by row."""
-    arrays = (*framed, *by_row)
-    return Layout(
-        np.array([array.ctypes.data for array in arrays], np.int64),
-        np.array([array.strides[0] for array in arrays], np.int64),
-        np.array([False] * len(framed) + [True] * len(by_row)),
-        arrays,
-    )
 
 
 @dataclass(slots=True)
@@ -157,7 +102,7 @@ class RowLog:
         self.live: I64
         self.undecided: I64
         self._unwritten: I64
-        self.states: npt.NDArray[np.uint8]
+        self.states: U8
         self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
@@ -176,44 +121,12 @@ class RowLog:
 
     # -- opening ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def create(
-        path: str, schema: Json, segment_nbytes: int, layout: Layout, disk: Disk
-    ) -> tuple[Superblock, int]:
-        """A new file without rows; it stands under its name once it is whole."""
-        head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
-        nbytes = layout.segment_blocks(segment_nbytes) * layout.block_nbytes
-        while len(encode(head)) > max(ROOM, head.segments * nbytes):
-            area = tuple(range(head.segments + 1))
-            head = replace(head, areas=(area, ()), segments=len(area))
-        text = encode(head)
-        extents = _extents(head.areas[0], nbytes, len(text))
-        content = slot(text, 1, extents).ljust(START, b"\0")
-        content += (text if extents else b"").ljust(head.segments * nbytes, b"\0")
-        staged = f"{path}.new"
-        with contextlib.suppress(FileNotFoundError):
-            disk.unlink(staged)
-        handle = disk.create(staged)
-        try:
-            disk.write(handle, memoryview(content))
-            disk.sync(handle)
-        finally:
-            disk.close(handle)
-        disk.rename(staged, path)
-        disk.sync_directory(os.path.dirname(path))
-        return head, 1
-
-    @staticmethod
-    def read_head(path: str) -> tuple[Superblock, int]:
-        with open(path, "rb") as file:
-            return decode(file, path)
-
     def _open(self) -> tuple[int, bool]:
         if hasattr(os, "O_DIRECT"):
             try:
                 handle = self.disk.open(self.path, direct=True)
                 try:
-                    os.preadv(handle, [_bytes(aligned(BLOCK))], 0)
+                    os.preadv(handle, [bytes_of(aligned(BLOCK))], 0)
                 except BaseException:
                     os.close(handle)
                     raise
@@ -231,7 +144,7 @@ class RowLog:
     def close(self) -> None:
         """Waits for reads and writes under way, refuses later ones, and lets the file go.
 
-        Whoever opens the file next may rely on it that nothing is written to it any more.
+        The next process that opens the file can rely on it that nothing is written any more.
         """
         with self._idle:
             self.failed = self.failed or TierError("it was closed")
@@ -292,7 +205,7 @@ class RowLog:
                 extent.words, self.block_nbytes // 8, self.per_block, extent.records,
                 self.head.life, extent.sequence, extent.generation, extent.block, self.salt,
             )  # fmt: skip
-            self.disk.write_at(self.handle, _bytes(extent.words), offset)
+            self.disk.write_at(self.handle, bytes_of(extent.words), offset)
 
     def written(self, extent: Extent) -> None:
         """Notes, under the lock, that an extent is in the file."""
@@ -440,7 +353,7 @@ class RowLog:
     def read_segment(self, segment: int, words: U64) -> None:
         """All bytes of a segment; what lies beyond the end of the file is zero."""
         nbytes = self.segment_blocks * self.block_nbytes
-        view = _bytes(words)[:nbytes]
+        view = bytes_of(words)[:nbytes]
         offset = START + segment * nbytes
         while view:
             got = os.preadv(self.handle, [view], offset)
@@ -466,7 +379,7 @@ class RowLog:
         which = (sequence - 1) % 2  # never the slot that is the newest, nor its area
         text = encode(head)
         nbytes = self.segment_blocks * self.block_nbytes
-        extents = _extents(head.areas[which], nbytes, len(text))
+        extents = extents_of(head.areas[which], nbytes, len(text))
         done = 0
         with self._ending("written"):
             for offset, count in extents:
@@ -478,13 +391,13 @@ class RowLog:
 
     def _write_padded(self, content: bytes, offset: int) -> None:
         words = aligned(-(-len(content) // BLOCK) * BLOCK)
-        _bytes(words)[: len(content)] = content
-        self.disk.write_at(self.handle, _bytes(words), offset)
+        bytes_of(words)[: len(content)] = content
+        self.disk.write_at(self.handle, bytes_of(words), offset)
 
     def reserve_head(self, **changes: Any) -> None:
         """Makes sure that a head with these changes can be written, and the one after it.
 
-        Under the lock: it may take segments, so that those that are free are told after it.
+        Under the lock: it may take segments, so list the free ones after it.
         """
         with self._heads:
             self._reserve_head(changes)
@@ -631,26 +544,3 @@ class RowLog:
             except BaseException as error:
                 self.fail(error)
                 raise
-
-
-def _extents(area: Sequence[int], segment_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where a head of so many bytes lies in the segments of its area; nowhere if its slot does."""
-    if nbytes <= ROOM:
-        return []
-    extents = []
-    for place, segment in enumerate(area):
-        count = min(segment_nbytes, nbytes - place * segment_nbytes)
-        if count > 0:
-            extents.append((START + segment * segment_nbytes, count))
-    return extents
-
-
-def check_schema(path: str, written: Json, wanted: Json) -> None:
-    """Refuses a file of another model, by name."""
-    for key in sorted({*written, *wanted}):
-        if written.get(key) != wanted.get(key):
-            raise StateError(
-                f"{path} belongs to another model: its {key} is {written.get(key)!r}, this model's "
-                f"{wanted.get(key)!r}; nothing was changed. Name another path, or build the model "
-                "as it was"
-            )

@@ -15,7 +15,9 @@ from emberkeep._types import I64
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_reads as kernels
 from emberkeep.runtime.pool import spans
-from emberkeep.tiered.log import START, Layout, RowLog, aligned
+from emberkeep.tiered.log import RowLog
+from emberkeep.tiered.record_layout import Layout, aligned
+from emberkeep.tiered.superblock import START
 
 # Reads under way at once from one thread, and the threads that stand in where there is no queue.
 DEPTH = 64

@@ -2,7 +2,7 @@
 
 There are two slots, written in turn, each with a sequence number and a checksum: a torn write
 leaves the other one. What a slot says is true when it is written, so the bytes that it speaks of
-are synced before it, and it is synced before anybody is told.
+are synced before it, and it is synced before anybody relies on it.
 
 A head grows with tables, lives and segments. One that is too long for its slot lies in segments of
 its own, and the slot says where, and its digest. Each slot has segments of its own, so that a
@@ -12,24 +12,28 @@ torn write of these leaves the other head as well.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from emberkeep._types import Json
-from emberkeep.errors import DamageError, FormatError
+from emberkeep._types import Bools, Json
+from emberkeep.blobs.local_store import Disk
+from emberkeep.errors import DamageError, FormatError, StateError
 
 FORMAT = 2
 SLOT_NBYTES = 64 * 1024
+START = 2 * SLOT_NBYTES
+"""Where the segments begin."""
 _MAGIC = b"EMBRTIER"
 _HEAD = struct.Struct("<8sQQQ")  # magic, sequence, length, checksum
 ROOM = SLOT_NBYTES - _HEAD.size
@@ -84,12 +88,12 @@ class Superblock:
         return self.first_life + len(self.lives)
 
 
-def pack_bits(bits: npt.NDArray[np.bool_]) -> str:
+def pack_bits(bits: Bools) -> str:
     """Bits as text; long runs of one kind take little room."""
     return base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()
 
 
-def unpack_bits(text: str, count: int) -> npt.NDArray[np.bool_]:
+def unpack_bits(text: str, count: int) -> Bools:
     if not text:
         return np.zeros(count, np.bool_)
     packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
@@ -116,7 +120,7 @@ def slot(text: bytes, sequence: int, area: Extents = ()) -> bytes:
     return (head + text).ljust(SLOT_NBYTES, b"\0")
 
 
-def decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
+def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
     """The newest whole head and its sequence number."""
     slots = file.read(2 * SLOT_NBYTES)
     found: list[tuple[int, Json]] = []
@@ -128,10 +132,10 @@ def decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
         text = taken[_HEAD.size : _HEAD.size + length]
         if magic == _MAGIC and xxhash.xxh3_64_intdigest(text, seed=sequence) == checksum:
             found.append((sequence, json.loads(text)))
-    for sequence, told in sorted(found, key=lambda entry: -entry[0]):
-        if told["format"] > FORMAT:
+    for sequence, document in sorted(found, key=lambda entry: -entry[0]):
+        if document["format"] > FORMAT:
             raise FormatError(f"{path} was written by a newer release of emberkeep: upgrade")
-        whole = _from_area(file, told) if "area" in told else told
+        whole = _from_area(file, document) if "area" in document else document
         if whole is not None:
             return _superblock(whole), sequence
     raise DamageError(
@@ -142,27 +146,84 @@ def decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
     )
 
 
-def _from_area(file: BinaryIO, told: Json) -> Json | None:
+def _from_area(file: BinaryIO, place: Json) -> Json | None:
     """A head that lies in segments; None if it is torn."""
     size = os.fstat(file.fileno()).st_size
     text = b""
-    for offset, nbytes in told["area"]:
+    for offset, nbytes in place["area"]:
         if offset + nbytes > size:
             return None
         file.seek(offset)
         text += file.read(nbytes)
-    if xxhash.xxh3_128_hexdigest(text) != told["xxh3_128"]:
+    if xxhash.xxh3_128_hexdigest(text) != place["xxh3_128"]:
         return None
     whole: Json = json.loads(text)
     return whole
 
 
-def _superblock(told: Json) -> Superblock:
+def _superblock(fields: Json) -> Superblock:
     """From the fields of a head; those of the first format have no areas."""
-    told = {name: value for name, value in told.items() if name != "format"}
+    fields = {name: value for name, value in fields.items() if name != "format"}
     for name in ("prepared", "committed"):
-        told[name] = None if told[name] is None else Point(**told[name])
-    told["lives"] = tuple((stamp, last) for stamp, last in told["lives"])
-    even, odd = told.get("areas", ((), ()))
-    told["areas"] = (tuple(even), tuple(odd))
-    return Superblock(**told)
+        fields[name] = None if fields[name] is None else Point(**fields[name])
+    fields["lives"] = tuple((stamp, last) for stamp, last in fields["lives"])
+    even, odd = fields.get("areas", ((), ()))
+    fields["areas"] = (tuple(even), tuple(odd))
+    return Superblock(**fields)
+
+
+def extents_of(area: Sequence[int], segment_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where a head of so many bytes lies in the segments of its area; nowhere if its slot does."""
+    if nbytes <= ROOM:
+        return []
+    extents = []
+    for place, segment in enumerate(area):
+        count = min(segment_nbytes, nbytes - place * segment_nbytes)
+        if count > 0:
+            extents.append((START + segment * segment_nbytes, count))
+    return extents
+
+
+def create(
+    path: str, schema: Json, segment_nbytes: int, area_nbytes: int, disk: Disk
+) -> tuple[Superblock, int]:
+    """A new file without rows; it stands under its name once it is whole.
+
+    `area_nbytes` are those that a segment has for a head.
+    """
+    head = Superblock(schema=schema, salt=secrets.randbits(63), segment_nbytes=segment_nbytes)
+    while len(text := encode(head)) > max(ROOM, head.segments * area_nbytes):
+        area = tuple(range(head.segments + 1))
+        head = replace(head, areas=(area, ()), segments=len(area))
+    extents = extents_of(head.areas[0], area_nbytes, len(text))
+    content = slot(text, 1, extents).ljust(START, b"\0")
+    content += (text if extents else b"").ljust(head.segments * area_nbytes, b"\0")
+    staged = f"{path}.new"
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(staged)
+    handle = disk.create(staged)
+    try:
+        disk.write(handle, memoryview(content))
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+    disk.rename(staged, path)
+    disk.sync_directory(os.path.dirname(path))
+    return head, 1
+
+
+def read_head(path: str) -> tuple[Superblock, int]:
+    """The newest whole head of a file and its sequence number."""
+    with open(path, "rb") as file:
+        return _decode(file, path)
+
+
+def check_schema(path: str, written: Json, wanted: Json) -> None:
+    """Refuses a file of another model, by name."""
+    for key in sorted({*written, *wanted}):
+        if written.get(key) != wanted.get(key):
+            raise StateError(
+                f"{path} belongs to another model: its {key} is {written.get(key)!r}, this model's "
+                f"{wanted.get(key)!r}; nothing was changed. Name another path, or build the model "
+                "as it was"
+            )

@@ -34,7 +34,8 @@ from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered.flushes import Flushes
 from emberkeep.tiered.frames import Frames
 from emberkeep.tiered.loads import Loads
-from emberkeep.tiered.log import Layout, RowLog, layout_of
+from emberkeep.tiered.log import RowLog
+from emberkeep.tiered.record_layout import Layout, layout_of
 from emberkeep.tiered.superblock import Point
 
 # What a frame costs beside its planes.
@@ -155,7 +156,7 @@ class TieredSlab(Slab):
         self.log.close()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the slab: whoever waits is told now, everybody else at the next call."""
+        """Ends the slab: threads that wait fail now, all others at their next call."""
         self.log.fail(error)
         self.flushes.wake()
         self._give_up(error)
@@ -367,18 +368,18 @@ class TieredSlab(Slab):
                 f"{self.frames.count}: raise memory= of the tier to "
                 f"{math.ceil(enough * 10 / 2**20) / 10:.1f} MiB or more; no row was changed"
             )
-        here = frames[frames >= 0]
-        self.loads.wait(here)
-        self.frames.hold(here, 0)
-        self._make_free(needed - here.size, self.frames.turn + 1)
+        held = frames[frames >= 0]
+        self.loads.wait(held)
+        self.frames.hold(held, 0)
+        self._make_free(needed - held.size, self.frames.turn + 1)
         # Copies for a checkpoint under way, and records of rows that are deleted by this write.
         self.log.make_room(found.size + new)
         if missing.size and not whole:
             load = self.loads.begin(missing)
             self.loads.perform(load)
             self.loads.settle(load)
-            here = np.concatenate([here, load.frames])
-        self.frames.hold(here, needed - here.size)
+            held = np.concatenate([held, load.frames])
+        self.frames.hold(held, needed - held.size)
 
     def _make_free(self, count: int, before: int) -> None:
         """Frees frames in the calling thread, which upkeep should have done ahead of it.

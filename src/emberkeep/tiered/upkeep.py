@@ -15,7 +15,8 @@ import numpy as np
 from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiered.log import Extent, aligned
+from emberkeep.tiered.log import Extent
+from emberkeep.tiered.record_layout import aligned
 from emberkeep.tiered.superblock import Point
 from emberkeep.tiered.tiered_slab import TieredSlab
 

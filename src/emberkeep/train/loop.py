@@ -171,10 +171,10 @@ def fit(
                 ahead.append((following, _tensors(following)))
                 for bag in bags:
                     bag.prefetch(ahead[0][1][1])
-            number, lost = progress.steps + 1, loss.item()
-            if not math.isfinite(lost):
+            number, value = progress.steps + 1, loss.item()
+            if not math.isfinite(value):
                 raise GradientError(
-                    f"the loss is {lost} at step {number}: training diverged; lower "
+                    f"the loss is {value} at step {number}: training diverged; lower "
                     "optimizer.lr or dense_optimizer.lr"
                 )
             loss.backward()
@@ -182,10 +182,10 @@ def fit(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            progress.add(lost, len(batch))
+            progress.add(value, len(batch))
             if keeper is not None:
                 keeper.step()
-            step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=lost)
+            step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=value)
             for hook in hooks:
                 hook.on_step(step)
 
@@ -227,16 +227,16 @@ def evaluate(network: nn.Module, samples: Window, batch_size: int) -> tuple[floa
 
 def digest(bags: EmbeddingBags, network: nn.Module) -> str:
     """Of every trained row with all its planes, and of every dense parameter: equal, same bits."""
-    told = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for table in bags.tables:
         ids, planes = bags.cluster.read_all(table.name)
         for name, values in [("id", ids), *sorted(planes.items())]:
-            told.update(f"{table.name}/{name}/{len(ids)};".encode())
-            told.update(np.ascontiguousarray(values).data)
+            digest.update(f"{table.name}/{name}/{len(ids)};".encode())
+            digest.update(np.ascontiguousarray(values).data)
     for name, parameter in sorted(network.named_parameters()):
-        told.update(f"{name};".encode())
-        told.update(parameter.detach().contiguous().numpy().data)
-    return told.hexdigest()
+        digest.update(f"{name};".encode())
+        digest.update(parameter.detach().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 _Tensors = tuple[torch.Tensor, Ids, torch.Tensor]

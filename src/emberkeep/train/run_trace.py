@@ -1,4 +1,4 @@
-"""What happened in a run, step by step, for whoever tells of it afterwards."""
+"""What happened in a run, step by step, for the report afterwards."""
 
 from __future__ import annotations
 

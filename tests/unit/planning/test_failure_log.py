@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.planning.failure_log import read_record
+from emberkeep.planning.failure_log import read_failures
 
 GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
@@ -50,10 +50,10 @@ GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 def test_shapes(tmp_path: Path, text: str, gaps: list[float], told: str) -> None:
     path = tmp_path / "failures.csv"
     path.write_text(text)
-    record = read_record(path)
-    np.testing.assert_allclose(record.gaps_hours, gaps)
-    assert told in record.taken[0]
-    assert record.mtbf.total_seconds() == pytest.approx(3600 * np.mean(gaps))
+    log = read_failures(path)
+    np.testing.assert_allclose(log.gaps_hours, gaps)
+    assert told in log.taken[0]
+    assert log.mtbf.total_seconds() == pytest.approx(3600 * np.mean(gaps))
 
 
 def test_what_begins_together_is_one_failure(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_what_begins_together_is_one_failure(tmp_path: Path) -> None:
     hours = [0, 0, 1, 3, 6, 6, 6, 10, 15]
     lines = [f"2001-01-01T{hour:02}:00:00Z,n{i % 4}" for i, hour in enumerate(hours)]
     path.write_text("# exported\nfailed_at,host\n" + "\n".join(reversed(lines)) + "\nunknown,n9\n")
-    record = read_record(path)
-    np.testing.assert_allclose(record.gaps_hours, [1, 2, 3, 4, 5])
-    assert record.together == pytest.approx(9 / 6)
-    assert record.nodes == 5
-    assert "1 of 10 lines have no value there" in record.taken
-    assert "9 lines are 6 failures: some began together" in record.taken
+    log = read_failures(path)
+    np.testing.assert_allclose(log.gaps_hours, [1, 2, 3, 4, 5])
+    assert log.together == pytest.approx(9 / 6)
+    assert log.nodes == 5
+    assert "1 of 10 lines have no value there" in log.taken
+    assert "9 lines are 6 failures: some began together" in log.taken
 
 
 def test_a_column_by_name(tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ def test_a_column_by_name(tmp_path: Path) -> None:
     path.write_text(
         "started,repair_min\n" + "".join(f"2001-01-0{d},{60 * d}\n" for d in range(9, 0, -1))
     )
-    assert read_record(path).mtbf.total_seconds() == pytest.approx(24 * 3600)
-    assert read_record(path, column="repair_min").mtbf.total_seconds() == pytest.approx(5 * 3600)
+    assert read_failures(path).mtbf.total_seconds() == pytest.approx(24 * 3600)
+    assert read_failures(path, column="repair_min").mtbf.total_seconds() == pytest.approx(5 * 3600)
     with pytest.raises(ConfigError, match="no column 'ended': it has started, repair_min"):
-        read_record(path, column="ended")
+        read_failures(path, column="ended")
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_what_is_no_record(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "failures.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=words):
-        read_record(path)
+        read_failures(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        read_record(tmp_path / "none.csv")
+        read_failures(tmp_path / "none.csv")
     with pytest.raises(DataError, match="is a directory"):
-        read_record(tmp_path)
+        read_failures(tmp_path)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="not UTF-8"):
-        read_record(tmp_path / "binary.csv")
+        read_failures(tmp_path / "binary.csv")

@@ -22,7 +22,7 @@ from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
 from emberkeep.tiered import durable_open
 from emberkeep.tiered import reads as reading
-from emberkeep.tiered.log import START
+from emberkeep.tiered.superblock import START
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
 
 numbers = itertools.count()
