@@ -47,8 +47,9 @@ from emberkeep.repository.policies import Grid, resets, starts_anew
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.snapshot import FrozenRows, FrozenShards, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.pool import Pool
-from emberkeep.runtime.readahead import Ahead, Worker
+from emberkeep.runtime.readahead import Ahead
 
 _CHUNK_ROWS = 32768
 _NICEST = 19
@@ -138,7 +139,7 @@ class Checkpointer:
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._saving: Saving | None = None
-        self._worker = Worker("emberkeep-save", self.settings.nice)
+        self._worker = Worker("emberkeep-save", nice=self.settings.nice)
         self._failures: list[BaseException] = []
         self._cancelled = 0
         self._cancelled_since_version = False

@@ -15,7 +15,7 @@ from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
 from emberkeep.repository.writer import Writer
-from emberkeep.runtime.readahead import Worker
+from emberkeep.runtime.background import Worker
 
 
 class ExtractionWorker:
@@ -42,7 +42,7 @@ class ExtractionWorker:
         self.failed_in_a_row = 0
         self._writer = writer
         self._tell = tell
-        self._worker = Worker("emberkeep-extract", nice)
+        self._worker = Worker("emberkeep-extract", nice=nice)
         self._changed = threading.Condition()
         self._waiting: list[Manifest] = []
         self._passed_over: Manifest | None = None
