@@ -88,11 +88,11 @@ class Worker:
         self._make = partial(
             _Thread, name, nice, step and _weakly(step), on_error and _weakly(on_error), retry, wait
         )
-        self._renew()
+        self._renew(threading.Condition())
 
-    def _renew(self) -> None:
+    def _renew(self, changed: threading.Condition) -> None:
         self._pid = os.getpid()
-        self._thread = self._make()
+        self._thread = self._make(changed)
         weakref.finalize(self, self._thread.end).atexit = False
 
     @property
@@ -134,8 +134,10 @@ class Worker:
         """Returns at once. When the task has ended, `ended` hears the error that it raised, or
         None; the worker holds on to nothing of the task any more. Raises, with the task not
         begun, where no thread can be started."""
-        if self._pid != os.getpid() or self._thread.ending:
-            self._renew()
+        if self._pid != os.getpid():  # whoever held the lock is not there to release it
+            self._renew(threading.Condition())
+        elif self._thread.ending:
+            self._renew(self.changed)
         thread = self._thread
         with thread.changed:
             if thread.ident is None:
@@ -198,9 +200,10 @@ class _Thread(threading.Thread):
         on_error: Callable[[], Callable[[BaseException], object] | None] | None,
         retry: Retry | None,
         wait: Wait,
+        changed: threading.Condition,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self.changed = threading.Condition()
+        self.changed = changed
         self.tasks: deque[tuple[Task, Ended]] = deque()
         self.woken = self.ending = self.stopped = False
         self.error: BaseException | None = None

@@ -304,3 +304,13 @@ def test_a_forked_child_has_no_loop_and_a_queue_of_its_own() -> None:
         os._exit(0 if fine else 1)
     assert os.waitpid(child, 0)[1] == 0
     owner.worker.close(SOON)
+
+
+def test_what_is_shared_with_a_queue_stays_shared_after_close() -> None:
+    worker = Worker("test")
+    changed = worker.changed
+    assert done(worker, Work()) is None
+    worker.close(SOON)
+    assert done(worker, Work()) is None
+    assert worker.changed is changed
+    worker.close(SOON)
