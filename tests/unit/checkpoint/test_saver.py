@@ -452,7 +452,7 @@ def test_a_round_that_fails_anywhere_is_told_and_done_again(
     rules = VersionSpec(layout="grid", grid=Grid(ratio=0.0, resets=False))
 
     def keeping() -> Checkpointer:
-        keeper = begun(cluster, store, strategy=rules, on_event=lambda *told: events.append(told))
+        keeper = begun(cluster, store, spec=rules, on_event=lambda *told: events.append(told))
         keeper.restore()
         return keeper
 
@@ -482,7 +482,7 @@ def test_a_round_that_fails_anywhere_is_told_and_done_again(
     assert done[-1]["covered"] == 4
     assert len(events) == 4 + 2 + 2  # saved, failed, extracted: no round was tried in between
     fresh = opened()
-    begun(fresh, store, strategy=rules).restore()
+    begun(fresh, store, spec=rules).restore()
     assert state(fresh) == state(cluster)
 
 
