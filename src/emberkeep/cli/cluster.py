@@ -177,6 +177,9 @@ def _parity(told: dict[str, Any] | None) -> str:
         return ""
     if told["missing_rows"]:
         return f"{told['missing_rows']:,} rows missing"
+    if told.get("unprotected_since"):
+        since = time.strftime("%H:%M:%SZ", time.gmtime(told["unprotected_since"]))
+        return f"unprotected since {since}"
     if told["unprotected_stripes"]:
         return f"{told['unprotected_stripes']:,} stripes open"
     return f"lag {told['lag']:,}" if told["lag"] else "whole"
