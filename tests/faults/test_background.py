@@ -25,11 +25,11 @@ from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.remote import leases
 from emberkeep.cluster.remote.leases import Leases
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.messages import Differences, Message
+from emberkeep.erasure.peers import Peer
 from emberkeep.errors import SaveError, StoppedError, TierError
 from emberkeep.keeper import tier_state
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.messages import Differences, Message
-from emberkeep.parity.peers import Peer
 from emberkeep.runtime import metrics
 from emberkeep.runtime.background import Retry
 from emberkeep.runtime.background_failures import background_failures

@@ -21,9 +21,9 @@ from emberkeep.cluster.base import Cluster, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
-from emberkeep.parity.codes import Parity
-from emberkeep.parity.status import ParityStatus
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.push import Push

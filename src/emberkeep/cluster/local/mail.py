@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
+from emberkeep.erasure.messages import Message
 from emberkeep.errors import StoppedError
-from emberkeep.parity.messages import Message
 from emberkeep.runtime.background import Worker
 
 Letter: TypeAlias = tuple[int, Message]

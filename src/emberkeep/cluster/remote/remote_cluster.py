@@ -23,6 +23,8 @@ from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
     ConfigError,
     ParityLossError,
@@ -31,8 +33,6 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
-from emberkeep.parity.codes import Parity
-from emberkeep.parity.status import ParityStatus
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import slab_rows
