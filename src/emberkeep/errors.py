@@ -197,3 +197,15 @@ class RecoveryError(EmberkeepError):
     """Shards are lost again and again while they are recovered; the repository is whole."""
 
     exit_code = 53
+
+
+class StoppedError(EmberkeepError):
+    """A background thread has ended with an error; what it did is not done any more."""
+
+    exit_code = 54
+
+
+class DeadlineError(EmberkeepError, TimeoutError):
+    """What was waited for did not happen in time; it may happen yet."""
+
+    exit_code = 55

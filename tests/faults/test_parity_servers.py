@@ -20,6 +20,7 @@ from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
 from emberkeep.erasure.peers import Peer
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.runtime.background import Retry
 from emberkeep.server.flight_server import ShardServer
 from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService
@@ -224,14 +225,16 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
 def test_a_host_that_is_gone_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     enough = threading.Event()
+    honest = Retry.pause
 
-    def wait(sender: Sender, seconds: float, posted: int) -> None:
-        pauses.append(seconds)
+    def pause(retry: Retry, failures: int) -> float:
+        pauses.append(honest(retry, failures))
         if len(pauses) == 9:
             sender.close()
             enough.set()
+        return 0
 
-    monkeypatch.setattr(Sender, "_wait", wait)
+    monkeypatch.setattr(Retry, "pause", pause)
     sender = Sender(
         Peer(1, "127.0.0.1:1", 1), Placement(3, 2, 1), security=Security(),
         deadline=timedelta(seconds=5), acknowledged=lambda *_: None, stuck=lambda _: None,

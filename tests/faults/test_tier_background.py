@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster
-from emberkeep.errors import TierError
+from emberkeep.errors import StoppedError, TierError
 from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered import log as logs
 from tests.contracts.engine import state
@@ -76,8 +77,8 @@ def test_whatever_the_cleaner_meets_is_told(
     (slab,) = cluster.shards[0].tiers()
     monkeypatch.setattr(upkeep, "_clean", raising(error))
     slab._upkeep.wake()
-    assert slab._upkeep._thread is not None
-    slab._upkeep._thread.join(60)
+    with pytest.raises(StoppedError):
+        slab._upkeep.wait(lambda: False, "the cleaner", timedelta(seconds=60))
     check_ended(cluster, error)
 
 

@@ -9,9 +9,9 @@ import sys
 def test_the_interpreter_waits_for_a_task_under_way() -> None:
     code = (
         "import threading\n"
-        "from emberkeep.runtime.readahead import Worker\n"
+        "from emberkeep.runtime.background import Worker\n"
         "go = threading.Event()\n"
-        "worker = Worker('test', 0)\n"
+        "worker = Worker('test')\n"
         "worker.do(go.wait, lambda _: print('ended', flush=True))\n"
         "import atexit\n"
         "atexit.register(go.set)\n"

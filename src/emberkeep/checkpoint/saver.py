@@ -46,8 +46,8 @@ from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, resets, starts_anew
 from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.pool import Pool
-from emberkeep.runtime.readahead import Worker
 
 _NICEST = 19
 
@@ -156,7 +156,7 @@ class Checkpointer:
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._saving: Saving | None = None
-        self._worker = Worker("emberkeep-save", self.settings.nice)
+        self._worker = Worker("emberkeep-save", nice=self.settings.nice)
         self._failures: list[BaseException] = []
         self._cancelled = 0
         self._cancelled_since_version = False

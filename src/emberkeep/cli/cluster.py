@@ -177,6 +177,9 @@ def _parity(parity: dict[str, Any] | None) -> str:
         return ""
     if parity["missing_rows"]:
         return f"{parity['missing_rows']:,} rows missing"
+    if parity.get("unprotected_since"):
+        since = time.strftime("%H:%M:%SZ", time.gmtime(parity["unprotected_since"]))
+        return f"unprotected since {since}"
     if parity["unprotected_stripes"]:
         return f"{parity['unprotected_stripes']:,} stripes open"
     return f"lag {parity['lag']:,}" if parity["lag"] else "whole"

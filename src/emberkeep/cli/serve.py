@@ -52,6 +52,7 @@ def serve(
     requests under way are answered.
     """
     place = _place(shard)
+    from emberkeep.runtime.background import Worker
     from emberkeep.runtime.metrics import MetricsServer
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.server_warmup import warm_up
@@ -78,7 +79,9 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if until_stdin_closes:
-        threading.Thread(target=_wait_for_stdin, args=(stop,), daemon=True).start()
+        # However reading ends: a server must not outlive what started it.
+        stdin = Worker("emberkeep-stdin")
+        stdin.do(sys.stdin.buffer.read, lambda _: stop.set())
     _log("listening", status)
     print(json.dumps(status), flush=True)
     stop.wait()
@@ -104,11 +107,6 @@ def _metrics_at(given: str | None) -> tuple[str, int] | None:
     if not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--metrics is a port or HOST:PORT, not {given!r}")
     return host or "127.0.0.1", int(port)
-
-
-def _wait_for_stdin(stop: threading.Event) -> None:
-    sys.stdin.buffer.read()
-    stop.set()
 
 
 def _log(event: str, details: dict[str, Any]) -> None:

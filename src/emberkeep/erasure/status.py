@@ -31,18 +31,23 @@ class ParityStatus:
     """Parity rows updated, shard by shard."""
     lost_shards: int = 0
     """Shards that are known to be lost and not replaced yet."""
+    unprotected_since: float | None = None
+    """The time (Unix) since when a thread that protects rows has failed; None if none has."""
 
     @property
     def protected(self) -> bool:
         """Whether `r` more shards may be lost."""
         behind = self.lag or self.unprotected_stripes or self.missing_rows
-        return not (behind or self.lost_shards)
+        return not (behind or self.lost_shards or self.unprotected_since)
 
     def samples(self) -> list[Sample]:
         """The same for Prometheus."""
         return [
             ("parity_protected", "gauge", "1 if r more shards may be lost", self.protected),
             ("parity_lost_shards", "gauge", "shards lost and not replaced", self.lost_shards),
+            ("parity_unprotected_since_seconds", "gauge",
+             "Unix time since when a thread that protects rows has failed, 0 if none has",
+             self.unprotected_since or 0.0),
             ("parity_lag_messages", "gauge", "messages on their way to parity hosts", self.lag),
             ("parity_unprotected_stripes", "gauge", "parity rows yet to be filled",
              self.unprotected_stripes),
@@ -55,3 +60,8 @@ class ParityStatus:
             ("parity_messages_total", "counter", "messages to parity hosts", self.messages),
             ("parity_sent_bytes_total", "counter", "bytes of them", self.sent_nbytes),
         ]  # fmt: skip
+
+
+def earliest(*moments: float | None) -> float | None:
+    """The first of some moments; None if there is none."""
+    return min((moment for moment in moments if moment), default=None)

@@ -7,6 +7,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.metrics import exposition
 
 
@@ -80,7 +81,7 @@ class Ledger:
             }
 
     def exposition(self) -> str:
-        """The counts in the text format of Prometheus."""
+        """The counts in the text format of Prometheus, and what failed in the background."""
         with self._lock:
             told = [
                 ("versions_total", "counter", "versions committed", len(self._commits_ms)),
@@ -100,4 +101,4 @@ class Ledger:
                 ("step", "gauge", "steps taken", self.step),
                 ("version", "gauge", "the newest version committed or restored", self.version),
             ]  # fmt: skip
-        return exposition(told)
+        return exposition(told) + background_failures.exposition()

@@ -9,12 +9,12 @@ all of them come back at the same batch.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -37,9 +37,12 @@ from emberkeep.keeper.model_parts import Optimizers, take_apart
 from emberkeep.keeper.plain_state import Packed
 from emberkeep.keeper.recoverer import Recovered, Recoveries
 from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
+from emberkeep.runtime.background import Worker
 from emberkeep.strategies import Interval, schedule
 
 _STATES = "step-"
+# A checkpoint is gigabytes; one that takes longer hangs.
+_PATIENCE = timedelta(hours=1)
 
 
 class TierKeeper:
@@ -88,7 +91,8 @@ class TierKeeper:
         self._tell = on_event or (lambda _name, _details: None)
         self._saving: Future[int] | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("emberkeep-tier-commit")
+        self._committing = False
         self._saved_at = time.monotonic()
         self._total_steps = total_steps
         self._losses = Losses()
@@ -155,17 +159,18 @@ class TierKeeper:
         prepared = self._cluster.prepare_tiers(self.steps)
         pause_ms = (time.monotonic() - started) * 1e3
         saving: Future[int] = Future()
-        thread = threading.Thread(
-            target=self._finish, args=(self.steps, prepared, dense, beside, saving, pause_ms),
-            name="emberkeep-tier-commit", daemon=True,
-        )  # fmt: skip
+        self._committing = True
         try:
-            thread.start()
+            self._worker.do(
+                partial(self._finish, self.steps, prepared, dense, beside),
+                partial(self._ended, self.steps, saving, pause_ms, time.monotonic()),
+            )
         except BaseException:  # the system has no thread to give: nobody would ever commit
+            self._committing = False
             with suppress(EmberkeepError):
                 self._cluster.abandon_tiers()
             raise
-        self._saving, self._saved_at, self._thread = saving, started, thread
+        self._saving, self._saved_at = saving, started
         return saving
 
     def wait(self) -> int | None:
@@ -251,37 +256,40 @@ class TierKeeper:
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _finish(
-        self, step: int, prepared: list[Future[Any]], dense: Packed, beside: Json,
-        saving: Future[int], pause_ms: float,
+    def _finish(self, step: int, prepared: list[Future[Any]], dense: Packed, beside: Json) -> None:
+        for future in prepared:
+            future.result()
+        self._store.put(_name(step), tier_state.encode(_name(step), dense, beside))
+        self._cluster.commit_tiers()
+        states = [b.name for b in self._store.list() if b.name.startswith(_STATES)]
+        self._store.delete([name for name in states if name != _name(step)])
+
+    def _ended(
+        self, step: int, saving: Future[int], pause_ms: float, started: float,
+        error: BaseException | None,
     ) -> None:  # fmt: skip
-        started = time.monotonic()
         try:
-            for future in prepared:
-                future.result()
-            self._store.put(_name(step), tier_state.encode(_name(step), dense, beside))
-            self._cluster.commit_tiers()
-            states = [b.name for b in self._store.list() if b.name.startswith(_STATES)]
-            self._store.delete([name for name in states if name != _name(step)])
-        except BaseException as error:
+            if error is None:
+                saving.set_result(step)
+                durable_ms = (time.monotonic() - started) * 1e3
+                self._tell("saved", {"step": step, "pause_ms": pause_ms, "durable_ms": durable_ms})
+                return
             with suppress(EmberkeepError):  # the next checkpoint tries again, before it begins
                 self._cluster.abandon_tiers()
             if not self._cluster.lost():  # with a shard, its part of a checkpoint is lost too
                 self._error = error
             saving.set_exception(error)
             self._tell("save_failed", {"step": step, "error": str(error)})
-            return
-        saving.set_result(step)
-        durable_ms = (time.monotonic() - started) * 1e3
-        self._tell("saved", {"step": step, "pause_ms": pause_ms, "durable_ms": durable_ms})
+        finally:
+            with self._worker.changed:
+                self._committing = False
+                self._worker.changed.notify_all()
 
     def _busy(self) -> bool:
         return self._saving is not None and not self._saving.done()
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._worker.wait(lambda: not self._committing, "a checkpoint of the tier", _PATIENCE)
 
     def _raise(self) -> None:
         error, self._error = self._error, None

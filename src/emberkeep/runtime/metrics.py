@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from emberkeep.runtime.background import Retry, Worker
+
 Sample = tuple[str, str, str, float]
 """Name, kind, help and value."""
 
@@ -55,8 +57,8 @@ class Histogram:
         for bound, count in zip((*self.BOUNDS, float("inf")), counts, strict=True):
             below += count
             end = "+Inf" if bound == float("inf") else f"{bound:g}"
-            told = ",".join(part for part in (inner, f'le="{end}"') if part)
-            lines.append(f"{name}_bucket{{{told}}} {below}")
+            inside = ",".join(part for part in (inner, f'le="{end}"') if part)
+            lines.append(f"{name}_bucket{{{inside}}} {below}")
         return (
             "\n".join([*lines, f"{name}_sum{labels} {total}", f"{name}_count{labels} {below}"])
             + "\n"
@@ -66,10 +68,10 @@ class Histogram:
 class MetricsServer:
     """Answers GET with an exposition, on the loopback interface unless told otherwise."""
 
-    def __init__(self, told: Callable[[], str], port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, read: Callable[[], str], port: int, host: str = "127.0.0.1") -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                content = told().encode()
+                content = read().encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(content)))
@@ -82,10 +84,12 @@ class MetricsServer:
         self._server = ThreadingHTTPServer((host, port), Handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, name="emberkeep-metrics", daemon=True
-        ).start()
+        # What ends it is not its state: it listens on, and serves again.
+        self._worker = Worker("emberkeep-metrics", self._server.serve_forever, retry=Retry())
+        self._worker.wake()
 
     def close(self) -> None:
-        self._server.shutdown()
+        if not self._worker.stopped:
+            self._server.shutdown()
         self._server.server_close()
+        self._worker.close()

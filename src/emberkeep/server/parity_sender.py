@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,23 +10,25 @@ from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import Message
 from emberkeep.erasure.peers import Peer
 from emberkeep.erasure.stream_frames import pack_messages
-from emberkeep.errors import EmberkeepError, StreamError
+from emberkeep.errors import StreamError
+from emberkeep.runtime.background import Retry, Worker
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import error_from, unpack_frame
 from emberkeep.wire.security import Security
 
 # Messages that wait travel together, up to about so many bytes.
 _BATCH_NBYTES = 2**23
-# How long a sender waits to try again: twice as long after each failure.
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+# A message that could not be sent is sent again: a host takes each of them once.
+_RETRY = Retry(limit=None, first=timedelta(milliseconds=20), most=timedelta(seconds=1))
 
 
 class Sender:
     """Sends messages in order, each until the host holds it; a thread of its own.
 
     `acknowledged(sender, number)` is told what the host holds, `stuck(sender)` that it cannot be
-    reached or refuses. A host that is gone is tried until the sender is closed, ever more rarely,
-    and whenever there is something new to send: whoever replaces it closes this one.
+    reached or refuses, or that sending met any other error. A host that is gone is tried until the
+    sender is closed, ever more rarely, and whenever there is something new to send: whoever
+    replaces it closes this one.
     """
 
     def __init__(
@@ -52,9 +53,17 @@ class Sender:
         self._acknowledged = acknowledged
         self._stuck = stuck
         self._queue: deque[Message] = deque()
-        self._changed = threading.Condition()
+        self._connection: Connection | None = None
         self._closed = False
-        threading.Thread(target=self._work, name="emberkeep-parity", daemon=True).start()
+        self._worker = Worker(
+            "emberkeep-parity", self._send_next, on_error=self._failed, retry=_RETRY
+        )
+        self._changed = self._worker.changed
+
+    @property
+    def failing_since(self) -> float | None:
+        """The time (Unix) since when nothing gets through; None while messages do."""
+        return self._worker.failed_since
 
     @property
     def waiting(self) -> int:
@@ -66,58 +75,49 @@ class Sender:
             self._queue.append(message)
             self.waiting_nbytes += message.body.nbytes
             self.messages += 1
-            self._changed.notify_all()
+        self._worker.wake()
 
     def close(self) -> None:
+        """Sends nothing more; what is being sent ends by its deadline."""
         with self._changed:
             self._closed = True
             self._queue.clear()
             self.waiting_nbytes = 0
-            self._changed.notify_all()
+        if self.messages:
+            self._worker.wake()  # the thread closes its connection, and ends
 
-    def _work(self) -> None:
-        connection: Connection | None = None
-        pause = _PAUSE_SECONDS
-        while batch := self._next():
-            posted = self.messages
-            try:
-                if connection is None:
-                    connection = Connection(self.peer.address, self._security)
-                    connection.open(self._deadline)
-                held = self._send(connection, batch)
-            except EmberkeepError as error:
-                if connection is not None:
-                    connection.close()
-                connection = None
-                self.trouble = str(error) or "no answer"
-                self._stuck(self)
-                self._wait(pause, posted)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                continue
-            self.trouble, pause = "", _PAUSE_SECONDS
-            with self._changed:
-                while self._queue and self._queue[0].number <= held:
-                    self.waiting_nbytes -= self._queue.popleft().body.nbytes
-            self._acknowledged(self, held)
+    def _send_next(self) -> float | None:
+        if self._closed:
+            self._disconnect()
+            self._worker.stop()
+            return None
+        batch = self._next()
+        if not batch:
+            return None
+        if self._connection is None:
+            self._connection = Connection(self.peer.address, self._security)
+            self._connection.open(self._deadline)
+        held = self._send(self._connection, batch)
+        self.trouble = ""
+        with self._changed:
+            while self._queue and self._queue[0].number <= held:
+                self.waiting_nbytes -= self._queue.popleft().body.nbytes
+        self._acknowledged(self, held)
+        return 0
+
+    def _failed(self, error: BaseException) -> None:
+        self._disconnect()
+        self.trouble = str(error) or type(error).__name__
+        self._stuck(self)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def _wait(self, seconds: float, posted: int) -> None:
-        """Until it is time to try again, or more was posted than `posted` messages; never less
-        than the shortest pause: who posts all the time must not keep a dead host under fire."""
-        with self._changed:
-            if self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS):
-                return
-            self._changed.wait_for(
-                lambda: self._closed or self.messages > posted, seconds - _PAUSE_SECONDS
-            )
-
     def _next(self) -> list[Message]:
-        """What is to be sent next; nothing when the sender is closed."""
+        """What is to be sent next."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._queue)
-            if self._closed:
-                return []
             batch, nbytes = [], 0
             for message in self._queue:
                 batch.append(message)
@@ -131,12 +131,12 @@ class Sender:
             batch, host=self.peer.index, host_epoch=self.peer.epoch, placement=self._placement
         )
         connection.send(blob, self._deadline)
-        told, _ = unpack_frame(connection.receive())
+        reply, _ = unpack_frame(connection.receive())
         connection.settled()
-        if "error" in told:
-            raise error_from(told)
+        if "error" in reply:
+            raise error_from(reply)
         self.sent_nbytes += blob.nbytes
-        held = int(told["held"])
+        held = int(reply["held"])
         if held < batch[0].number - 1:
             raise StreamError(f"{self.peer.address} holds {held} where {batch[0].number} comes")
         return held

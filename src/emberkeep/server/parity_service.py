@@ -30,6 +30,7 @@ from emberkeep.erasure.messages import Message, Point
 from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, MemberSide, Rebuilder
 from emberkeep.erasure.source import Source
+from emberkeep.erasure.status import earliest
 from emberkeep.erasure.stream_frames import (
     layer_of,
     pack_point,
@@ -46,8 +47,8 @@ from emberkeep.errors import (
     ShardLostError,
     StreamError,
 )
+from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.metrics import Sample
-from emberkeep.runtime.pool import be_nice
 from emberkeep.server.parity_sender import Sender
 from emberkeep.wire.protocol import pack_frame, unpack_frame
 from emberkeep.wire.security import Security
@@ -112,8 +113,11 @@ class ParityService:
         self._threads = ThreadPoolExecutor(max(1, shards - 1), "emberkeep-peer")
         self._rebuilder: Rebuilder[MemberSide] | None = None
         self._numbers = _numbers()
-        self._wake = threading.Event()
-        self._hurry = threading.Event()
+        self._hurry = False
+        # Peers are asked again for what they did not send, whatever was the reason.
+        self._rebuilds = Worker(
+            "emberkeep-rebuild", self._rebuild_and_rest, nice=_NICE, retry=Retry()
+        )
         self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
             "directory": self._directory,
             "standing": self._standing,
@@ -137,7 +141,6 @@ class ParityService:
         shard.protect(self.guard)
         if lost:
             shard.bring_back = self._bring_back
-        threading.Thread(target=self._work, name="emberkeep-rebuild", daemon=True).start()
 
     @property
     def ledger(self) -> Mapping[str, int]:
@@ -153,8 +156,7 @@ class ParityService:
             self._moved.notify_all()
         for sender in senders:
             sender.close()
-        self._hurry.set()
-        self._wake.set()
+        self._rebuilds.stop()
         self._threads.shutdown(wait=False)
 
     # -- streams ---------------------------------------------------------------------------------
@@ -285,24 +287,17 @@ class ParityService:
             raise PeerError(str(error)) from None
         raise PeerError("others have yet to get the rows back that they are to send")
 
-    def _work(self) -> None:
-        be_nice(_NICE)
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            more = True
-            while more and not self._closed:
-                start = time.perf_counter()
-                try:
-                    more = self._rebuild_chunk()
-                    taken = time.perf_counter() - start
-                    if more:
-                        self._hurry.wait(taken * (1 / self.spec.rebuild_share - 1))
-                except PeerError:
-                    time.sleep(_RETRY_SECONDS)
-            self._hurry.clear()
-            if self._closed:
-                return
+    def _rebuild_and_rest(self) -> float | None:
+        start = time.perf_counter()
+        try:
+            more = self._rebuild_chunk()
+        except PeerError:
+            return _RETRY_SECONDS
+        if not more:
+            self._hurry = False
+            return None
+        taken = time.perf_counter() - start
+        return 0 if self._hurry else taken * (1 / self.spec.rebuild_share - 1)
 
     # -- what is asked of it ---------------------------------------------------------------------
 
@@ -339,7 +334,7 @@ class ParityService:
         self._rebuilder = made
         for replaced in known.values():
             replaced.close()
-        self._wake.set()
+        self._rebuilds.wake()
         return {}, _NONE
 
     def _each(self, calls: Calls) -> list[Any]:
@@ -397,7 +392,7 @@ class ParityService:
 
     def _refill(self, header: Json, arrays: Arrays) -> Answer:
         self._host.refill(int(header["source"]))
-        self._wake.set()
+        self._rebuilds.wake()
         return {}, _NONE
 
     def _begin(self, header: Json, arrays: Arrays) -> Answer:
@@ -437,7 +432,7 @@ class ParityService:
 
     def _reveal(self, header: Json, arrays: Arrays) -> Answer:
         self.guard.reveal()
-        self._wake.set()
+        self._rebuilds.wake()
         return {}, _NONE
 
     def _flush_all(self, header: Json, arrays: Arrays) -> Answer:
@@ -446,14 +441,15 @@ class ParityService:
 
     def _hurry_up(self, header: Json, arrays: Arrays) -> Answer:
         """Somebody waits for all to be back: no pauses until then."""
-        self._hurry.set()
-        self._wake.set()
+        self._rebuilds.check()
+        self._hurry = True
+        self._rebuilds.wake()
         return {}, _NONE
 
     def samples(self) -> list[Sample]:
         """The same as `status` for Prometheus."""
-        told = self.status()
-        return [(name, kind, text, told[key]) for key, name, kind, text in _SAMPLES]
+        status = self.status()
+        return [(name, kind, text, status[key]) for key, name, kind, text in _SAMPLES]
 
     def status(self) -> Json:
         """What `ParityStatus` is made of."""
@@ -468,12 +464,23 @@ class ParityService:
             "messages": sum(sender.messages for sender in senders),
             "sent_nbytes": sum(sender.sent_nbytes for sender in senders),
             "updates": self._host.updates,
+            "unprotected_since": self._unprotected_since() or 0.0,
         }
+
+    def _unprotected_since(self) -> float | None:
+        senders = self._senders.values()
+        return earliest(self._rebuilds.failed_since, *(s.failing_since for s in senders))
 
 
 _SAMPLES = (
     ("lag", "parity_lag_messages", "gauge", "messages that its hosts have yet to hold"),
     ("unprotected_stripes", "parity_unprotected_stripes", "gauge", "parity rows yet to be filled"),
+    (
+        "unprotected_since",
+        "parity_unprotected_since_seconds",
+        "gauge",
+        "Unix time since when a thread that protects rows has failed, 0 if none has",
+    ),
     ("missing_rows", "parity_missing_rows", "gauge", "rows yet to come back"),
     ("rebuilt_rows", "parity_rebuilt_rows_total", "counter", "rows that came back"),
     ("degraded_reads", "parity_degraded_reads_total", "counter", "calls that waited for rows"),

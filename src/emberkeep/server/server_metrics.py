@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from emberkeep._types import Json
+from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.metrics import Histogram, Sample, exposition
 
 _STATES = ("empty", "recovering", "serving", "lost")
@@ -94,4 +95,5 @@ class Metrics:
             exposition(samples, labels)
             + self.pulls.exposition(labels)
             + self.pushes.exposition(labels)
+            + background_failures.exposition(labels)
         )

@@ -39,6 +39,7 @@ from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import parity_service_from
@@ -98,6 +99,7 @@ class ShardService:
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
+        self._worker = Worker("emberkeep-job")
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -430,24 +432,26 @@ class ShardService:
         """Long work in a thread of its own; `work` tells what became of it."""
         job: Future[Json] = Future()
         started = time.perf_counter()
+        done: list[Json] = []
 
         def run() -> None:
-            try:
-                with self._working():
-                    done = work()
-            except BaseException as error:
+            with self._working():
+                done.append(work())
+
+        def ended(error: BaseException | None) -> None:
+            if error is not None:
                 job.set_exception(error)
                 self._tell("failed", {"what": event, "error": str(error)})
                 return
-            job.set_result(done)
+            job.set_result(done.pop())
             seconds = round(time.perf_counter() - started, 3)
             self._tell(event, {"version": header["version"], "seconds": seconds})
 
         with self._lock:
             if self._job is not None and not self._job[1].done():
                 raise ServerError("the server is still at work on something else")
+            self._worker.do(run, ended)
             self._job = (int(header["epoch"]), job)
-        threading.Thread(target=run, name=f"emberkeep-{event}", daemon=True).start()
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         if self._job is None or self._job[0] != int(header["epoch"]):

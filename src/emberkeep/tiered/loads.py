@@ -9,7 +9,7 @@ import numpy as np
 
 from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
-from emberkeep.runtime.background import Background
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.tiered.frames import LOADING, Frames
 from emberkeep.tiered.log import RowLog
@@ -40,7 +40,9 @@ class Loads:
         self._frames, self._positions, self._log, self._lock = frames, positions, log, lock
         self._under_way: list[Load] = []
         self._left: list[Load] = []
-        self._reader = Background(self, Loads._read_left, Loads._fail, name="emberkeep-tier-read")
+        self._reading: Load | None = None
+        # Not repeated: the rows of a load that is half done are in nobody's hands.
+        self._reader = Worker("emberkeep-tier-read", self._read_left, on_error=self._fail)
 
     @property
     def error(self) -> BaseException | None:
@@ -49,6 +51,9 @@ class Loads:
 
     def _fail(self, error: BaseException) -> None:
         self._log.fail(error)
+        if self._reading is not None and not self._reading.done.is_set():
+            self._reading.error = error
+            self._reading.done.set()
 
     def stop(self) -> None:
         self._reader.stop()
@@ -77,16 +82,17 @@ class Loads:
         self._left.append(load)
         self._reader.wake()
 
-    def _read_left(self) -> bool:
+    def _read_left(self) -> float | None:
         with self._lock:
             if not self._left:
-                return False
-            load = self._left.pop(0)
+                self._reading = None
+                return None
+            load = self._reading = self._left.pop(0)
         self.perform(load)
         with self._lock:
             if not load.settled and load.error is None:
                 self.settle(load)
-        return True
+        return 0
 
     def settle(self, load: Load) -> None:
         """Once the load is done: its rows are in their frames, or it raises."""

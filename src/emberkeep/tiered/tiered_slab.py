@@ -27,7 +27,7 @@ from emberkeep.kernels import batch_rows, scatter
 from emberkeep.kernels import log_records as kernels
 from emberkeep.rows.push import Push
 from emberkeep.rows.slab import Slab
-from emberkeep.runtime.background import Background
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
@@ -126,9 +126,9 @@ class TieredSlab(Slab):
         self._gone: list[I64] = []
         self.batch: int | None = None
         self.files: Sequence[str] = ()
-        self._upkeep = Background(
-            self, upkeep, TieredSlab.fail, name="emberkeep-tier-upkeep", nice=5
-        )
+        self._upkeep_round = upkeep
+        # Not repeated: after an error nobody knows what the file holds.
+        self._upkeep = Worker("emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail)
 
     @property
     def direct(self) -> bool:
@@ -176,6 +176,9 @@ class TieredSlab(Slab):
             frames=self.frames.count, waits=self.waits, reads=log.reads, appended=log.appended,
             segments=log.states.size, damaged=log.damaged,
         )  # fmt: skip
+
+    def _keep_up(self) -> float | None:
+        return 0 if self._upkeep_round(self) else None
 
     def _wake(self) -> None:
         """Has upkeep do a round, if it would find anything to do."""

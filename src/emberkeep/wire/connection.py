@@ -7,6 +7,7 @@ watches all of them and cancels what is overdue.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from emberkeep._types import U8, Json
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
+from emberkeep.runtime.background import Retry, Worker
 from emberkeep.wire.protocol import PROTOCOL, check_protocol, error_from, pack_frame, unpack_frame
 from emberkeep.wire.security import HEADER, Security, read_pem, split_address
 
@@ -195,33 +197,42 @@ class Connection:
 
 _watched: weakref.WeakSet[Connection] = weakref.WeakSet()
 _watched_lock = threading.Lock()
-_watching = False
 
 
 def _watch(connection: Connection) -> None:
-    global _watching
     with _watched_lock:
         _watched.add(connection)
-        if not _watching:
-            _watching = True
-            threading.Thread(
-                target=_cancel_overdue, name="emberkeep-deadlines", daemon=True
-            ).start()
+    _deadlines.wake()
 
 
-def _cancel_overdue() -> None:
+def _cancel_overdue() -> float | None:
     """Cancels what is overdue, as long as there is anything to watch."""
-    global _watching
-    while True:
-        time.sleep(_TICK_SECONDS)
-        with _watched_lock:
-            connections = list(_watched)
-            if not connections:
-                _watching = False
-                return
-        now = time.monotonic()
-        for connection in connections:
-            due = connection.due
-            if due is not None and now > due:
+    with _watched_lock:
+        connections = list(_watched)
+    now, failure = time.monotonic(), None
+    for connection in connections:
+        due = connection.due
+        if due is not None and now > due:
+            try:
                 connection.cancel()
-        del connections
+            except BaseException as error:  # the deadlines of others are kept
+                failure = error
+    if failure is not None:
+        raise failure
+    return _TICK_SECONDS if connections else None
+
+
+def _start_watching() -> None:
+    """In a forked child: its connections have deadlines of their own."""
+    global _deadlines, _watched_lock
+    _deadlines, _watched_lock = _watcher(), threading.Lock()
+    _watched.clear()
+
+
+def _watcher() -> Worker:
+    # Without it every call would wait for ever, so it never gives up.
+    return Worker("emberkeep-deadlines", _cancel_overdue, retry=Retry(limit=None))
+
+
+_deadlines = _watcher()
+os.register_at_fork(after_in_child=_start_watching)

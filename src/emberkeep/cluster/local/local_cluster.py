@@ -349,6 +349,7 @@ class LocalCluster(Cluster):
             self._serving()
             protection = self._protection
             assert protection is not None
+            protection.check()
             try:
                 self._apply_parts(push)
             except ShardLostError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -17,8 +16,9 @@ from emberkeep.erasure.local_rebuilder import LocalRebuilder, rows_of
 from emberkeep.erasure.member import ParityMember, begin
 from emberkeep.erasure.messages import Point
 from emberkeep.erasure.source import Source
-from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.erasure.status import ParityStatus, earliest
+from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
+from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.pool import Pool
 
 Renew = Callable[[int], Shard]
@@ -53,10 +53,9 @@ class LocalParity:
         self._shards = list(shards)
         self._degraded_reads = 0
         self._recoveries = 0
-        self._wake = threading.Condition()
-        self._sweeper: threading.Thread | None = None
-        self._asked = False
-        self._ended = False
+        # Rows are decoded again from the start; `rebuild_chunk` sees to what cannot be repeated.
+        self._rebuilds = Worker("emberkeep-rebuild", self._rebuild_and_rest, retry=Retry())
+        self._rebuilding = False
         # When training last took part in a rebuild, what it may spend on it, and what it has spent
         # since on rows that it asked for.
         self._along_at = 0.0
@@ -93,10 +92,10 @@ class LocalParity:
 
     def _receive(self, letters: Sequence[Letter]) -> None:
         guards = self.rebuilder.guards
-        current = [  # else posted by a shard that was replaced since
+        current = [  # else posted by a shard that was replaced since, or to one that is lost
             (host, message)
             for host, message in letters
-            if message.epoch == guards[message.source].source.epoch
+            if message.epoch == guards[message.source].source.epoch and host not in self.lost
         ]
         held = receive_together([(guards[h].host, m) for h, m in current], self._pool)
         for (host, message), number in zip(current, held, strict=True):
@@ -110,6 +109,11 @@ class LocalParity:
             self._mail.wait_for_room()
         else:
             self._mail.deliver()
+
+    def check(self) -> None:
+        """Before a push: raises what has ended protection, with no row changed."""
+        self._mail.check()
+        self._rebuilds.check()
 
     def deliver(self) -> None:
         """After any other write, which nobody would send again: every host holds it now."""
@@ -142,12 +146,14 @@ class LocalParity:
         with self.rebuilder.lock:  # nobody reads rows of them meanwhile
             for shard in shards:
                 self._shards[shard].kill()
+            # Before hosts let go: what is being delivered to them would fail, and delivery with it.
+            self.lost |= set(shards)
+            self._mail.drop(self.lost)
+            for shard in shards:
                 guard = self.rebuilder.guards[shard]
                 with guard.lock:
                     rows_of(guard).drop()
                 guard.host.let_go()
-            self.lost |= set(shards)
-            self._mail.drop(self.lost)
 
     def recover(self, renew: Renew) -> list[int]:
         """Puts replacements in the place of all lost shards, ready to serve; returns which.
@@ -156,6 +162,11 @@ class LocalParity:
         """
         with self.rebuilder.lock:
             lost = sorted(self.lost)
+            if self._mail.failed_since is not None:
+                raise ParityLossError(
+                    f"shards {lost} are lost, and their parity is out of date since delivering "
+                    "messages has failed: recover them from the repository"
+                )
             self.rebuilder.recover(lost, partial(self._replace, renew))
             self.lost = set()
             self.rebuilder.recover_marks()
@@ -224,6 +235,7 @@ class LocalParity:
     def rebuild_chunk(self) -> bool:
         """Brings the next rows back, or else the next parity; False when all is whole."""
         with self.rebuilder.lock:
+            self._mail.check()
             if self.lost:
                 return False
             for shard in self._shards:
@@ -234,7 +246,12 @@ class LocalParity:
                     self.rebuilder.recover_rows(shard.index, *chunk)
                     return True
                 shard.bring_back = None
-            return self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
+            try:
+                return self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
+            except BaseException as error:
+                # Some rows may have been added: adding them again would take them out.
+                self._mail.fail(error)
+                raise
 
     def rebuild_along(self) -> None:
         """After a push: whoever trains brings back what is due, on all threads.
@@ -244,7 +261,7 @@ class LocalParity:
         everything back. A thread beside training would cost more: each step lasts as long as the
         slowest of its threads, and all of them share caches and cores with it.
         """
-        if self._sweeper is None:
+        if not self._rebuilding:
             return
         share = self.spec.rebuild_share
         passed = time.perf_counter() - self._along_at
@@ -259,8 +276,7 @@ class LocalParity:
                 more = False
             if not more:
                 self._along_at = 0.0
-                with self._wake:
-                    self._wake.notify_all()  # the thread looks, and ends if nothing is left
+                self._rebuilds.wake()  # it looks whether anything is left
                 return
             self._credit_seconds -= (time.perf_counter() - start) * (1 - share)
             if self._credit_seconds <= 0:
@@ -268,45 +284,29 @@ class LocalParity:
         self._along_at = time.perf_counter()
 
     def _sweep(self) -> None:
-        with self._wake:
-            self._asked = True
-            if self._sweeper is None and not self._ended:
-                self._sweeper = threading.Thread(
-                    target=self._work, name="emberkeep-rebuild", daemon=True
-                )
-                self._sweeper.start()
+        self._rebuilding = True
+        self._rebuilds.wake()
 
-    def _work(self) -> None:
-        """Rebuilds while nobody pushes, and ends when all is whole."""
-        while True:
-            start = time.perf_counter()
-            more = self._accompanied() or self.rebuild_chunk()
-            taken = time.perf_counter() - start
-            with self._wake:
-                # A loss may have come after the last look.
-                if self._ended or not (more or self._asked):
-                    self._sweeper = None
-                    return
-                self._asked = False
-                self._wake.wait(
-                    _ALONE_SECONDS
-                    if self._accompanied()
-                    else taken * (1 / self.spec.rebuild_share - 1)
-                )
+    def _rebuild_and_rest(self) -> float | None:
+        """Rebuilds while nobody pushes, until all is whole."""
+        start = time.perf_counter()
+        self._rebuilding = more = self._accompanied() or self.rebuild_chunk()
+        if not more:
+            return None
+        taken = time.perf_counter() - start
+        return _ALONE_SECONDS if self._accompanied() else taken * (1 / self.spec.rebuild_share - 1)
 
     def _accompanied(self) -> bool:
         """Whether somebody pushes, who rebuilds along with it."""
         return time.perf_counter() - self._along_at < _ALONE_SECONDS
 
     def close(self) -> None:
-        """Ends the threads."""
-        with self._wake:
-            self._ended = True
-            self._wake.notify_all()
-            sweeper = self._sweeper
-        if sweeper is not None:
-            sweeper.join()
-        self._mail.close()
+        """Ends the threads; raises what has ended protection."""
+        self._rebuilds.stop()
+        try:
+            self._mail.close()
+        finally:
+            self._rebuilds.close()
 
     def status(self) -> ParityStatus:
         guards = self.rebuilder.guards
@@ -325,4 +325,5 @@ class LocalParity:
             sent_nbytes=self._mail.sent_nbytes,
             updates=tuple(guard.host.updates for guard in guards),
             lost_shards=len(self.lost),
+            unprotected_since=earliest(self._mail.failed_since, self._rebuilds.failed_since),
         )

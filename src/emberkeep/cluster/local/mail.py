@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import TypeAlias
 
 from emberkeep.erasure.messages import Message
+from emberkeep.errors import StoppedError
+from emberkeep.runtime.background import Worker
 
 Letter: TypeAlias = tuple[int, Message]
 """A message and who is to receive it."""
+
+# A window is delivered in milliseconds; whoever waits longer waits for something that hangs.
+_PATIENCE = timedelta(minutes=5)
 
 
 class Mail:
@@ -19,6 +26,10 @@ class Mail:
     `deliver` has everything received that was posted before it, by calls of `receive` with the
     messages of many. With `start`, a thread of its own does so all the time, and `wait_for_room`
     holds senders while more than `window_nbytes` are under way.
+
+    A delivery that fails, in whichever thread, is the last one: some receivers have taken in what
+    others have not, and to deliver it again could add it twice. `failed_since` says when that was,
+    and `check`, `deliver` and `close` raise it.
     """
 
     def __init__(
@@ -31,9 +42,12 @@ class Mail:
         self._queues: list[deque[Message]] = [deque() for _ in range(receivers)]
         self._delivering = threading.Lock()
         self._waiting_nbytes = 0
-        self._counting = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._ended = False
+        self.failed_since: float | None = None
+        self._failure: BaseException | None = None
+        # Not repeated, for the same reason.
+        self._worker = Worker("emberkeep-parity", self._deliver_and_rest)
+        self._counting = self._worker.changed
+        self._starts = False
 
     @property
     def waiting(self) -> int:
@@ -47,18 +61,39 @@ class Mail:
             self.messages += 1
             self.sent_nbytes += message.body.nbytes
             self._waiting_nbytes += message.body.nbytes
-            if self._thread is not None:
-                self._counting.notify_all()
+        if self._starts:
+            self._worker.wake()
+
+    def check(self) -> None:
+        """Raises what has ended delivery."""
+        if self._failure is not None:
+            raise StoppedError(
+                "messages to parity hosts are not delivered any more since one could not be: "
+                f"{type(self._failure).__name__}: {self._failure}; rows are not protected, but "
+                "those in memory are right: save a version, and start again"
+            ) from self._failure
 
     def deliver(self) -> None:
         """Has everything received that was posted before."""
         with self._delivering:  # what others have taken from a queue is received, too
+            self.check()
             while any(self._queues):
-                letters = self._take()
-                self._receive(letters)
+                try:
+                    letters = self._take()
+                    self._receive(letters)
+                except BaseException as error:
+                    self.fail(error)
+                    raise
                 with self._counting:
                     self._waiting_nbytes -= sum(message.body.nbytes for _, message in letters)
                     self._counting.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is delivered: parity is not what the rows are."""
+        with self._counting:
+            if self._failure is None:
+                self._failure, self.failed_since = error, time.time()
+            self._counting.notify_all()
 
     def _take(self) -> list[Letter]:
         """Empties all queues."""
@@ -82,28 +117,21 @@ class Mail:
 
     def start(self) -> None:
         """Begins to deliver in the background."""
-        self._thread = threading.Thread(target=self._work, name="emberkeep-parity", daemon=True)
-        self._thread.start()
+        self._starts = True
 
     def wait_for_room(self) -> None:
-        """Holds a sender while the window is full."""
-        with self._counting:
-            self._counting.wait_for(
-                lambda: self._waiting_nbytes <= self._window_nbytes or self._ended
-            )
+        """Holds a sender while the window is full and messages are delivered."""
+        if self._waiting_nbytes > self._window_nbytes:
+            self._worker.wait(
+                lambda: self._waiting_nbytes <= self._window_nbytes or self._failure is not None,
+                "room for messages to parity hosts", _PATIENCE,
+            )  # fmt: skip
 
     def close(self) -> None:
-        """Ends the thread, if there is one."""
-        with self._counting:
-            self._ended = True
-            self._counting.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        """Ends the thread, if there is one, and raises what had ended delivery."""
+        self._worker.stop()
+        self._worker.join()
+        self.check()
 
-    def _work(self) -> None:
-        while True:
-            with self._counting:
-                self._counting.wait_for(lambda: self._ended or any(self._queues))
-                if self._ended:
-                    return
-            self.deliver()
+    def _deliver_and_rest(self) -> None:
+        self.deliver()

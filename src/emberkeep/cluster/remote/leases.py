@@ -2,77 +2,97 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+from emberkeep._types import Json
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
-from emberkeep.errors import EmberkeepError
+from emberkeep.runtime.background import Retry, Worker
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security
 
 
 class Leases:
     """Keeps the leases of all servers alive, one thread for each; knows nothing of the cluster, so
-    that it can end."""
+    that it can end.
+
+    A renewal that fails, whatever the error, is tried again for as long as the lease is wanted: if
+    it stays without one, whoever pulls or pushes next finds out, and has the shard replaced.
+    """
 
     def __init__(
         self, coordinator: str, shards: Sequence[RemoteShard], security: Security, timing: Timing
     ) -> None:
         self.run: dict[str, float] = {}
         self.coordinator = coordinator
-        self._security = security
-        self._pause = timing.lease.total_seconds() / 4
-        self._deadline = max(timedelta(seconds=self._pause), timedelta(seconds=1))
-        self._stopped = threading.Event()
-        self._epochs: dict[int, tuple[str, int]] = {}
+        self._renewals = {
+            shard.index: _Renewal(coordinator, self.run, security, timing.lease / 4)
+            for shard in shards
+        }
         for shard in shards:
             self.keep(shard)
-            threading.Thread(
-                target=self._renew, args=(shard.index,), name="emberkeep-lease", daemon=True
-            ).start()
 
     def keep(self, shard: RemoteShard) -> None:
         """Keeps this server's lease from now on."""
-        self._epochs[shard.index] = (shard.address, shard.epoch)
+        renewal = self._renewals[shard.index]
+        renewal.meant = (shard.address, shard.epoch)
+        renewal.worker.wake()
 
     def rest(self, index: int) -> None:
         """Lets a shard's lease run out: whoever has it is about to be replaced."""
-        self._epochs.pop(index, None)
+        self._renewals[index].meant = None
 
     def stop(self) -> None:
-        self._stopped.set()
+        for renewal in self._renewals.values():
+            renewal.meant, renewal.over = None, True
+            renewal.worker.wake()
 
-    def _renew(self, index: int) -> None:
-        connection: Connection | None = None
+
+class _Renewal:
+    """Renews the lease of one server, four times while it lasts."""
+
+    def __init__(
+        self, coordinator: str, run: dict[str, float], security: Security, pause: timedelta
+    ) -> None:
+        self.meant: tuple[str, int] | None = None
+        self.over = False
+        self._header: Json = {"coordinator": coordinator, "run": run}
+        self._security = security
+        self._pause = pause
+        self._connection: Connection | None = None
         # What the server's clock said in its last answer: the lease runs from there, so that a
         # renewal which is read late renews nothing.
-        known, clock = ("", 0), 0.0
-        while not self._stopped.wait(self._pause):
-            address, epoch = self._epochs.get(index, ("", 0))
-            if not address:
-                continue
-            if known != (address, epoch):
-                known, clock = (address, epoch), 0.0
-            try:
-                if connection is not None and connection.address != address:
-                    connection.close()
-                    connection = None
-                if connection is None:
-                    connection = Connection(address, self._security)
-                header = {
-                    "epoch": epoch,
-                    "coordinator": self.coordinator,
-                    "clock": clock,
-                    "run": self.run,
-                }
-                answer, _ = connection.act("renew", header, deadline=self._deadline)
-                clock = float(answer["clock"])
-            except EmberkeepError:
-                # Whoever pulls or pushes next finds out, and has the shard replaced.
-                if connection is not None:
-                    connection.close()
-                connection = None
+        self._known: tuple[str, int] | None = None
+        self._clock = 0.0
+        self.worker = Worker(
+            "emberkeep-lease", self._renew, on_error=self._failed,
+            retry=Retry(limit=None, first=pause, most=pause),
+        )  # fmt: skip
+
+    def _renew(self) -> float | None:
+        meant = self.meant
+        if meant != self._known:
+            self._disconnect()
+            self._known, self._clock = meant, 0.0
+        if meant is None:
+            if self.over:
+                self.worker.stop()
+            return None
+        address, epoch = meant
+        if self._connection is None:
+            self._connection = Connection(address, self._security)
+        header = {**self._header, "epoch": epoch, "clock": self._clock}
+        reply, _ = self._connection.act(
+            "renew", header, deadline=max(self._pause, timedelta(seconds=1))
+        )
+        self._clock = float(reply["clock"])
+        return self._pause.total_seconds()
+
+    def _failed(self, _: BaseException) -> None:
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 

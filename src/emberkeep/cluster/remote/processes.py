@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -229,11 +230,10 @@ class _Process:
         """What the server says when it listens."""
         if self._told is None:
             assert self._process.stdout is not None
-            timer = threading.Timer(_START_SECONDS, self._process.kill)
-            timer.daemon = True
-            timer.start()
+            # It writes one short line, whole.
+            if not select.select([self._process.stdout], [], [], _START_SECONDS)[0]:
+                self._process.kill()
             line = self._process.stdout.readline()
-            timer.cancel()
             if not line:
                 code = self._process.wait()
                 raise ServerError(

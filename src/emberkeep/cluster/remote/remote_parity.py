@@ -15,7 +15,7 @@ from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Point
 from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
-from emberkeep.erasure.status import ParityStatus
+from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
 from emberkeep.wire.security import Security
 
@@ -149,9 +149,11 @@ class RemoteParity:
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
         """Returns when servers have brought enough back, which they hurry to do."""
-        self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
         pause = _POLL_SECONDS
-        while not enough(self.status()):
+        while True:  # asking again finds out that a server has given up
+            self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
+            if enough(self.status()):
+                return
             time.sleep(pause)
             pause = min(0.2, pause * 1.2)
 
@@ -186,4 +188,7 @@ class RemoteParity:
                 self._known.get(shard.index, {}).get("updates", 0) for shard in self._shards
             ),
             lost_shards=sum(shard.state != "serving" for shard in self._shards),
+            unprotected_since=earliest(
+                *(parity.get("unprotected_since") for parity in self._known.values())
+            ),
         )

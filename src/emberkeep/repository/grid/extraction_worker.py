@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 from emberkeep._types import Json
 from emberkeep.errors import DamageError, EmberkeepError, FencedError
@@ -15,7 +15,10 @@ from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
 from emberkeep.repository.writer import Writer
-from emberkeep.runtime.readahead import Worker
+from emberkeep.runtime.background import Worker
+
+# A round moves gigabytes; one that takes longer hangs.
+_PATIENCE = timedelta(hours=1)
 
 
 class ExtractionWorker:
@@ -42,8 +45,8 @@ class ExtractionWorker:
         self.failed_in_a_row = 0
         self._writer = writer
         self._tell = tell
-        self._worker = Worker("emberkeep-extract", nice)
-        self._changed = threading.Condition()
+        self._worker = Worker("emberkeep-extract", nice=nice)
+        self._changed = self._worker.changed
         self._waiting: list[Manifest] = []
         self._passed_over: Manifest | None = None
         self._busy = False
@@ -66,18 +69,17 @@ class ExtractionWorker:
         if self.rules.behind == "skip" or len(self._waiting) <= self.rules.most_behind:
             return
         start = time.perf_counter()
-        with self._changed:
-            behind = len(self._waiting)
-            self._changed.wait_for(
-                lambda: not self._busy or len(self._waiting) <= self.rules.most_behind
-            )
+        behind = len(self._waiting)
+        self._worker.wait(
+            lambda: not self._busy or len(self._waiting) <= self.rules.most_behind,
+            f"extraction, which is {behind} versions behind,", _PATIENCE,
+        )  # fmt: skip
         waited = (time.perf_counter() - start) * 1e3
         self._tell("extraction_behind", {"versions": behind, "waited_ms": waited})
 
     def join(self) -> None:
         """Waits until no round is under way."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+        self._worker.wait(lambda: not self._busy, "a round of extraction", _PATIENCE)
 
     def close(self) -> None:
         """Waits until no round is under way, and ends the thread."""

@@ -1,0 +1,444 @@
+"""Each kind of background thread meets an error that nobody has listed.
+
+It is shown in status and metrics, raised at the next call, `close` ends, and what can be repeated
+is. Errors are put into the work itself; nothing here depends on time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import emberkeep as ek
+from emberkeep.cluster.local import local_parity
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.cluster.remote import leases
+from emberkeep.cluster.remote.leases import Leases
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.messages import Differences, Message
+from emberkeep.erasure.peers import Peer
+from emberkeep.errors import SaveError, StoppedError, TierError
+from emberkeep.keeper import tier_state
+from emberkeep.runtime import metrics
+from emberkeep.runtime.background import Retry
+from emberkeep.runtime.background_failures import background_failures
+from emberkeep.server import parity_service as services
+from emberkeep.server.parity_sender import Sender
+from emberkeep.server.shard_service import ShardService
+from emberkeep.tables import Adagrad
+from emberkeep.tiered import durable_open, upkeep
+from emberkeep.wire import connection as connections
+from emberkeep.wire.security import Security
+from tests.contracts.parity import PLAIN, ones
+from tests.faults.test_tier_faults import start, train
+from tests.unit.keeper.test_tier_keeper import Run as TierRun
+from tests.unit.tiered.test_tiered_slab import Unsynced
+
+SOON = timedelta(seconds=60)
+ERRORS = [MemoryError("no memory"), OSError(5, "Input/output error")]
+kinds = pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+
+
+class Failing:
+    """Raises an error the first `times` calls, then does what it stands for."""
+
+    def __init__(
+        self, error: BaseException, work: Callable[..., Any] | None = None, times: int = 10**9
+    ) -> None:
+        self.error, self.work, self.times, self.calls = error, work, times, 0
+        self.done = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
+        result = None if self.work is None else self.work(*args, **kwargs)
+        self.done.set()
+        return result
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Retry, "pause", lambda *_: 0)
+
+
+def errors_of(thread: str) -> Callable[[], int]:
+    """How many errors a thread has met from here on, as the metrics say."""
+    before = background_failures.errors(thread)
+    return lambda: background_failures.errors(thread) - before
+
+
+def gauge(text: str, name: str) -> float:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"emberkeep_{name}"))
+    return float(line.split()[-1])
+
+
+# -- parity in this process ----------------------------------------------------------------------
+
+
+def protected() -> LocalCluster:
+    spec = Parity(k=2, r=1, background=True)
+    return local(shards=3, threads=1, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
+
+
+@kinds
+def test_mail_that_fails_ends_protection_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Not repeated: some hosts may have taken in what others have not."""
+    monkeypatch.setattr(local_parity, "receive_together", Failing(error))
+    cluster, counted, began = protected(), errors_of("emberkeep-parity"), time.time()
+    ones(cluster, Random(0), Counter())
+    mail = cluster._protection._mail  # type: ignore[union-attr]
+    with pytest.raises(StoppedError):
+        mail._worker.wait(lambda: False, "the failure", SOON)
+    status = cluster.parity
+    assert status is not None
+    assert not status.protected
+    assert status.unprotected_since is not None
+    assert status.unprotected_since >= began
+    text = metrics.exposition(status.samples()) + background_failures.exposition()
+    assert gauge(text, "parity_unprotected_since_seconds") == status.unprotected_since
+    assert gauge(text, 'background_stopped_since_seconds{thread="emberkeep-parity"}') >= began
+    assert counted() == 1
+    before = [slab.planes["weight"].copy() for shard in cluster.shards for slab in shard.slabs]
+    with pytest.raises(StoppedError, match="not protected") as raised:
+        ones(cluster, Random(1), Counter())
+    assert raised.value.__cause__ is error
+    after = [slab.planes["weight"] for shard in cluster.shards for slab in shard.slabs]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    with pytest.raises(StoppedError):
+        cluster.close()
+
+
+def lose(cluster: LocalCluster) -> Counter[Any]:
+    counts: Counter[Any] = Counter()
+    for seed in range(3):
+        ones(cluster, Random(seed), counts)
+    cluster.kill(1)
+    return counts
+
+
+@kinds
+def test_a_rebuild_that_fails_once_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster, counted = protected(), errors_of("emberkeep-rebuild")
+    parity = cluster._protection
+    assert parity is not None
+    failing = Failing(error, parity.rebuild_chunk, times=2)
+    monkeypatch.setattr(parity, "rebuild_chunk", failing)
+    lose(cluster)
+    cluster._from_parity()
+    parity._rebuilds.wait(
+        lambda: failing.done.is_set() and parity._rebuilds.error is None, "a repetition", SOON
+    )
+    assert counted() == 2
+    monkeypatch.undo()
+    cluster.rebuild()
+    status = cluster.parity
+    assert status is not None
+    assert (status.missing_rows, status.unprotected_since) == (0, None)
+    cluster.close()
+
+
+@kinds
+def test_a_rebuild_that_keeps_failing_is_unprotected_and_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster, began = protected(), time.time()
+    parity = cluster._protection
+    assert parity is not None
+    monkeypatch.setattr(parity, "rebuild_chunk", Failing(error))
+    lose(cluster)
+    cluster._from_parity()
+    with pytest.raises(StoppedError, match="emberkeep-rebuild stopped") as raised:
+        parity._rebuilds.wait(lambda: False, "the failure", SOON)
+    assert raised.value.__cause__ is error
+    status = cluster.parity
+    assert status is not None
+    assert (status.unprotected_since or 0) >= began
+    with pytest.raises(StoppedError, match="emberkeep-rebuild stopped"):
+        ones(cluster, Random(1), Counter())
+    with pytest.raises(StoppedError):
+        cluster.close()
+
+
+@kinds
+def test_parity_that_is_half_filled_is_not_filled_again(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster = protected()
+    parity = cluster._protection
+    assert parity is not None
+    failing = Failing(error)
+    monkeypatch.setattr(parity.rebuilder, "fill", failing)
+    lose(cluster)
+    cluster._from_parity()
+    with pytest.raises(StoppedError):
+        parity._rebuilds.wait(lambda: False, "the failure", SOON)
+    assert failing.calls == 1
+    cluster.kill(2)
+    with pytest.warns(UserWarning, match="out of date"):
+        cluster._from_parity()
+    with pytest.raises(StoppedError):
+        cluster.close()
+
+
+# -- parity on servers ---------------------------------------------------------------------------
+
+
+@kinds
+def test_a_sender_repeats_whatever_it_met(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    held, stuck = threading.Event(), threading.Event()
+    counted, began = errors_of("emberkeep-parity"), time.time()
+    since: list[float | None] = []
+
+    def note(sender: Sender) -> None:
+        since.append(sender.failing_since)
+        stuck.set()
+
+    monkeypatch.setattr("emberkeep.server.parity_sender.Connection", FakeConnection)
+    monkeypatch.setattr(Sender, "_send", Failing(error, lambda *_: 1, times=3))
+    sender = Sender(
+        Peer(1, "127.0.0.1:1", 1), Placement(3, 2, 1), security=Security(), deadline=SOON,
+        acknowledged=lambda *_: held.set(), stuck=note,
+    )  # fmt: skip
+    sender.post(Message(0, 1, 1, 0, Differences((), None, ())))
+    assert stuck.wait(60)
+    assert held.wait(60)
+    assert counted() == 3
+    assert since[0] is not None
+    assert since[0] >= began
+    assert len(set(since)) == 1
+    sender._worker.wait(lambda: sender.failing_since is None, "well again", SOON)
+    assert (sender.trouble, sender.waiting) == ("", 0)
+    sender.close()
+    sender._worker.join(SOON)
+
+
+class FakeConnection:
+    """A connection on which nothing is sent: what sends is replaced, too."""
+
+    def __init__(self, address: str, _: Security) -> None:
+        self.address = address
+
+    def open(self, _: timedelta) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@kinds
+def test_a_server_whose_rebuild_has_ended_says_since_when(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(services.ParityService, "_rebuild_chunk", Failing(error))
+    began = time.time()
+    cluster = protected()
+    (shard, *_) = cluster.shards
+    service = services.ParityService(shard, Parity(k=2, r=1), 3, security=Security(), deadline=SOON)
+    service.ask({"ask": "hurry"}, {})
+    with pytest.raises(StoppedError):
+        service._rebuilds.wait(lambda: False, "the failure", SOON)
+    assert service.status()["unprotected_since"] >= began
+    text = metrics.exposition(service.samples()) + background_failures.exposition()
+    assert gauge(text, "parity_unprotected_since_seconds") >= began
+    with pytest.raises(StoppedError, match="emberkeep-rebuild stopped") as raised:
+        service.ask({"ask": "hurry"}, {})  # as a cluster does that waits for it
+    assert raised.value.__cause__ is error
+    service.close()
+    service._rebuilds.join(SOON)
+    cluster.close()
+
+
+@kinds
+def test_a_lease_is_renewed_after_whatever_it_met(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    renewed, counted = threading.Event(), errors_of("emberkeep-lease")
+
+    def answer(*_: Any, **__: Any) -> Any:
+        renewed.set()
+        return {"clock": 1.0}, {}
+
+    class Connection(FakeConnection):
+        act = Failing(error, answer, times=3)
+
+    monkeypatch.setattr(leases, "Connection", Connection)
+    shard: Any = SimpleNamespace(index=0, address="127.0.0.1:1", epoch=1)
+    timing: Any = SimpleNamespace(lease=timedelta(milliseconds=4))
+    kept = Leases("me", [shard], Security(), timing)
+    assert renewed.wait(60)
+    assert counted() >= 3
+    renewal = kept._renewals[0].worker
+    renewal.wait(lambda: renewal.error is None, "well again", SOON)
+    kept.stop()
+    renewal.join(SOON)
+
+
+@kinds
+def test_deadlines_are_kept_after_whatever_their_watcher_met(error: BaseException) -> None:
+    counted, cancelled = errors_of("emberkeep-deadlines"), threading.Event()
+
+    class Overdue:
+        due = 0.0
+
+        def __init__(self, cancel: Callable[[], object]) -> None:
+            self.cancel = cancel
+
+    bad: Any = Overdue(Failing(error))
+    good: Any = Overdue(cancelled.set)
+    connections._watch(bad)
+    connections._watch(good)
+    try:
+        assert cancelled.wait(60)
+        connections._deadlines.wait(lambda: counted() > 0, "the failure", SOON)
+    finally:
+        del bad, good
+
+
+@kinds
+def test_a_job_of_a_server_that_fails_is_told_and_the_next_one_runs(error: BaseException) -> None:
+    told: list[tuple[str, Any]] = []
+    ready = threading.Semaphore(0)
+
+    def on_event(name: str, details: Any) -> None:
+        told.append((name, details))
+        ready.release()
+
+    service, counted = ShardService(threads=1, on_event=on_event), errors_of("emberkeep-job")
+    service._begin("written", {"epoch": 1, "version": 1}, Failing(error))
+    assert ready.acquire(timeout=60)
+    assert told[0] == ("failed", {"what": "written", "error": str(error)})
+    with pytest.raises(type(error)):
+        list(service._work({"epoch": 1}, {}))
+    service._begin("written", {"epoch": 1, "version": 2}, lambda: {"fine": True})
+    assert ready.acquire(timeout=60)
+    assert next(service._work({"epoch": 1}, {}))[0] == {"done": True, "fine": True}
+    assert counted() == 1
+
+
+# -- tiers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
+    return start(tmp_path / "t")
+
+
+@kinds
+@pytest.mark.parametrize("where", ["_evict", "_clean", "reading"])
+def test_tier_threads_end_the_shard_and_say_so(
+    tier: LocalCluster, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    (slab,) = tier.shards[0].tiers()
+    worker = slab.loads._reader if where == "reading" else slab._upkeep
+    counted, began = errors_of(worker.name), time.time()
+    train(tier, 0)
+    if where == "reading":
+        monkeypatch.setattr(slab.loads, "perform", Failing(error))
+        slab.loads._left.append(SimpleNamespace(done=threading.Event()))  # type: ignore[arg-type]
+    else:
+        monkeypatch.setattr(upkeep, where, Failing(error))
+    worker.wake()
+    with pytest.raises(StoppedError):
+        worker.wait(lambda: False, "the failure", SOON)
+    assert counted() == 1
+    assert (background_failures.stopped_since(worker.name) or 0) >= began
+    with pytest.raises(TierError, match="has failed") as raised:
+        train(tier, 1)
+    assert raised.value.__cause__ is error
+    with pytest.raises(TierError, match="had ended"):
+        tier.close()
+    worker.join(SOON)
+
+
+@kinds
+def test_a_commit_of_a_tier_that_fails_is_raised_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
+    run, counted = TierRun(tmp_path / "t"), errors_of("emberkeep-tier-commit")
+    run.train(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(tier_state, "encode", Failing(error))
+        run.keeper.checkpoint()
+        with pytest.raises(type(error)):
+            run.keeper.wait()
+    assert counted() == 1
+    assert run.keeper.durable is None
+    run.save()
+    assert run.keeper.durable == 2
+    run.end()
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+@kinds
+def test_a_save_that_fails_is_counted_and_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    from emberkeep.blobs import MemoryStore
+    from emberkeep.checkpoint.saver import Checkpointer
+    from tests.unit.keeper.test_keeper import Run
+
+    run = Run()
+    with run.keeper(MemoryStore(), strategy=ek.incremental(every=1, layout="full")) as keeper:
+        with monkeypatch.context() as patched:
+            patched.setattr(Checkpointer, "_write_version", Failing(error))
+            run.step(keeper)
+            with pytest.raises(SaveError) as raised:
+                keeper.wait()
+            assert raised.value.__cause__ is error
+        run.step(keeper)
+        keeper.wait()
+        assert gauge(keeper.metrics(), "failed_saves_total") == 1
+        assert gauge(keeper.metrics(), "versions_total") == 1
+
+
+@kinds
+def test_reading_ahead_raises_where_the_item_is_taken(error: BaseException) -> None:
+    from emberkeep.runtime.readahead import Ahead
+
+    counted = errors_of("emberkeep-ahead")
+    take = Failing(error)
+    with Ahead(take() for _ in itertools.count()) as running, pytest.raises(type(error)):
+        next(running)
+    assert counted() == 1
+
+
+@kinds
+def test_metrics_are_served_after_whatever_the_server_met(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    import urllib.request
+
+    honest = metrics.ThreadingHTTPServer.serve_forever
+    failing = Failing(error, honest, times=2)
+    monkeypatch.setattr(metrics.ThreadingHTTPServer, "serve_forever", lambda self: failing(self))
+    counted = errors_of("emberkeep-metrics")
+    server = metrics.MetricsServer(lambda: "fine\n", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+        assert answer.read() == b"fine\n"
+    assert counted() == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server.close()
