@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.errors import ConfigError, ShardLostError, StateError
+from emberkeep.errors import ConfigError, NoVersionError, StateError
 from emberkeep.nn import EmbeddingBags
 from emberkeep.tiered import durable_open
 from emberkeep.train.hooks import Hook, Step
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_the_durable_step_with_the_same_bits(tmp_path: Path) 
     result = run(tiered(tmp_path / "t"), hooks=[again])
     assert result.digest == whole.digest
     assert result.resumed_step == 6
-    assert again.told("resumed") == [{"version": None, "step": 6}]
+    assert again.told("resumed") == [{"version": None, "step": 6, "lost": []}]
     finished = Stop()
     assert run(tiered(tmp_path / "t"), hooks=[finished]).digest == whole.digest
     assert [name for name, _ in finished.events] == ["resumed", "finished"]
@@ -128,14 +128,18 @@ def test_what_a_shard_lost_before_is_not_counted_twice(tmp_path: Path) -> None:
     assert second["pls"] - first["pls"] == pytest.approx(2 / (STEPS * 2))
 
 
-def test_all_shards_lost_or_nothing_durable_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ShardLostError):
-        run(tiered(tmp_path / "t", 'failures.at=["0, 1 at 8"]', "cluster.shards=2"), hooks=[Stop()])
-    with pytest.raises(ShardLostError):
-        run(tiered(tmp_path / "u", 'failures.at=["0 at 2"]', "cluster.shards=2"))
-    result = run(tiered(tmp_path / "t", "cluster.shards=2"))
-    assert result.resumed_step == 6
+def test_all_shards_lost_go_back_to_the_durable_step(tmp_path: Path) -> None:
+    failing = ['failures.at=["0, 1 at 8"]', "cluster.shards=2"]
+    hook = Stop()
+    result = run(tiered(tmp_path / "t", *failing), hooks=[hook])
+    (made,) = hook.told("recovered")
+    assert (made["scope"], made["step"], made["repeated_steps"]) == ("full", 6, 1)
     assert result.digest == run(small("cluster.shards=2")).digest
+
+
+def test_a_shard_lost_before_anything_is_durable_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NoVersionError, match="nothing to go back to"):
+        run(tiered(tmp_path / "u", 'failures.at=["0 at 2"]', "cluster.shards=2"))
 
 
 def test_a_run_of_other_settings_and_a_fresh_start_are_refused(tmp_path: Path) -> None:

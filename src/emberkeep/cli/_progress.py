@@ -43,13 +43,13 @@ def recovery_line(details: dict[str, Any]) -> str:
     lost = details["shards"]
     named = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
     seconds = f"in {details['seconds']:.2f} s"
+    source = "the tier" if details["version"] is None else f"version {details['version']}"
     if details["scope"] == "full":
         return (
-            f"lost {named}; everything went back to version {details['version']}, step "
+            f"lost {named}; everything went back to {source}, step "
             f"{details['step']}, {seconds}: {details['repeated_steps']} steps are taken again "
             f"({details['reason']})"
         )
-    source = "the tier" if details["version"] is None else f"version {details['version']}"
     return (
         f"lost {named} after step {details['step']}; recovered alone from {source} {seconds}: "
         f"PLS is now {details['pls']:.4g} ({details['reason']})"

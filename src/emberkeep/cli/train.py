@@ -169,13 +169,13 @@ def _print_costs(costs: Costs, result: Result) -> None:
     """What checkpoints cost, for people."""
     from rich.console import Console
 
+    where = result.settings.checkpoint.path or result.settings.tier.path
     Console(highlight=False).print(
         f"{costs.versions} versions were saved beside training: it paused for "
         f"{costs.pause_ms_median:.1f} ms each (median; {costs.pause_ms_max:.1f} ms at most) and "
         f"stood still for {costs.stall_seconds:.2f} s in all "
         f"({costs.stall_seconds / result.seconds:.1%} of the time)",
-        f"{_size(costs.written_nbytes)} were written; {result.settings.checkpoint.path} keeps "
-        f"{_size(costs.kept_nbytes)}",
+        f"{_size(costs.written_nbytes)} were written; {where} keeps {_size(costs.kept_nbytes)}",
         sep="\n",
         soft_wrap=True,
     )

@@ -3,6 +3,6 @@
 from emberkeep.keeper.costs import Costs
 from emberkeep.keeper.keeper import Keeper
 from emberkeep.keeper.recoverer import Recovered, Recoveries
-from emberkeep.keeper.tier_saver import TierKeeper
+from emberkeep.keeper.tier_keeper import TierKeeper
 
 __all__ = ["Costs", "Keeper", "Recovered", "Recoveries", "TierKeeper"]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from emberkeep.erasure.status import ParityStatus
+from emberkeep.keeper.torch_tables import Hook
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.metrics import exposition
 
@@ -52,11 +57,33 @@ class Ledger:
     def paused(self, pause_ms: float) -> None:
         self._pauses_ms.append(pause_ms)
 
-    def saved(self, details: dict[str, Any]) -> None:
-        with self._lock:
-            self._commits_ms.append(details["commit_ms"])
-            self.written_nbytes += details["nbytes"]
-            self.version = details["version"]
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """A body in which training stands still."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - start
+
+    def timed(self, hook: Hook) -> Hook:
+        def timed(*given: Any) -> None:
+            with self.stalling():
+                hook(*given)
+
+        return timed
+
+    def hear(self, event: str, details: dict[str, Any]) -> None:
+        """What the thread that writes tells of a save."""
+        if event == "saved":
+            with self._lock:
+                self._commits_ms.append(details["commit_ms"])
+                self.written_nbytes += details["nbytes"]
+                self.version = details["version"] or 0  # a tier has none
+        elif event == "save_failed":
+            self.failed += 1
+        elif event == "save_cancelled":
+            self.cancelled += 1
 
     def costs(self, kept_nbytes: int) -> Costs:
         with self._lock:
@@ -80,10 +107,11 @@ class Ledger:
                 "written_nbytes": self.written_nbytes,
             }
 
-    def exposition(self) -> str:
-        """The counts in the text format of Prometheus, and what failed in the background."""
+    def exposition(self, parities: Sequence[ParityStatus] = ()) -> str:
+        """The counts in the text format of Prometheus, how well clusters are protected, and
+        what failed in the background."""
         with self._lock:
-            told = [
+            samples = [
                 ("versions_total", "counter", "versions committed", len(self._commits_ms)),
                 ("failed_saves_total", "counter", "saves that failed", self.failed),
                 ("cancelled_saves_total", "counter", "saves given up for newer ones",
@@ -101,4 +129,9 @@ class Ledger:
                 ("step", "gauge", "steps taken", self.step),
                 ("version", "gauge", "the newest version committed or restored", self.version),
             ]  # fmt: skip
-        return exposition(told) + background_failures.exposition()
+        alone = len(parities) == 1
+        protected = "".join(
+            exposition(parity.samples(), "" if alone else f'{{cluster="{i}"}}')
+            for i, parity in enumerate(parities)
+        )
+        return exposition(samples) + protected + background_failures.exposition()

@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import xxhash
 from torch import nn
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, open_store
-from emberkeep.checkpoint.recovery import Recovery
-from emberkeep.checkpoint.restore import Restored, load
-from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
 from emberkeep.checkpoint.spec import SaveSettings
-from emberkeep.errors import (
-    ConfigError,
-    EmberkeepError,
-    NoRepositoryError,
-    NoVersionError,
-    ShardLostError,
-    StateError,
-)
+from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger
-from emberkeep.keeper.dense import Stateful, check_stateful, generators, set_generators
+from emberkeep.keeper.dense import Stateful
 from emberkeep.keeper.model_parts import Optimizers, take_apart
-from emberkeep.keeper.plain_state import Packed, pack, unpack
+from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
-from emberkeep.keeper.recoverer import Recovered, Recoverer, Recoveries
-from emberkeep.keeper.signals import Termination, end
-from emberkeep.keeper.torch_tables import Hook
-from emberkeep.repository import Manifest, Repository, VersionId, names
-from emberkeep.runtime.metrics import MetricsServer, exposition
-from emberkeep.runtime.pool import Pool
+from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
+from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_beside, kept_nbytes
+from emberkeep.keeper.run_saver import Cut, Kept, RunSaver, save_until, version_number
+from emberkeep.keeper.run_state import Captured, RunState, check_reader
+from emberkeep.keeper.signals import Termination, announce, end
+from emberkeep.keeper.tier_saver import TierSaver
+from emberkeep.repository import Manifest, VersionId
+from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.strategies import Strategy, incremental
 
 
@@ -61,6 +49,9 @@ class Keeper:
     place of the reader. With float32 rows a run that was killed anywhere and resumed goes on with
     the bits of the uninterrupted one. Making a keeper makes this process the only writer of the
     repository: an older one is stopped by `FencedError`.
+
+    Where tiers hold every table, None in place of the repository keeps the run in the tier itself:
+    rows stay in its files, and the newest durable step, a `DurableStep`, stands for a version.
 
     Call `step` after the optimizer and before the next batch is taken. Under DDP every rank makes
     the same calls; rank 0 writes, every rank resumes.
@@ -86,7 +77,7 @@ class Keeper:
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | BlobStore,
+        where: str | os.PathLike[str] | BlobStore | None,
         model: nn.Module,
         optimizer: Optimizers,
         *,
@@ -104,105 +95,56 @@ class Keeper:
         metrics_port: int | None = None,
         total_steps: int | None = None,
     ) -> None:
-        if batches_per_step < 1:
-            raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
-        if reader is not None:
-            check_stateful(
-                "reader=", reader,
-                "a version holds the reader's place; use emberkeep.data.Reader or torchdata's "
-                "StatefulDataLoader, or leave reader= out, and the data starts over after a resume",
-            )  # fmt: skip
+        check_reader(reader)
         self.steps = 0
         self.reader = reader
-        self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
         self._strategy = strategy or incremental()
-        self._settings = replace(settings or SaveSettings(), retention=self._strategy.retention)
-        self._about = about or {}
+        self._settings = settings or SaveSettings()
         self._grace = grace
-        self._batches_per_step = batches_per_step
         self._on_event = on_event
         self._ledger = Ledger()
         self._ranks = Ranks()
-        self._parts = take_apart(
-            model, optimizer, state or {}, strict=strict, ranks=self._ranks.world
+        self._pace = Pace(
+            self._strategy.schedule, self._ranks, reader, batches_per_step=batches_per_step
         )
-        self._checkpointer = self._open(exclusive, must_exist) if self._ranks.leads else None
-        self._recoverer = self._make_recoverer(total_steps)
+        self._parts = take_apart(
+            model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
+        )
+        self._state = RunState(self._parts.dense, reader, self._ranks)
+        self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
+        self._saver: RunSaver | None = None
+        if self._store is None:
+            if about or settings or exclusive:
+                raise ConfigError(
+                    "about=, settings= and exclusive= are for a repository, and the run is kept in "
+                    "its tier: leave them out, or give the keeper a repository"
+                )
+            self._saver = TierSaver(
+                self._parts, self._strategy, must_exist=must_exist, on_event=self._hear
+            )
+        elif self._ranks.leads:
+            self._saver = RepositorySaver(
+                self._store, self._parts.subject, self._strategy, about=about or {},
+                settings=self._settings, exclusive=exclusive, must_exist=must_exist,
+                on_event=self._hear,
+            )  # fmt: skip
+        self._recoverer = make_recoverer(
+            self._strategy, self._parts.subject.homes(), self._saver, total_steps=total_steps,
+            steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
+            tell=self._tell,
+        )  # fmt: skip
         self._went_back = False
         self._told_of_data = False
         self._begun = False
         self._closed = False
         self._exact_step = 0
-        self._fitting: Json = {}
-        self._start_clock()
-        self._handles: list[Any] = []
-        if self._ranks.leads:
-            self._parts.tables.follow(self._parts.optimizers, self._timed)
-            for module in self._parts.modules:
-                handle = module.register_load_state_dict_pre_hook(self._rows_replaced)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+        self._unfollow = (
+            self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
+        )
         self._termination = Termination()
         self._server = None
         if metrics_port is not None:
             self._server = MetricsServer(self.metrics, metrics_port)
-
-    def _open(self, exclusive: bool, must_exist: bool) -> Checkpointer:
-        schema = self._parts.subject.schema()
-        if Repository.exists(self._store):
-            repository = Repository.open(self._store)
-        elif must_exist:
-            raise NoRepositoryError(
-                f"{self._store.url} holds no repository, and this run must exist: nothing was "
-                "created. Check the path, and that its disk is mounted; leave must_exist out to "
-                "start a new run"
-            )
-        else:
-            repository = Repository.create(self._store, schema=schema, exclusive=exclusive)
-        if must_exist and repository.latest() is None:
-            raise NoVersionError(
-                f"{self._store.url} has no version, and this run must exist: nothing was started "
-                "over. Bring its versions back; leave must_exist out to start a new run"
-            )
-        return Checkpointer(
-            repository,
-            self._parts.subject,
-            spec=self._strategy.spec,
-            settings=self._settings,
-            on_event=self._hear,
-        )
-
-    def _make_recoverer(self, total_steps: int | None) -> Recoverer | None:
-        recovery, homes = self._strategy.recovery or Recovery(), self._parts.subject.homes()
-        if recovery.scope == "partial":
-            if total_steps is None or total_steps < 1:
-                raise ConfigError(
-                    "partial recovery counts what is lost as a share of the job: give the keeper "
-                    "total_steps="
-                )
-            if not homes:
-                raise ConfigError(
-                    "partial recovery is for tables on shards, and the model has none: use "
-                    "emberkeep's modules with cluster=, or ek.incremental()"
-                )
-        if self._strategy.parity is not None:
-            if not homes:
-                raise ConfigError(
-                    "parity is for tables on shards, and the model has none: use emberkeep's "
-                    "modules with cluster=, or ek.incremental()"
-                )
-            for home in homes:
-                home.cluster.protect(self._strategy.parity)
-        if self._checkpointer is None or not homes:
-            return None
-        return Recoverer(
-            homes,
-            self._checkpointer,
-            recovery,
-            total_steps=total_steps,
-            steps=lambda: self.steps,
-            go_back=self._go_back if self._ranks.world == 1 else None,
-            tell=self._tell,
-        )
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -212,14 +154,14 @@ class Keeper:
         Raises what went wrong in the background: `FencedError` at once, other failures after
         `max_failures` in a row.
         """
-        with self._stalling():
+        with self._ledger.stalling():
             self._begin()
             self.steps += 1
             self._ledger.step = self.steps
-            if self._checkpointer is not None:
-                self._checkpointer.check()
-            look = self.steps >= self._next_look
-            due = look and self._strategy.schedule.due(self.steps, self._since_saved())
+            due = self._pace.due(self.steps)
+            if self._saver is not None:
+                self._saver.check()
+                due = due and not self._saver.busy
             asked, due_for_all = self._ranks.largest(
                 [self._termination.asked, due and self._ranks.leads]
             )
@@ -227,24 +169,24 @@ class Keeper:
                 self._stop(asked)
             if due_for_all:
                 self._save(whole=False)
-            if look:
-                self._look_ahead()
+            if self._pace.looks(self.steps):
+                self._pace.look_ahead(self.steps)
 
-    def save(self) -> Saving | None:
+    def save(self) -> Cut | None:
         """Cuts a version now. Returns when training may go on; the rest happens beside it.
 
         Rank 0 gets the save under way: its `copied` and `committed` are futures.
         """
-        with self._stalling():
+        with self._ledger.stalling():
             self._begin()
             return self._save()
 
-    def wait(self) -> Manifest | None:
+    def wait(self) -> Kept | None:
         """Waits until the save under way is durable; raises if it failed."""
-        with self._stalling():
-            return None if self._checkpointer is None else self._checkpointer.wait()
+        with self._ledger.stalling():
+            return None if self._saver is None else self._saver.wait()
 
-    def close(self, *, save: bool = True) -> Manifest | None:
+    def close(self, *, save: bool = True) -> Kept | None:
         """Ends keeping. Unless the newest version holds the present state exactly, writes one that
         does, in float32, whatever the strategy; returns it when it is durable.
 
@@ -256,8 +198,8 @@ class Keeper:
             return None
         asked = 0
         try:
-            with self._stalling():
-                manifest = self._last_version(save)
+            with self._ledger.stalling():
+                kept = self._last_version(save)
                 if save:
                     (asked,) = self._ranks.largest([self._termination.asked])
         except ShardLostError:
@@ -268,27 +210,27 @@ class Keeper:
         self._release()
         if asked:
             self._leave(asked, self.steps)
-        return manifest
+        return kept
 
-    def _last_version(self, save: bool) -> Manifest | None:
+    def _last_version(self, save: bool) -> Kept | None:
         if not save:
-            return None if self._checkpointer is None else self._checkpointer.close()
-        manifest = None
+            return None if self._saver is None else self._saver.close()
+        kept = None
         if 1 in self._ranks.largest([self._ranks.leads and self._exact() != self.steps]):
-            extras = self._extras()
-            if self._checkpointer is not None:
-                manifest = self._close_with(self._checkpointer, extras)
+            state = self._capture()
+            if self._saver is not None:
+                kept = self._finish(self._saver, state)
             self._ranks.barrier()
-        elif self._checkpointer is not None:
-            self._checkpointer.close()
+        elif self._saver is not None:
+            self._saver.close()
         # A shard that was lost after its last rows were copied comes back as it was.
         self.recover()
-        return manifest
+        return kept
 
-    def _close_with(self, checkpointer: Checkpointer, extras: Extras) -> Manifest | None:
+    def _finish(self, saver: RunSaver, state: Captured | None) -> Kept | None:
         while True:
             try:
-                return checkpointer.close(self.steps, extras)
+                return saver.finish(self.steps, state, self._counters())
             except ShardLostError as lost:
                 if self._recoverer is None or not self._recoverer.on_loss(lost):
                     raise
@@ -300,9 +242,11 @@ class Keeper:
         if error is None:
             self.close()
             return
-        if isinstance(error, KeyboardInterrupt) and self._checkpointer is not None:
+        if isinstance(error, KeyboardInterrupt) and self._saver is not None:
             # At once: what is being written is given up, and nobody waits for it.
-            self._checkpointer.cancel()
+            self._saver.cancel()
+            if self._store is None:
+                self._saver.join()  # else a tier's files might be closed while they are committed
             self._release()
             return
         # The step that failed may have changed rows and not the rest: it is not saved.
@@ -323,7 +267,7 @@ class Keeper:
             if lost is not None:
                 raise lost
             return None
-        with self._stalling():
+        with self._ledger.stalling():
             return self._recoverer.recover()
 
     @contextmanager
@@ -359,18 +303,21 @@ class Keeper:
         """What failures have cost this process so far; None for a model without shards."""
         return None if self._recoverer is None else self._recoverer.told()
 
-    def _go_back(self) -> Manifest | None:
-        manifest = self._resume(None, False, tell=False)
+    def _go_back(self) -> Kept | None:
+        kept = self._resume(None, False, tell=False)
         self._went_back = True
-        self._start_clock()
-        self._look_ahead()
-        return manifest
+        self._pace.restart(self.steps)
+        self._pace.look_ahead(self.steps)
+        return kept
 
     def _first_version(self) -> None:
-        """A version of the very beginning: whatever fails before the next, there is one."""
+        """A version of the very beginning, where shards are recovered from one: whatever fails
+        before the next, there is one."""
+        if self._strategy.recovery is None or self._store is None:
+            return
         start = time.perf_counter()
-        extras = self._extras()  # of every rank, whoever writes
-        if self._checkpointer is None:
+        state = self._capture()  # of every rank, whoever writes
+        if self._saver is None:
             return
         clusters = [home.cluster for home in self._parts.subject.homes()]
         fresh = all(
@@ -380,8 +327,8 @@ class Keeper:
         )
         while True:
             try:
-                self._cut(extras, start, whole=True)
-                self._checkpointer.wait()
+                self._cut(state, start, whole=True)
+                self._saver.wait()
                 return
             except ShardLostError:
                 if not fresh:
@@ -393,116 +340,87 @@ class Keeper:
 
     # -- resuming --------------------------------------------------------------------------------
 
-    def resume(self, version: int | None = None, *, fall_back: bool = False) -> Manifest | None:
+    def resume(self, version: int | None = None, *, fall_back: bool = False) -> Kept | None:
         """Brings back the newest version, or the one named; None if there is none yet.
 
         A version that does not fit the model is refused, every difference named, before anything
         has changed. A damaged one is `DamageError`, unless `fall_back` allows the newest intact
-        one before it, which is warned of.
+        one before it, which is warned of. A tier has one durable step, and nothing before it.
         """
-        with self._stalling():
-            manifest = self._resume(version, fall_back)
+        with self._ledger.stalling():
+            kept = self._resume(version, fall_back)
             self._begun = True
-            if manifest is not None and self.reader is None and not self._told_of_data:
+            if kept is not None and self.reader is None and not self._told_of_data:
                 self._told_of_data = True
                 warnings.warn(
-                    f"step {manifest.step} was resumed and the keeper has no reader: the data "
+                    f"step {kept.step} was resumed and the keeper has no reader: the data "
                     "starts over, unless you see to its place yourself; give the keeper reader= "
                     "from the start to go on where the version ends",
                     stacklevel=2,
                 )
-            if manifest is None and self._strategy.recovery is not None:
+            if kept is None:
                 self._first_version()
-            self._start_clock()
-            self._look_ahead()
-            return manifest
+            self._pace.restart(self.steps)
+            self._pace.look_ahead(self.steps)
+            return kept
 
-    def start_over(self) -> Manifest | None:
+    def start_over(self) -> Kept | None:
         """Starts over in a repository that has versions: the present state becomes the newest."""
+        if self._store is None and self._holds_run():
+            raise ConfigError(
+                f"the rows are those of the durable step already: remove {self._url()} before the "
+                "model is made to start over"
+            )
         self._begun = True
-        (beside,) = self._ranks.largest([self._newest() is not None])
+        (beside,) = self._ranks.largest([self._holds_run()])
         if not beside:
             return self.resume()
         self.save()
-        self._look_ahead()
+        self._pace.look_ahead(self.steps)
         return self.wait()
 
-    def _resume(
-        self, version: int | None, fall_back: bool, *, tell: bool = True
-    ) -> Manifest | None:
-        with self._agreeing("rank 0 could not bring a version back"):
-            restored = None
-            if self._checkpointer is not None:
-                restored = self._checkpointer.restore(version, fall_back=fall_back, fits=self._fit)
-        chosen = restored.manifest.version if restored is not None else None
-        number, epoch = self._ranks.largest([chosen.number, chosen.epoch] if chosen else [0, 0])
-        if not number:
-            return None
-        with self._agreeing("another rank could not bring the version back"):
-            if restored is None:
-                repository = Repository.open(self._store)
-                pool = Pool(self._settings.threads)
-                restored = load(
-                    repository, VersionId(number, epoch), self._parts.subject, pool, self._fit
+    def _resume(self, version: int | None, fall_back: bool, *, tell: bool = True) -> Kept | None:
+        returned = None
+        with self._ranks.agreeing("rank 0 could not bring a version back"):
+            if self._saver is not None:
+                returned = self._saver.bring_back(
+                    version, fall_back=fall_back, fits=self._state.fit
                 )
-            self._load_rest(restored)
-        manifest = restored.manifest
-        self.steps = self._exact_step = self._ledger.step = manifest.step
+        chosen = [0, 0]
+        if returned is not None and isinstance(returned.kept, Manifest):
+            chosen = [returned.kept.version.number, returned.kept.version.epoch]
+        found, number, epoch = self._ranks.largest([returned is not None, *chosen])
+        if not found:
+            return None
+        with self._ranks.agreeing("another rank could not bring the version back"):
+            if returned is None:
+                assert self._store is not None
+                returned = bring_back_beside(
+                    self._store, VersionId(number, epoch), self._parts.subject,
+                    self._settings.threads, self._state.fit,
+                )  # fmt: skip
+            self._state.load()
+        kept, passed_over = returned.kept, list(returned.passed_over)
+        self.steps = self._exact_step = self._ledger.step = kept.step
         self._ledger.resumed += 1
         self._ledger.version = number
         if self._recoverer is not None:
-            self._recoverer.load(manifest.counters)
-        lost = [passed.number for passed in restored.lost]
-        if lost:
-            warnings.warn(f"versions {lost} are damaged and were passed over", stacklevel=3)
+            self._recoverer.load(returned.counters)
+        if passed_over:
+            warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:
-            self._tell("resumed", {"version": number, "step": manifest.step, "lost": lost})
-        return manifest
-
-    def _fit(self, restored: Restored) -> None:
-        """Refuses what does not fit, before a row has changed."""
-        saved, present = restored.manifest.reader, {}
-        if self.reader is not None:
-            present = self.reader.state_dict()
-        if bool(saved) != bool(present):
-            raise StateError(
-                "the version holds the place of a reader: give the keeper reader="
-                if saved
-                else "the version holds no place of a reader: leave reader= out"
-            )
-        if restored.dense is None:
-            raise StateError("the version has no dense state: it was not written by a keeper")
-        packed = Packed.decode(restored.dense)
-        self._fitting = self._parts.dense.check(packed)
-        self._fitting["reader"] = unpack(Packed(saved, packed.tensors))
-
-    def _load_rest(self, restored: Restored) -> None:
-        saved, self._fitting = self._fitting, {}
-        if self.reader is not None:
-            self.reader.load_state_dict(saved["reader"])
-        self._parts.dense.load(saved)
-        if len(saved["generators"]) != self._ranks.world:
-            warnings.warn(
-                f"version {restored.manifest.version} was saved by {len(saved['generators'])} "
-                f"ranks, there are {self._ranks.world}: the same bits need the same number",
-                stacklevel=5,
-            )
-        if self._ranks.rank < len(saved["generators"]):
-            set_generators(saved["generators"][self._ranks.rank])
-
-    @contextmanager
-    def _agreeing(self, otherwise: str) -> Iterator[None]:
-        """All ranks succeed or all raise: none is left waiting for one that is gone."""
-        try:
-            yield
-        except BaseException:
-            self._ranks.largest([1])
-            raise
-        (failed,) = self._ranks.largest([0])
-        if failed:
-            raise StateError(f"{otherwise}: see its error")
+            details = {"version": version_number(kept), "step": kept.step, "lost": passed_over}
+            self._tell("resumed", details)
+        return kept
 
     # -- what users may ask ----------------------------------------------------------------------
+
+    @property
+    def durable(self) -> int | None:
+        """The step that a crash comes back to, as this process knows it; None before there is one,
+        and on ranks that do not write."""
+        whole = None if self._saver is None else self._saver.whole
+        return None if whole is None else whole.step
 
     @property
     def saved_whole(self) -> Mapping[str, str]:
@@ -515,18 +433,15 @@ class Keeper:
 
     def costs(self) -> Costs:
         """What this process has spent on versions so far."""
-        kept = sum(info.size for info in self._store.list(names.DATA))
-        return self._ledger.costs(kept)
+        if self._saver is not None:
+            return self._ledger.costs(self._saver.kept_nbytes())
+        assert self._store is not None
+        return self._ledger.costs(kept_nbytes(self._store))
 
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
-        protected = [status for status in statuses if status is not None]
-        alone = len(protected) == 1
-        return self._ledger.exposition() + "".join(
-            exposition(status.samples(), "" if alone else f'{{cluster="{i}"}}')
-            for i, status in enumerate(protected)
-        )
+        return self._ledger.exposition([status for status in statuses if status is not None])
 
     @property
     def metrics_port(self) -> int | None:
@@ -539,165 +454,83 @@ class Keeper:
             raise StateError("the keeper is closed: make another")
         if self._begun:
             return
-        if self._newest() is not None:
+        if self._holds_run():
             raise StateError(
-                f"{self._store.url} holds versions of this run: call resume() before the first "
+                f"{self._url()} holds versions of this run: call resume() before the first "
                 "step, or start_over() to leave them behind, or use another repository"
             )
         self._begun = True
-        if self._strategy.recovery is not None and self.steps == 0:
+        if self.steps == 0:
             self._first_version()
-        self._look_ahead()
+        self._pace.look_ahead(self.steps)
 
-    def _newest(self) -> VersionId | None:
-        return None if self._checkpointer is None else self._checkpointer.repository.latest()
+    def _holds_run(self) -> bool:
+        return self._saver is not None and self._saver.holds_run()
 
-    def _save(self, *, whole: bool = True) -> Saving | None:
+    def _url(self) -> str:
+        assert self._saver is not None
+        return self._saver.url
+
+    def _save(self, *, whole: bool = True) -> Cut | None:
         """Cuts a version; unless it must be whole, whichever the strategy's turn is."""
-        if self._checkpointer is not None:
-            self._checkpointer.make_room()
-            self._checkpointer.check()
-            whole = whole or self._checkpointer.due_whole
+        if self._saver is not None:
+            self._saver.make_room()
+            self._saver.check()
+            whole = whole or self._saver.due_whole
         whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
         start = time.perf_counter()
-        extras = self._extras() if whole else Extras(user=self._about, counters=self._counters())
-        return self._cut(extras, start, whole=whole)
+        return self._cut(self._capture() if whole else None, start, whole=whole)
 
-    def _cut(self, extras: Extras, start: float, *, whole: bool) -> Saving | None:
+    def _cut(self, state: Captured | None, start: float, *, whole: bool) -> Cut | None:
         """Rows as they are now, beside what was gathered since `start`; on the rank that writes."""
-        self._saved_at = time.monotonic()
-        if self._checkpointer is None:
+        self._pace.saved()
+        if self._saver is None:
             return None
-        saving = self._checkpointer.save(self.steps, extras, whole=whole)
+        cut = self._saver.cut(self.steps, state, self._counters(), whole=whole)
         self._ledger.paused((time.perf_counter() - start) * 1e3)
-        return saving
+        return cut
 
-    def _extras(self) -> Extras:
+    def _capture(self) -> Captured | None:
         """Everything but rows, as it is now on every rank."""
-        reader = pack({} if self.reader is None else self.reader.state_dict(), what="reader")
-        every = self._generators(reader)
-        if not self._ranks.leads:
-            return Extras()
-        self._parts.tables.look_again()
-        dense = self._parts.dense.capture(every)
-        dense.tensors.update(reader.tensors)
-        return Extras(
-            dense=dense.encode,
-            reader=reader.plain,
-            user=self._about,
-            counters=self._counters(),
-        )
+        if self._ranks.leads:
+            self._parts.tables.look_again()
+        return self._state.capture()
 
     def _counters(self) -> Json:
-        told = {} if self._recoverer is None else self._recoverer.counters()
-        return {**self._ledger.counters(), **told}
-
-    def _generators(self, reader: Packed) -> list[Json]:
-        if self._ranks.world == 1:
-            return [generators()]
-        mine = {"generators": generators(), "reader": xxhash.xxh3_128_digest(reader.encode())}
-        every = [unpack(Packed.decode(it)) for it in self._ranks.gathered(pack(mine).encode())]
-        if len({rank["reader"] for rank in every}) > 1:
-            raise StateError(
-                "the readers of the ranks are at different places, and one version holds one: use "
-                "a reader whose state is the same on all ranks, as emberkeep's is"
-            )
-        return [rank["generators"] for rank in every]
+        losses = {} if self._recoverer is None else self._recoverer.counters()
+        return {**self._ledger.counters(), **losses}
 
     def _exact(self) -> int:
         """The step whose state the newest version holds exactly; waits for the one under way."""
-        checkpointer = self._checkpointer
-        if checkpointer is not None:
-            checkpointer.join()
-            newest = checkpointer.committed_step
-            if newest is not None and not checkpointer.spec.lossy:
+        saver = self._saver
+        if saver is not None:
+            saver.join()
+            newest = saver.committed_step
+            if newest is not None and saver.exact:
                 self._exact_step = newest
         return self._exact_step
 
     def _stop(self, asked: int) -> NoReturn:
         """Saves within the grace period and ends the process; every rank, together."""
         deadline = time.monotonic() + self._grace.total_seconds()
-
-        def left() -> timedelta:
-            return timedelta(seconds=max(0.0, deadline - time.monotonic()))
-
-        extras = self._extras()
+        state = self._capture()
         saved: int | None = None
-        if self._checkpointer is not None:
-            if not self._checkpointer.join(self._grace / 2):
-                self._checkpointer.cancel()
-            if self._checkpointer.join(left()):
-                if self._checkpointer.committed_step != self.steps:
-                    self._checkpointer.save(self.steps, extras)
-                    self._checkpointer.join(left())
-                saved = self._checkpointer.committed_step
+        if self._saver is not None:
+            saved = save_until(deadline, self._saver, self.steps, state, self._counters())
         self._ranks.barrier()
         self._release()
         self._leave(asked, saved)
 
     def _leave(self, asked: int, saved: int | None) -> NoReturn:
-        if self._checkpointer is not None:
-            kept = f"version of step {saved}" if saved is not None else "no version of this run"
-            name = signal.Signals(asked).name
-            message = f"{name}: stopped after step {self.steps}; {kept} was saved"
-            print(f"emberkeep: {message}", file=sys.stderr, flush=True)
+        if self._saver is not None:
+            announce(asked, self.steps, saved)
         self._tell("stopped", {"step": self.steps, "saved_step": saved})
         end(asked)
 
-    # -- when ------------------------------------------------------------------------------------
-
-    def _start_clock(self) -> None:
-        self._saved_at = self._looked_at = time.monotonic()
-        self._looked_step = self._next_look = self.steps
-
-    def _since_saved(self) -> timedelta:
-        return timedelta(seconds=time.monotonic() - self._saved_at)
-
-    def _look_ahead(self) -> None:
-        """Decides when to decide next, and tells the reader: nothing is read past that point."""
-        now, taken = time.monotonic(), self.steps - self._looked_step
-        per_step = timedelta(seconds=(now - self._looked_at) / taken) if taken else None
-        ahead = self._strategy.schedule.steps_ahead(self.steps, self._since_saved(), per_step)
-        (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
-        self._looked_at, self._looked_step = now, self.steps
-        self._next_look = self.steps + ahead
-        if hasattr(self.reader, "lend"):
-            each = self._batches_per_step
-            self.reader.lend(
-                ahead * each,
-                f"the loop has taken {ahead * each} batches since step {self.steps} and called "
-                f"keeper.step() fewer than {ahead} times, so no further batch was handed out: call "
-                "keeper.step() after every batch, also after one that you skip, or give the keeper "
-                f"batches_per_step= (it is {each}) if your loop takes several for a step",
-            )
-
     # -- details ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stalling(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._ledger.stall_seconds += time.perf_counter() - start
-
-    def _timed(self, hook: Hook) -> Hook:
-        def timed(*given: Any) -> None:
-            with self._stalling():
-                hook(*given)
-
-        return timed
-
-    def _rows_replaced(self, *_: Any) -> None:
-        self.mark_all_changed()
-
     def _hear(self, event: str, details: Json) -> None:
-        if event == "saved":
-            self._ledger.saved(details)
-        elif event == "save_failed":
-            self._ledger.failed += 1
-        elif event == "save_cancelled":
-            self._ledger.cancelled += 1
+        self._ledger.hear(event, details)
         self._tell(event, details)
 
     def _tell(self, event: str, details: Json) -> None:
@@ -715,10 +548,7 @@ class Keeper:
         self._termination.close()
         if self._recoverer is not None:
             self._recoverer.release()
-        self._parts.tables.stop_following()
-        for handle in self._handles:
-            handle.remove()
-        if hasattr(self.reader, "lend"):
-            self.reader.lend(None)
+        self._unfollow()
+        self._pace.release()
         if self._server is not None:
             self._server.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.keeper import followable
 from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.keeper.dense import Dense, Stateful, check_states
-from emberkeep.keeper.torch_tables import TorchTables, embeddings
+from emberkeep.keeper.torch_tables import Hook, TorchTables, embeddings
 from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -36,6 +36,25 @@ class Parts:
     subject: CombinedSubject
     """All rows: followed tables, and the clusters of emberkeep's modules."""
     dense: Dense
+
+    def follow(self, timed: Callable[[Hook], Hook]) -> Callable[[], None]:
+        """Begins to follow torch's tables, in hooks that `timed` may wrap; returns what ends it."""
+        self.tables.follow(self.optimizers, timed)
+
+        def replaced(*_: Any) -> None:
+            self.tables.change_all()
+
+        handles = [
+            module.register_load_state_dict_pre_hook(replaced)  # type: ignore[no-untyped-call]
+            for module in self.modules
+        ]
+
+        def stop() -> None:
+            self.tables.stop_following()
+            for handle in handles:
+                handle.remove()
+
+        return stop
 
 
 def take_apart(

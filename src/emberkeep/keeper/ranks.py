@@ -7,11 +7,14 @@ order; alone, every call is answered at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from emberkeep.errors import StateError
 
 _PATIENCE = timedelta(minutes=30)
 
@@ -34,9 +37,9 @@ class Ranks:
         """Each number as the largest that any rank has brought."""
         if self._group is None:
             return list(numbers)
-        told = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return [int(number) for number in told]
+        most = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in most]
 
     def gathered(self, content: bytes) -> list[bytes]:
         """What every rank has brought, by rank; only the leading one gets it."""
@@ -45,15 +48,27 @@ class Ranks:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
         most = max(int(size) for size in sizes)
-        mine = torch.zeros(most, dtype=torch.uint8)
-        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.world)] if self.leads else None
-        dist.gather(mine, parts, dst=0, group=self._group)
+        own = torch.zeros(most, dtype=torch.uint8)
+        own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.world)] if self.leads else None
+        dist.gather(own, parts, dst=0, group=self._group)
         if parts is None:
             return []
         return [
             part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
         ]
+
+    @contextmanager
+    def agreeing(self, otherwise: str) -> Iterator[None]:
+        """All ranks succeed or all raise: none is left waiting for one that is gone."""
+        try:
+            yield
+        except BaseException:
+            self.largest([1])
+            raise
+        (failed,) = self.largest([0])
+        if failed:
+            raise StateError(f"{otherwise}: see its error")
 
     def barrier(self) -> None:
         if self._group is not None:

@@ -15,12 +15,12 @@ from emberkeep.checkpoint.recovery import (
     Recovery,
     Scope,
     plan,
-    recover_partially,
     steps_of,
 )
-from emberkeep.checkpoint.saver import Checkpointer
-from emberkeep.errors import NoVersionError, RecoveryError, ShardLostError
+from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
+from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
 from emberkeep.repository import Manifest
+from emberkeep.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +76,18 @@ class Recoverer:
     def __init__(
         self,
         homes: Sequence[Home],
-        checkpointer: Checkpointer,
+        saver: RunSaver,
         recovery: Recovery,
         *,
         total_steps: int | None,
         steps: Callable[[], int],
-        go_back: Callable[[], Manifest | None] | None,
+        go_back: Callable[[], Kept | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
         patience: timedelta = timedelta(minutes=15),
     ) -> None:
         self._patience = patience
         self._homes = homes
-        self._checkpointer = checkpointer
+        self._saver = saver
         self._recovery = recovery
         self._total_steps = total_steps
         self._steps = steps
@@ -148,21 +148,21 @@ class Recoverer:
         return made
 
     def _carry_out(self, decided: Plan, lost: tuple[int, ...], start: float) -> Recovered:
-        step, manifest = self._steps(), None
+        step, kept = self._steps(), None
         # A version under way may still be committed, and less would be lost.
-        self._checkpointer.join()
+        self._saver.join()
         if decided.scope == "partial":
             decided = self._plan(start)
             for home, shards in self._by_home(decided.shards):
-                manifest = recover_partially(self._checkpointer, home, shards)
+                kept = self._saver.recover_shards(home, shards)
             self.losses = decided.losses
         else:
             assert self._go_back is not None
             self._going_back = True
             for home in self._homes:
                 home.cluster.renew(*range(home.cluster.shard_count))
-            manifest = self._go_back()
-            if manifest is None:
+            kept = self._go_back()
+            if kept is None:
                 raise NoVersionError(
                     "shards were lost before the first version: there is nothing to go back to; "
                     "start the run again"
@@ -173,7 +173,7 @@ class Recoverer:
         return Recovered(
             scope=decided.scope,
             shards=lost,
-            version=None if manifest is None else manifest.version.number,
+            version=version_number(kept),
             step=self._steps(),
             repeated_steps=step - self._steps(),
             pls=self.losses.pls,
@@ -200,7 +200,7 @@ class Recoverer:
             ) from error
 
     def _plan_once(self) -> Plan:
-        whole = self._checkpointer.whole
+        whole = self._saver.whole
         return plan(
             self._recovery,
             self.losses,
@@ -213,9 +213,9 @@ class Recoverer:
             going_back=self._going_back,
         )
 
-    def _unchanged_since(self, whole: Manifest) -> bool:
+    def _unchanged_since(self, whole: Kept) -> bool:
         """Whether no push was applied since a version by any cluster that has lost shards."""
-        saved = whole.layout["tables"]
+        saved = whole.layout["tables"] if isinstance(whole, Manifest) else {}
         return all(
             steps_of(home.cluster).get(own) == saved.get(told, {}).get("steps")
             for home in self._homes
@@ -267,3 +267,37 @@ class Recoverer:
             repeated_steps=self._repeated_steps,
             seconds=self._seconds,
         )
+
+
+def make_recoverer(
+    strategy: Strategy, homes: Sequence[Home], saver: RunSaver | None, *,
+    total_steps: int | None, steps: Callable[[], int],
+    go_back: Callable[[], Kept | None] | None, tell: Callable[[str, dict[str, Any]], None],
+) -> Recoverer | None:  # fmt: skip
+    """What a strategy asks for, with parity begun; None without shards or on a rank that does not
+    write. What cannot be done for these tables is refused."""
+    recovery = strategy.recovery or Recovery()
+    if recovery.scope == "partial":
+        if total_steps is None or total_steps < 1:
+            raise ConfigError(
+                "partial recovery counts what is lost as a share of the job: give the keeper "
+                "total_steps="
+            )
+        if not homes:
+            raise ConfigError(
+                "partial recovery is for tables on shards, and the model has none: use "
+                "emberkeep's modules with cluster=, or ek.incremental()"
+            )
+    if strategy.parity is not None:
+        if not homes:
+            raise ConfigError(
+                "parity is for tables on shards, and the model has none: use emberkeep's "
+                "modules with cluster=, or ek.incremental()"
+            )
+        for home in homes:
+            home.cluster.protect(strategy.parity)
+    if saver is None or not homes:
+        return None
+    return Recoverer(
+        homes, saver, recovery, total_steps=total_steps, steps=steps, go_back=go_back, tell=tell
+    )

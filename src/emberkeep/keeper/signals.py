@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from typing import Any, NoReturn
 
@@ -44,6 +45,13 @@ class Termination:
             number, before = self._before.popitem()
             # None stands for a handler that was not installed from Python: it cannot be put back.
             signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def announce(asked: int, step: int, saved: int | None) -> None:
+    """Says on stderr what a signal has come to: after which step, and what is saved."""
+    kept = f"version of step {saved}" if saved is not None else "no version of this run"
+    message = f"{signal.Signals(asked).name}: stopped after step {step}; {kept} was saved"
+    print(f"emberkeep: {message}", file=sys.stderr, flush=True)
 
 
 def end(asked: int) -> NoReturn:

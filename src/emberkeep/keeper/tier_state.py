@@ -14,21 +14,20 @@ import xxhash
 
 from emberkeep._types import Json
 from emberkeep.errors import DamageError
-from emberkeep.keeper.plain_state import Packed, pack, unpack
+from emberkeep.keeper.plain_state import Packed, unpack
 
 HEAD = b'{"__metadata__":{"xxh3_128":"'
 _NONE = b"0" * 32
 _AT = 8 + len(HEAD)  # the length of the header comes first
 _PLAIN = "emberkeep"
-_BESIDE = "beside"  # begins the names of tensors that are not of the dense state
+BESIDE = "beside"  # begins the names of tensors that are not of the dense state
 
 
-def encode(name: str, dense: Packed, beside: Json) -> list[bytes | memoryview]:
-    """The file called `name`, in pieces; `beside` is whatever plain state there is."""
-    assert not any(key.startswith(_BESIDE) for key in dense.tensors)
-    packed = pack(beside, what=_BESIDE)
+def encode(name: str, dense: Packed, beside: Packed) -> list[bytes | memoryview]:
+    """The file called `name`, in pieces; `beside` is whatever state was packed as `BESIDE`."""
+    assert not any(key.startswith(BESIDE) for key in dense.tensors)
     both = Packed(
-        {"dense": dense.plain, "beside": packed.plain}, {**dense.tensors, **packed.tensors}
+        {"dense": dense.plain, "beside": beside.plain}, {**dense.tensors, **beside.tensors}
     )
     content = both.encode()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -55,7 +54,7 @@ def decode(name: str, content: bytes) -> tuple[Packed, Json]:
     if _digest(name, content[:_AT] + _NONE, view[_AT + len(_NONE) :]) != stated:
         raise damaged(name, "its content does not match its digest, which also names the step")
     both = _decoded(name, content)
-    others = {key: t for key, t in both.tensors.items() if key.startswith(_BESIDE)}
+    others = {key: t for key, t in both.tensors.items() if key.startswith(BESIDE)}
     dense = {key: t for key, t in both.tensors.items() if key not in others}
     beside: Json = unpack(Packed(both.plain["beside"], others))
     return Packed(both.plain["dense"], dense), beside

@@ -16,8 +16,11 @@ from emberkeep._types import Json
 from emberkeep.blobs import open_store
 from emberkeep.data import Reader
 from emberkeep.errors import StateError
-from emberkeep.keeper import Costs, Keeper, Recoveries, TierKeeper
+from emberkeep.keeper import Costs, Keeper, Recoveries
+from emberkeep.keeper.dense import Stateful
+from emberkeep.keeper.run_saver import version_number
 from emberkeep.repository import Repository
+from emberkeep.strategies import partial
 from emberkeep.train.hooks import Hook
 from emberkeep.train.run_config import RunConfig
 
@@ -65,21 +68,29 @@ class Keeping:
         optimizers: Sequence[torch.optim.Optimizer],
         reader: Reader,
         progress: Progress,
-    ) -> Keeper | TierKeeper:
-        if self.settings.tier.every is not None:
-            return self._begin_tier(network, optimizers, reader, progress)
-        given = self.settings.checkpoint
-        assert given.path is not None
-        about = {"settings": _telling(self.settings)}
-        if not self.fresh:
-            _check_settings(given.path, about["settings"])
+    ) -> Keeper:
+        given, tier = self.settings.checkpoint, self.settings.tier
+        state: dict[str, Stateful] = {"progress": progress}
+        about: Json = {}
+        restart = "--fresh starts it over"
+        if tier.every is not None:
+            assert tier.path is not None
+            state["settings"] = _Agreed(tier.path, self.settings)
+            strategy = partial(every=tier.every, priority=None)
+            restart = f"remove {tier.path} to start over"
+        else:
+            assert given.path is not None
+            about = {"settings": _telling(self.settings)}
+            if not self.fresh:
+                _check_settings(given.path, about["settings"])
+            strategy = given.strategy()
         keeper = Keeper(
             given.path,
             network,
             optimizers,
             reader=reader,
-            strategy=given.strategy(),
-            state={"progress": progress},
+            strategy=strategy,
+            state=state,
             about=about,
             on_event=self._tell,
             must_exist=given.must_exist,
@@ -87,40 +98,13 @@ class Keeping:
         )
         if self.fresh:
             keeper.start_over()
-        else:
-            manifest = keeper.resume()
-            progress.resumed_step = None if manifest is None else manifest.step
-            if manifest is not None and progress.steps >= progress.total:
-                told = {"version": manifest.version.number, "step": manifest.step}
-                self._tell("finished", {**told, "anew": "--fresh starts it over"})
-        return keeper
-
-    def _begin_tier(
-        self,
-        network: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        reader: Reader,
-        progress: Progress,
-    ) -> TierKeeper:
-        given = self.settings.tier
-        assert given.path is not None
-        assert given.every is not None
-        keeper = TierKeeper(
-            network,
-            optimizers,
-            reader=reader,
-            every=given.every,
-            state={"progress": progress, "settings": _Agreed(given.path, self.settings)},
-            on_event=self._tell,
-            total_steps=progress.total,
-        )
-        progress.resumed_step = keeper.resume()
-        if progress.resumed_step is not None:
-            told = {"version": None, "step": progress.resumed_step}
-            self._tell("resumed", told)
+            return keeper
+        kept = keeper.resume()
+        if kept is not None:
+            progress.resumed_step = kept.step
             if progress.steps >= progress.total:
-                anew = f"remove {given.path} to start over"
-                self._tell("finished", {**told, "anew": anew})
+                details = {"version": version_number(kept), "step": kept.step, "anew": restart}
+                self._tell("finished", details)
         return keeper
 
     def _tell(self, event: str, details: dict[str, Any]) -> None:

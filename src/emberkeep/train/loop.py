@@ -24,7 +24,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
-from emberkeep.keeper import Keeper, TierKeeper
+from emberkeep.keeper import Keeper
 from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.train import build
@@ -151,7 +151,7 @@ def fit(
                 samples, batch_size=batch_size // world, rank=rank, world=world, drop_last=world > 1
             )
         )
-        keeper: Keeper | TierKeeper | None = None
+        keeper: Keeper | None = None
         if keeping is not None:
             keeper = keeping.begin(network, optimizers, reader, progress)
             stack.enter_context(keeper)
@@ -189,12 +189,9 @@ def fit(
             for hook in hooks:
                 hook.on_step(step)
 
-        if not isinstance(keeper, Keeper):
+        if keeper is None:
             for batch in reader:
                 train(batch)
-            if keeper is not None:
-                keeper.close()
-                progress.recoveries = keeper.recoveries()
             return progress
         # Ranks cannot go back alone: what only a full recovery helps ends them all, and they
         # resume from the newest version when they are started again.

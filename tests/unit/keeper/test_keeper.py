@@ -205,9 +205,9 @@ def test_whatever_happens_versions_hold_the_steps_they_name(
         elif act == "save":
             saved.append((keeper.save(), run.bits()))
         elif act == "wait":
-            keeper._checkpointer.join()  # type: ignore[union-attr]
+            keeper._saver.join()  # type: ignore[union-attr]
         else:
-            keeper._checkpointer.join()  # type: ignore[union-attr]
+            keeper._saver.join()  # type: ignore[union-attr]
             committed = {
                 saving.committed.result().version.number: bits
                 for saving, bits in saved
@@ -559,7 +559,7 @@ def test_failed_saves_surface_and_lose_nothing() -> None:
         keeper.wait()
     for _ in range(3):
         run.step(keeper)
-    keeper._checkpointer.join()  # type: ignore[union-attr]
+    keeper._saver.join()  # type: ignore[union-attr]
     with pytest.raises(SaveError, match="3 saves in a row"):
         run.step(keeper)
     assert [name for name, _ in events] == ["saved", *["save_failed"] * 4]
@@ -582,7 +582,7 @@ def test_a_process_that_was_replaced_stops_at_its_next_step() -> None:
     second = new.keeper(store)
     second.resume()
     old.step(first)
-    first._checkpointer.join()  # type: ignore[union-attr]
+    first._saver.join()  # type: ignore[union-attr]
     with pytest.raises(FencedError):
         old.step(first)
     new.step(second)

@@ -115,7 +115,7 @@ def train(model: Model, keeper: ek.Keeper, at: dict[int, Any] | None = None) -> 
             with keeper.surviving():
                 action = (at or {}).pop(keeper.reader.place, None)
                 if action:
-                    keeper._checkpointer.join()  # type: ignore[union-attr]
+                    keeper._saver.join()  # type: ignore[union-attr]
                     action()
                 model(batch).sum().backward()
                 for optimizer in keeper._parts.optimizers:

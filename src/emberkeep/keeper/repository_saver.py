@@ -1,0 +1,124 @@
+"""Versions of a run in a repository."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from emberkeep._types import Json
+from emberkeep.blobs import BlobStore
+from emberkeep.checkpoint.recovery import Home, recover_partially
+from emberkeep.checkpoint.restore import Restored, load
+from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
+from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.checkpoint.targets import Subject
+from emberkeep.errors import NoRepositoryError, NoVersionError, StateError
+from emberkeep.keeper.plain_state import Packed, pack, unpack
+from emberkeep.keeper.run_saver import Hear, Returned
+from emberkeep.keeper.run_state import Captured
+from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.runtime.pool import Pool
+from emberkeep.strategies import Strategy
+
+Fits = Callable[[Captured], object]
+
+
+class RepositorySaver(Checkpointer):
+    """Makes this process the only writer of a repository, which is created if it is not there.
+
+    With `must_exist` a repository that is not there or has no version is refused instead, before
+    anything is created or taken over. `about` goes into every manifest.
+    """
+
+    busy = False
+
+    def __init__(
+        self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
+        settings: SaveSettings, exclusive: bool, must_exist: bool, on_event: Hear,
+    ) -> None:  # fmt: skip
+        if Repository.exists(store):
+            repository = Repository.open(store)
+        elif must_exist:
+            raise NoRepositoryError(
+                f"{store.url} holds no repository, and this run must exist: nothing was "
+                "created. Check the path, and that its disk is mounted; leave must_exist out to "
+                "start a new run"
+            )
+        else:
+            schema = subject.schema()
+            repository = Repository.create(store, schema=schema, exclusive=exclusive)
+        if must_exist and repository.latest() is None:
+            raise NoVersionError(
+                f"{store.url} has no version, and this run must exist: nothing was started "
+                "over. Bring its versions back; leave must_exist out to start a new run"
+            )
+        super().__init__(
+            repository,
+            subject,
+            spec=strategy.spec,
+            settings=replace(settings, retention=strategy.retention),
+            on_event=on_event,
+        )
+        self.url = store.url
+        self._about = about
+
+    @property
+    def exact(self) -> bool:
+        return not self.spec.lossy
+
+    def holds_run(self) -> bool:
+        return self.repository.latest() is not None
+
+    def cut(
+        self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
+    ) -> Saving:
+        return self.save(step, self._extras(state, counters), whole=whole)
+
+    def finish(self, step: int, state: Captured | None, counters: Json) -> Manifest | None:
+        return self.close(step, self._extras(state, counters))
+
+    def _extras(self, state: Captured | None, counters: Json) -> Extras:
+        if state is None:
+            return Extras(user=self._about, counters=counters)
+        reader = pack(state.reader, what="reader")
+        dense = Packed(state.dense.plain, {**state.dense.tensors, **reader.tensors})
+        return Extras(dense=dense.encode, reader=reader.plain, user=self._about, counters=counters)
+
+    def bring_back(self, version: int | None, *, fall_back: bool, fits: Fits) -> Returned | None:
+        restored = self.restore(
+            version, fall_back=fall_back, fits=lambda found: fits(_captured(found))
+        )
+        return None if restored is None else _returned(restored)
+
+    def recover_shards(self, home: Home, shards: Sequence[int]) -> Manifest | None:
+        return recover_partially(self, home, shards)
+
+    def kept_nbytes(self) -> int:
+        return kept_nbytes(self.repository.store)
+
+
+def kept_nbytes(store: BlobStore) -> int:
+    return sum(info.size for info in store.list(names.DATA))
+
+
+def bring_back_beside(
+    store: BlobStore, version: VersionId, subject: Subject, threads: int, fits: Fits
+) -> Returned:
+    """The version that the writing rank has brought back, into another rank."""
+    repository, pool = Repository.open(store), Pool(threads)
+    return _returned(load(repository, version, subject, pool, lambda found: fits(_captured(found))))
+
+
+def _captured(restored: Restored) -> Captured:
+    if restored.dense is None:
+        raise StateError("the version has no dense state: it was not written by a keeper")
+    dense = Packed.decode(restored.dense)
+    return Captured(dense=dense, reader=unpack(Packed(restored.manifest.reader, dense.tensors)))
+
+
+def _returned(restored: Restored) -> Returned:
+    return Returned(
+        kept=restored.manifest,
+        counters=restored.manifest.counters,
+        passed_over=tuple(version.number for version in restored.lost),
+    )

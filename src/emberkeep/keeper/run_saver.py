@@ -1,0 +1,133 @@
+"""What a keeper needs of whatever stores its run: a repository, or the tiers that hold the rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+from emberkeep._types import Json
+from emberkeep.checkpoint.recovery import Home
+from emberkeep.keeper.run_state import Captured
+from emberkeep.repository import Manifest
+
+
+class DurableStep(int):
+    """The step that a tier comes back to; `step` is the number itself, as a manifest has it."""
+
+    @property
+    def step(self) -> int:
+        return int(self)
+
+
+Kept: TypeAlias = "Manifest | DurableStep"
+Hear: TypeAlias = Callable[[str, Json], object]
+
+
+def version_number(kept: Kept | None) -> int | None:
+    """A tier has no versions, only the step that is durable."""
+    return kept.version.number if isinstance(kept, Manifest) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A run whose rows are back; `passed_over` are the damaged versions that were newer."""
+
+    kept: Kept
+    counters: Json
+    passed_over: tuple[int, ...] = ()
+
+
+class Cut(Protocol):
+    """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
+
+    @property
+    def copied(self) -> Future[None]: ...
+
+    @property
+    def committed(self) -> Future[Any]: ...
+
+
+class RunSaver(Protocol):
+    """Saves a run beside its training. Two saves never overlap, and one is whole or did not
+    happen."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether what regular saves hold is the state to the bit."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save that is due is left out, because one is under way."""
+
+    @property
+    def due_whole(self) -> bool: ...
+
+    @property
+    def whole(self) -> Kept | None:
+        """The newest save that holds everything."""
+
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the last save of this process, once it is durable, if it is whole."""
+
+    def holds_run(self) -> bool:
+        """Whether there is something to resume."""
+
+    def cut(
+        self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
+    ) -> Cut: ...
+
+    def finish(self, step: int, state: Captured | None, counters: Json) -> Kept | None:
+        """A last save, exact and durable."""
+
+    def bring_back(
+        self, version: int | None, *, fall_back: bool, fits: Callable[[Captured], object]
+    ) -> Returned | None:
+        """The rows as they were saved; `fits` refuses what does not before any row has changed."""
+
+    def recover_shards(self, home: Home, shards: Sequence[int]) -> Kept | None:
+        """Brings lost shards back with what is saved of them; the others go on."""
+
+    def kept_nbytes(self) -> int: ...
+
+    def check(self) -> None:
+        """Raises what went wrong in the background."""
+
+    def make_room(self) -> None: ...
+
+    def cancel(self) -> None:
+        """Gives up the save under way, unless it is about to be durable."""
+
+    def join(self, timeout: timedelta | None = None) -> bool: ...
+
+    def wait(self) -> Kept | None: ...
+
+    def close(self) -> Kept | None: ...
+
+
+def save_until(
+    deadline: float, saver: RunSaver, step: int, state: Captured | None, counters: Json
+) -> int | None:
+    """Saves this step before `deadline`, of the monotonic clock; the step that is saved by then.
+
+    A save under way has half of that time: then it is given up for this one.
+    """
+
+    def left(share: float = 1.0) -> timedelta:
+        return timedelta(seconds=max(0.0, deadline - time.monotonic()) * share)
+
+    if not saver.join(left(0.5)):
+        saver.cancel()
+    if not saver.join(left()):
+        return None
+    if saver.committed_step != step:
+        saver.cut(step, state, counters)
+        saver.join(left())
+    return saver.committed_step
