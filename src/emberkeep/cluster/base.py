@@ -31,9 +31,13 @@ from emberkeep.tables import Optimizer, Table, check_tables
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
+Routed = list[list[tuple[RowIds, I64]]]
+"""By slab and shard: the shard's ids, and where they stood."""
+
 
 class ShardHandle(Protocol):
-    """What one shard answers, in process or over a wire.
+    """What a cluster asks of one shard, in process or over a wire; pulls and pushes go to all
+    shards together, each kind of cluster in its own way.
 
     While its `state` is "recovering" a shard takes what a recovery brings (`install`, `delete`,
     `clear`, `load_table_state`, `forget_changes`, `track`) and refuses everything else; a lost one
@@ -50,14 +54,6 @@ class ShardHandle(Protocol):
 
     @property
     def state(self) -> State: ...
-
-    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None: ...
-
-    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
-        """Everything that can refuse a push, before any row changes; what `apply` wants."""
-        ...
-
-    def apply(self, checked: Any, lr: float) -> object: ...
 
     def read(self, table: str, ids: I64) -> Planes: ...
 
@@ -233,36 +229,9 @@ class Cluster:
 
     # -- training --------------------------------------------------------------------------------
 
-    @surviving
     def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
         """The weights of the wanted rows, slab by slab. Changes nothing, inserts nothing."""
-        self._before("pull")
-        shards = self._serving()
-        out = [
-            np.empty((ids.ids.size, self.tables[group[0]].dim), np.float32)
-            for ids, group in zip(wanted, self.groups, strict=True)
-        ]
-        if len(shards) == 1:
-            shards[0].pull(wanted, out)
-            return out
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-        parts_S = [
-            [
-                np.empty((r[s][0].ids.size, o.shape[1]), np.float32)
-                for r, o in zip(routed, out, strict=True)
-            ]
-            for s in range(len(shards))
-        ]
-        self._each(
-            [
-                functools.partial(shard.pull, [r[s][0] for r in routed], parts_S[s])
-                for s, shard in enumerate(shards)
-            ]
-        )
-        for s, parts in enumerate(parts_S):
-            for r, o, part in zip(routed, out, parts, strict=True):
-                o[r[s][1]] = part
-        return out
+        raise NotImplementedError
 
     @property
     def tiered(self) -> bool:
@@ -286,7 +255,6 @@ class Cluster:
         for lookup, rows_UD, out_BFD in zip(lookups, pulled, out, strict=True):
             lookup.pooled(rows_UD, out_BFD)
 
-    @surviving
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
     ) -> None:
@@ -294,30 +262,7 @@ class Cluster:
 
         `finite` says that the gradients are known to be finite and need not be looked at.
         """
-        self._before("push")
-        with self._push_lock:
-            shards = self._serving()
-            if len(shards) == 1:
-                shards[0].apply(shards[0].check(wanted, grads, finite=finite), lr)
-                return
-            routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-            checked_S = self._each(
-                [
-                    functools.partial(
-                        shard.check,
-                        [r[s][0] for r in routed],
-                        [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
-                        finite=finite,
-                    )
-                    for s, shard in enumerate(shards)
-                ]
-            )
-            self._each(
-                [
-                    functools.partial(shard.apply, checked, lr)
-                    for shard, checked in zip(shards, checked_S, strict=True)
-                ]
-            )
+        raise NotImplementedError
 
     def _before(self, scope: When) -> None:
         """Called before every pull and push; where failures are injected."""
@@ -461,6 +406,11 @@ class Cluster:
         return forgot
 
     # -- details ---------------------------------------------------------------------------------
+
+    def _routed(self, wanted: Sequence[RowIds]) -> Routed:
+        if len(self.handles) == 1:
+            return [[(ids, np.arange(ids.ids.size))] for ids in wanted]
+        return [self._route(g, ids) for g, ids in enumerate(wanted)]
 
     def _route(self, group: int, wanted: RowIds) -> list[tuple[RowIds, I64]]:
         """For each shard its part of the ids, and where they stood."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import F32, I64, RowIds
@@ -90,6 +91,8 @@ def local(
     return Local(shards=shards, threads=threads, failures=failures, parity=parity)
 
 
+_Part = tuple[Sequence[RowIds], Sequence[F32]]
+
 # Said of a push: the shard's rows came from a repository since.
 _NOT_NEEDED = -1
 
@@ -101,7 +104,7 @@ class _Numbered:
     worker: str
     number: int
     lr: float
-    parts_S: list[tuple[list[RowIds], list[F32]]]
+    parts_S: list[_Part]
     finite: bool
     # The message in which each shard told its hosts; 0 until it has applied its part.
     told_S: list[int] = field(default_factory=list)
@@ -192,14 +195,33 @@ class LocalCluster(Cluster):
                 self.kill(*failure.shards)
 
     @surviving
+    def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
+        self._before("pull")
+        self._serving()
+        out = [
+            np.empty((ids.ids.size, self.tables[group[0]].dim), np.float32)
+            for ids, group in zip(wanted, self.groups, strict=True)
+        ]
+        if len(self.shards) == 1:
+            self.shards[0].pull(wanted, out)
+            return out
+        routed = self._routed(wanted)
+        for s, shard in enumerate(self.shards):
+            parts = [
+                np.empty((r[s][0].ids.size, o.shape[1]), np.float32)
+                for r, o in zip(routed, out, strict=True)
+            ]
+            shard.pull([r[s][0] for r in routed], parts)
+            for r, o, part in zip(routed, out, parts, strict=True):
+                o[r[s][1]] = part
+        return out
+
+    @surviving
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         if not self.tiered:
             return
         self._serving()
-        if len(self.shards) == 1:
-            self.shards[0].fetch(wanted, ahead=ahead)
-            return
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+        routed = self._routed(wanted)
         for s, shard in enumerate(self.shards):
             shard.fetch([r[s][0] for r in routed], ahead=ahead)
 
@@ -325,20 +347,19 @@ class LocalCluster(Cluster):
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
     ) -> None:
-        if self._protection is None:
-            super().push(wanted, grads, lr=lr, finite=finite)
-            return
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-        parts_S = [
-            (
-                [r[s][0] for r in routed],
-                [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
-            )
-            for s in range(len(self.shards))
-        ]
         # Numbers rise for each thread that pushes: a shard tells by them what it has applied.
         worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)
-        self._push(_Numbered(worker, number, lr, parts_S, finite))
+        self._push(_Numbered(worker, number, lr, self._parts(wanted, grads), finite))
+
+    def _parts(self, wanted: Sequence[RowIds], grads: Sequence[F32]) -> list[_Part]:
+        """For each shard its part of a push."""
+        if len(self.shards) == 1:
+            return [(wanted, grads)]
+        routed = self._routed(wanted)
+        return [
+            ([r[s][0] for r in routed], [g[r[s][1]] for g, r in zip(grads, routed, strict=True)])
+            for s in range(len(self.shards))
+        ]
 
     @surviving
     def _push(self, push: _Numbered) -> None:
@@ -348,7 +369,10 @@ class LocalCluster(Cluster):
         with self._push_lock:
             self._serving()
             protection = self._protection
-            assert protection is not None
+            if protection is None:
+                for shard, checked in zip(self.shards, self._checked(push), strict=True):
+                    shard.apply(checked, push.lr)
+                return
             try:
                 self._apply_parts(push)
             except ShardLostError:
@@ -367,14 +391,17 @@ class LocalCluster(Cluster):
             for index in range(len(self.shards)):
                 self._apply_part(push, index)
             return
-        checked_S = [
-            shard.check(*part, finite=push.finite)
-            for shard, part in zip(self.shards, push.parts_S, strict=True)
-        ]
+        checked_S = self._checked(push)
         push.told_S = [0] * len(self.shards)
         self._unsettled.append(push)
         for index, checked in enumerate(checked_S):
             self._apply_part(push, index, checked)
+
+    def _checked(self, push: _Numbered) -> list[list[Push]]:
+        return [
+            shard.check(*part, finite=push.finite)
+            for shard, part in zip(self.shards, push.parts_S, strict=True)
+        ]
 
     def _apply_part(
         self, push: _Numbered, index: int, checked: Sequence[Push] | None = None

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import numpy as np
 
-from emberkeep._types import F32, I64, U8, RowIds
-from emberkeep.cluster.base import surviving
+from emberkeep._types import F32, U8, RowIds
+from emberkeep.cluster.base import Routed, surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
@@ -40,9 +40,6 @@ from emberkeep.wire.protocol import (
     unpack_done,
 )
 from emberkeep.wire.security import Security
-
-Routed = list[list[tuple[RowIds, I64]]]
-"""By slab and shard: the shard's ids, and where they stood."""
 
 # Numbers of pushes start anew, above all earlier ones, when a push was given up.
 _ROUND = 2**32
@@ -290,11 +287,6 @@ class FlightCluster(RemoteCluster):
                 shard.receive()
 
     # -- details ---------------------------------------------------------------------------------
-
-    def _routed(self, wanted: Sequence[RowIds]) -> Routed:
-        if len(self.handles) == 1:
-            return [[(ids, np.arange(ids.ids.size))] for ids in wanted]
-        return [self._route(g, ids) for g, ids in enumerate(wanted)]
 
     def _requests(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import F32, I64, U8, Json, Planes, RowIds
+from emberkeep._types import I64, U8, Json, Planes
 from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
@@ -213,15 +213,6 @@ class RemoteShard:
         """A stream with replies that nobody took is of no use any more."""
         if self._waiting:
             self.disconnect()
-
-    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
-        raise NotImplementedError("rows of servers are pulled by their cluster, from all at once")
-
-    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
-        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
-
-    def apply(self, checked: Any, lr: float) -> None:
-        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
 
     # -- rows ------------------------------------------------------------------------------------
 
