@@ -77,6 +77,8 @@ class ShardHandle(Protocol):
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
 
+    def serve(self) -> None: ...
+
 
 class ClusterSpec(Protocol):
     """Where rows shall live: what `cluster=` of a module takes."""
@@ -217,10 +219,12 @@ class Cluster:
         return self.handles
 
     def _present(self) -> list[ShardHandle]:
-        gone = tuple(shard.index for shard in self.handles if shard.state == "lost")
-        if gone:
+        if gone := self._gone():
             raise ShardLostError(gone)
         return self.handles
+
+    def _gone(self) -> tuple[int, ...]:
+        return tuple(shard.index for shard in self.handles if shard.state == "lost")
 
     def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
         """Makes one call per shard. In turn, as each uses the whole pool; servers are asked at

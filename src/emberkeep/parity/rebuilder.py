@@ -158,6 +158,11 @@ class Rebuilder(Generic[AnyMember]):
                     "repository"
                 )
 
+    def hopeless(self, lost: Collection[int]) -> list[int]:
+        """Shards that are not lost, but whose missing rows went with those that are."""
+        standings = self._standings(lost)
+        return [index for index, standing in standings.items() if any(standing.lost_K)]
+
     def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
         """How everybody stands who is not lost."""
         living = [guard for guard in self.guards if guard.index not in lost]

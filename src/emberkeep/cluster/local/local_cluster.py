@@ -6,27 +6,24 @@ import itertools
 import os
 import secrets
 import threading
-import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep._types import F32, I64, RowIds
-from emberkeep.cluster.base import Cluster, surviving
+from emberkeep.cluster.base import surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
+from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.parity.codes import Parity
-from emberkeep.parity.status import ParityStatus
 from emberkeep.rows.lookup import Lookup
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.push import Push
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
@@ -110,7 +107,7 @@ class _Numbered:
     told_S: list[int] = field(default_factory=list)
 
 
-class LocalCluster(Cluster):
+class LocalCluster(ProtectedCluster[Shard, LocalParity]):
     """Shards of this process. They fail when they are told to: `kill` drops their memory."""
 
     def __init__(
@@ -122,23 +119,24 @@ class LocalCluster(Cluster):
         seed: int = 0,
         pool: pools.Pool,
     ) -> None:
-        self.shards: list[Shard] = []
+        made: list[Shard] = []
         try:
             for i in range(shards):
                 shard = Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
-                self.shards.append(shard)
-        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
-            for shard in self.shards:
+                made.append(shard)
+        except BaseException:  # the traceback keeps shards alive: let go of files at once
+            for shard in made:
                 shard.kill()
             raise
+        super().__init__(tables, optimizer, made, seed=seed, pool=pool)
         self.failures: list[Failure] = []
         """Those that are still to come."""
-        self._tracked = False
-        self._priority: Priority | None = None
-        self._protection: LocalParity | None = None
         self._push_numbers = itertools.count(1)
         self._unsettled: deque[_Numbered] = deque()
-        super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.handles
 
     def kill(self, *shards: int) -> None:
         """Ends these shards: their rows are gone, and so is what was not yet copied of them."""
@@ -150,17 +148,10 @@ class LocalCluster(Cluster):
                 for shard in named:
                     self.shards[shard].kill()
 
-    def renew(self, *shards: int) -> None:
-        named = self._named(shards)
-        with self._push_lock:
-            if self._protection is not None:
-                self._protection.start_over(named, self._renew)
-                for push in self._unsettled:
-                    for index in named:
-                        push.told_S[index] = _NOT_NEEDED
-            else:
-                for index in named:
-                    self._renew(index)
+    def _forget_pushes(self, shards: Collection[int]) -> None:
+        for push in self._unsettled:
+            for index in shards:
+                push.told_S[index] = _NOT_NEEDED
 
     def _renew(self, index: int) -> Shard:
         old = self.shards[index]
@@ -171,18 +162,13 @@ class LocalCluster(Cluster):
         )  # fmt: skip
         if self._tracked:
             new.track(self._priority)
-        self.shards[index] = self.handles[index] = new
+        self.shards[index] = new
         return new
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
             self.shards[index].serve()
-        self._settle()  # rows were brought from elsewhere, part by part
-
-    def track(self, priority: Priority | None = None) -> None:
-        super().track(priority)
-        self._tracked = True
-        self._priority = priority or self._priority
+        self._settle_writes()  # rows came from a repository, part by part
 
     def _before(self, scope: When) -> None:
         if not self.failures or self.lost():
@@ -279,32 +265,10 @@ class LocalCluster(Cluster):
         return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
                 if isinstance(slab, TieredSlab)]  # fmt: skip
 
-    def _named(self, shards: Sequence[int]) -> list[int]:
-        for shard in shards:
-            if not 0 <= shard < len(self.shards):
-                raise ConfigError(f"there is no shard {shard}: there are 0..{len(self.shards) - 1}")
-        return sorted(set(shards))
-
     # -- parity ----------------------------------------------------------------------------------
 
-    def protect(self, parity: Parity) -> None:
-        """Begins to keep parity: what was trained before is protected before long."""
-        with self._push_lock:
-            if self._protection is not None:
-                self._protection.spec.check_same(parity)
-                return
-            self._serving()
-            self._protection = LocalParity(parity, self.shards, self.pool)
-
-    @property
-    def parity(self) -> ParityStatus | None:
-        """How well rows are protected; None without parity."""
-        return None if self._protection is None else self._protection.status()
-
-    def rebuild(self) -> None:
-        """Waits until all that was lost is back: rows and parity."""
-        if self._protection is not None:
-            self._protection.rebuild()
+    def _new_protection(self, parity: Parity) -> LocalParity:
+        return LocalParity(parity, self.shards, self.pool)
 
     def close(self) -> None:
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
@@ -324,20 +288,13 @@ class LocalCluster(Cluster):
         if protection is None:
             return False
         with self._push_lock:
-            if all(shard.state != "lost" for shard in self.shards):
-                return not self.lost()  # somebody else has brought them back, or is about to
-            try:
-                back = protection.recover(self._renew)
-                self._forgot = self._tracked
-                for index in back:
-                    self.shards[index].serve()
-                    self._send_again(index)
-            except ParityLossError as error:
-                # Rows that were on their way back went with the shards that had their parity.
-                self.kill(*protection.hopeless())
-                warnings.warn(str(error), stacklevel=2)
-                return False
-            return True
+            gone = self._gone()
+            if not gone:  # another thread has brought them back, or is about to
+                return not self.lost()
+            return self._recovered(protection, gone)
+
+    def _give_up(self, shards: Sequence[int]) -> None:
+        self.kill(*shards)
 
     def _send_again(self, index: int) -> None:
         """Has a replacement apply what it had not told everybody before it was lost."""
@@ -425,10 +382,6 @@ class LocalCluster(Cluster):
         ):
             self._unsettled.popleft()
 
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        super().install(table, ids, planes)
-        self._settle()
-
     def install_scattered(
         self,
         tables: Sequence[str],
@@ -450,16 +403,7 @@ class LocalCluster(Cluster):
                     mine = start + order
                     own = {name: v[mine] for name, v in planes.items()}
                     shard.install_scattered([table], [0, mine.size], ids[mine], own, busy=busy)
-        self._settle()
-
-    def delete(self, table: str, ids: I64) -> int:
-        count = super().delete(table, ids)
-        self._settle()
-        return count
-
-    def load_table_state(self, state: dict[str, Any]) -> None:
-        super().load_table_state(state)
-        self._settle()
+        self._settle_writes()
 
     def clear(self) -> None:
         if self._protection is None:
@@ -471,10 +415,6 @@ class LocalCluster(Cluster):
                 shard.clear_with_parity()
             self._protection.clear()
             self._unsettled.clear()
-
-    def _settle(self) -> None:
-        if self._protection is not None:
-            self._protection.deliver()
 
     @surviving
     def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:

@@ -37,7 +37,6 @@ class LocalParity:
     """
 
     def __init__(self, spec: Parity, shards: Sequence[Shard], pool: Pool) -> None:
-        spec.check_shards(len(shards))
         for table in shards[0].tables:
             if table.tier is not None:
                 raise ConfigError(
@@ -111,7 +110,7 @@ class LocalParity:
         else:
             self._mail.deliver()
 
-    def deliver(self) -> None:
+    def flush(self) -> None:
         """After any other write, which nobody would send again: every host holds it now."""
         self._mail.deliver()
 
@@ -149,13 +148,12 @@ class LocalParity:
             self.lost |= set(shards)
             self._mail.drop(self.lost)
 
-    def recover(self, renew: Renew) -> list[int]:
-        """Puts replacements in the place of all lost shards, ready to serve; returns which.
+    def recover(self, lost: Collection[int], renew: Renew) -> None:
+        """Puts replacements in the place of all lost shards, ready to serve.
 
         Raises `ParityLossError`, with nothing changed, where parity cannot bring them back.
         """
         with self.rebuilder.lock:
-            lost = sorted(self.lost)
             self.rebuilder.recover(lost, partial(self._replace, renew))
             self.lost = set()
             self.rebuilder.recover_marks()
@@ -166,7 +164,6 @@ class LocalParity:
         self._along_at = time.perf_counter()
         self._credit_seconds = self._degraded_seconds = 0.0
         self._sweep()
-        return lost
 
     def _replace(self, renew: Renew, index: int, number: int, point: Point) -> ParityMember:
         shard = self._shards[index] = renew(index)
@@ -189,14 +186,6 @@ class LocalParity:
             self.rebuilder.start_over(shards, replace)
             self.lost -= set(shards)
         self._sweep()
-
-    def hopeless(self) -> list[int]:
-        """Shards whose missing rows went with those that are lost now."""
-        return [
-            guard.index
-            for guard in self.rebuilder.guards
-            if guard.index not in self.lost and guard.lost()
-        ]
 
     def _bring_back(self, shard: int, slab: int, rows: I64) -> None:
         """A degraded read: decodes what a call needs and a replacement has not got back."""

@@ -20,7 +20,7 @@ from emberkeep._types import F32, U8, RowIds
 from emberkeep.cluster.base import Routed, surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.parity.codes import Parity
@@ -271,8 +271,8 @@ class FlightCluster(RemoteCluster):
         self._incarnation = secrets.randbits(63)
         self._unsettled.clear()
 
-    def _send_again(self, shard: RemoteShard) -> None:
-        """Has a replacement apply what the shard before had not told everybody."""
+    def _send_again(self, index: int) -> None:
+        shard = self.handles[index]
         if not self._unsettled or shard.state != "serving":
             return
         status = shard.ask("status", {"incarnation": self._incarnation, "world": self.world})
@@ -280,9 +280,7 @@ class FlightCluster(RemoteCluster):
             return  # its rows came from a repository since
         for number, routed, grads, lr in self._unsettled:
             if number > status["applied"]:
-                (blob,) = self._requests(
-                    PUSH, routed, grads, number=number, lr=lr, only=shard.index
-                )
+                (blob,) = self._requests(PUSH, routed, grads, number=number, lr=lr, only=index)
                 shard.send(blob, self.timing.deadline + self.timing.joining)
                 shard.receive()
 

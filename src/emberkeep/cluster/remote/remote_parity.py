@@ -41,7 +41,6 @@ class RemoteParity:
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
     ) -> None:
-        spec.check_shards(len(shards))
         self.spec = spec
         self.placement = Placement(len(shards), spec.k, spec.r)
         self.recoveries = 0
@@ -126,14 +125,6 @@ class RemoteParity:
         self.rebuilder.start_over(shards, replace)
         self._tell_directory()
 
-    def hopeless(self, lost: Collection[int]) -> list[int]:
-        """Shards whose missing rows went with those that are lost now."""
-        return [
-            guard.index
-            for guard in self.rebuilder.guards
-            if guard.index not in lost and any(guard.standing().lost_K)
-        ]
-
     def _put_aside(self, index: int) -> None:
         self.rebuilder.guards[index].close()
         for name, value in self._known.pop(index, {}).items():
@@ -146,6 +137,11 @@ class RemoteParity:
     def flush(self) -> None:
         """After a write that nobody would send again: every host holds it now."""
         self._each([partial(guard.ask, "flush") for guard in self.rebuilder.guards])
+
+    def rebuild(self) -> None:
+        """Returns when all rows and all parity are back, or a shard was lost."""
+        self.flush()
+        self.wait(lambda status: status.protected or status.lost_shards > 0)
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
         """Returns when servers have brought enough back, which they hurry to do."""
