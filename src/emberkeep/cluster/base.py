@@ -2,7 +2,7 @@
 
 `Cluster` routes ids, splits pushes, joins answers, and is what a checkpointer protects. What is
 below it is a sequence of shards that answer `ShardHandle`: objects in this process, or servers.
-A backend brings the handles, says how replacements come to be (`renew`), and nothing else.
+Each kind of cluster moves the rows of pulls and pushes, and makes replacements, in its own way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from emberkeep._types import F32, I64, Json, Planes, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
-from emberkeep.errors import PeerError, ShardLostError
+from emberkeep.errors import ConfigError, PeerError, ShardLostError
 from emberkeep.kernels import hash_index
 from emberkeep.parity.codes import Parity
 from emberkeep.parity.status import ParityStatus
@@ -78,6 +78,16 @@ class ShardHandle(Protocol):
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
 
     def serve(self) -> None: ...
+
+
+def check_size(shards: int, threads: int | None = None, parity: Parity | None = None) -> None:
+    """Refuses a cluster without shards or threads, or too small for its parity."""
+    if shards < 1:
+        raise ConfigError(f"a cluster has 1 shard or more, not {shards}")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be 1 or more, not {threads}")
+    if parity is not None:
+        parity.check_shards(shards)
 
 
 class ClusterSpec(Protocol):
@@ -173,7 +183,7 @@ class Cluster:
     def renew(self, *shards: int) -> None:
         """Begins a new epoch of these shards, lost or not: empty, refusing to serve.
 
-        Whoever still speaks to the old epoch is refused from here on.
+        A caller that still names the old epoch is refused from here on.
         """
         raise NotImplementedError
 
@@ -191,7 +201,7 @@ class Cluster:
         return None
 
     def tell(self, **run: float) -> None:
-        """What is known of the run, for whoever looks at its servers from outside: `version`,
+        """What is known of the run, for those who watch its servers: `version`,
         `version_at` (seconds since 1970) and `pls`."""
 
     def part(self, shard: int) -> ShardTarget:
@@ -472,10 +482,12 @@ def of_shard(state: Json, shard: int, count: int) -> Json:
     number of shards saved it."""
     return {
         name: {
-            "steps": its["steps"],
-            "tick": its["ticks"][shard] if len(its.get("ticks", ())) == count else its["tick"],
+            "steps": table["steps"],
+            "tick": table["ticks"][shard]
+            if len(table.get("ticks", ())) == count
+            else table["tick"],
         }
-        for name, its in state.items()
+        for name, table in state.items()
     }
 
 

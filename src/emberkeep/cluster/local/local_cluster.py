@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import F32, I64, RowIds
-from emberkeep.cluster.base import surviving
+from emberkeep.cluster.base import check_size, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.protected_cluster import ProtectedCluster
@@ -47,17 +47,12 @@ class Local:
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
-        if self.shards < 1:
-            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be 1 or more, not {self.threads}")
+        check_size(self.shards, self.threads, self.parity)
         for failure in self.failures:
             if failure.shards[-1] >= self.shards:
                 raise ConfigError(
                     f"shard {failure.shards[-1]} cannot fail: there are 0..{self.shards - 1}"
                 )
-        if self.parity is not None:
-            self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> LocalCluster:
         if self.parity is not None and any(table.tier is not None for table in tables):
@@ -103,12 +98,12 @@ class _Numbered:
     lr: float
     parts_S: list[_Part]
     finite: bool
-    # The message in which each shard told its hosts; 0 until it has applied its part.
-    told_S: list[int] = field(default_factory=list)
+    # By shard: the number of the message to its hosts; 0 until it has applied its part.
+    numbers_S: list[int] = field(default_factory=list)
 
 
 class LocalCluster(ProtectedCluster[Shard, LocalParity]):
-    """Shards of this process. They fail when they are told to: `kill` drops their memory."""
+    """Shards of this process. They fail on request: `kill` drops their memory."""
 
     def __init__(
         self,
@@ -151,7 +146,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
     def _forget_pushes(self, shards: Collection[int]) -> None:
         for push in self._unsettled:
             for index in shards:
-                push.told_S[index] = _NOT_NEEDED
+                push.numbers_S[index] = _NOT_NEEDED
 
     def _renew(self, index: int) -> Shard:
         old = self.shards[index]
@@ -297,14 +292,14 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         self.kill(*shards)
 
     def _send_again(self, index: int) -> None:
-        """Has a replacement apply what it had not told everybody before it was lost."""
+        """Has a replacement apply what had not reached every host when the shard was lost."""
         for push in self._unsettled:
             self._apply_part(push, index)
 
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
     ) -> None:
-        # Numbers rise for each thread that pushes: a shard tells by them what it has applied.
+        # Numbers rise for each thread that pushes: by them a shard knows what it has applied.
         worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)
         self._push(_Numbered(worker, number, lr, self._parts(wanted, grads), finite))
 
@@ -321,7 +316,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
     @surviving
     def _push(self, push: _Numbered) -> None:
         """Applies a push, or the rest of it where a shard was lost half-way."""
-        if not push.told_S:
+        if not push.numbers_S:
             self._before("push")
         with self._push_lock:
             self._serving()
@@ -335,7 +330,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
             except ShardLostError:
                 raise  # the rest follows when the shard is back
             except BaseException:
-                if push in self._unsettled:  # who pushed is told: nobody sends the rest later
+                if push in self._unsettled:  # the caller gets the error: the rest is never sent
                     self._unsettled.remove(push)
                 raise
             protection.settle()
@@ -344,12 +339,12 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
 
     def _apply_parts(self, push: _Numbered) -> None:
         """Applies what shards have not applied yet; all of them have agreed before the first."""
-        if push.told_S:
+        if push.numbers_S:
             for index in range(len(self.shards)):
                 self._apply_part(push, index)
             return
         checked_S = self._checked(push)
-        push.told_S = [0] * len(self.shards)
+        push.numbers_S = [0] * len(self.shards)
         self._unsettled.append(push)
         for index, checked in enumerate(checked_S):
             self._apply_part(push, index, checked)
@@ -370,15 +365,15 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         shard = self.shards[index]
         if checked is None:
             checked = shard.check(*push.parts_S[index], finite=push.finite)
-        push.told_S[index] = shard.apply(checked, push.lr, (push.worker, push.number))
+        push.numbers_S[index] = shard.apply(checked, push.lr, (push.worker, push.number))
 
     def _forget_settled(self) -> None:
         """Drops the pushes that no loss can undo any more."""
         assert self._protection is not None
         settled_S = [self._protection.settled(index) for index in range(len(self.shards))]
         while self._unsettled and all(
-            told and told <= settled
-            for told, settled in zip(self._unsettled[0].told_S, settled_S, strict=True)
+            number and number <= settled
+            for number, settled in zip(self._unsettled[0].numbers_S, settled_S, strict=True)
         ):
             self._unsettled.popleft()
 
@@ -391,7 +386,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         *,
         busy: int = 0,
     ) -> None:
-        """`install`, of rows of several tables that need not stand together."""
+        """`install` of scattered rows of several tables."""
         self._present()
         if len(self.shards) == 1:
             self.shards[0].install_scattered(tables, offsets, ids, planes, busy=busy)
@@ -400,9 +395,9 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
                 for order, shard in zip(
                     self.positions(table, ids[start:stop]), self.shards, strict=True
                 ):
-                    mine = start + order
-                    own = {name: v[mine] for name, v in planes.items()}
-                    shard.install_scattered([table], [0, mine.size], ids[mine], own, busy=busy)
+                    rows = start + order
+                    own = {name: v[rows] for name, v in planes.items()}
+                    shard.install_scattered([table], [0, rows.size], ids[rows], own, busy=busy)
         self._settle_writes()
 
     def clear(self) -> None:

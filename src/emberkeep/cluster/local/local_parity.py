@@ -226,7 +226,7 @@ class LocalParity:
             return self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
 
     def rebuild_along(self) -> None:
-        """After a push: whoever trains brings back what is due, on all threads.
+        """After a push: the thread that trains brings back what is due, with the whole pool.
 
         That is `rebuild_share` of the time since the last push, less what rows have taken that
         were asked for, but at least a chunk: however short steps are, so many of them bring
@@ -305,7 +305,7 @@ class LocalParity:
             r=self.spec.r,
             lag=self._mail.waiting,
             unprotected_stripes=sum(guard.host.unprotected_stripes for guard in guards),
-            missing_rows=sum(its.missing_rows for its in rows),
+            missing_rows=sum(shard.missing_rows for shard in rows),
             rebuilt_rows=self.rebuilder.decoded_rows,
             rebuilt_nbytes=self.rebuilder.decoded_nbytes,
             degraded_reads=self._degraded_reads,

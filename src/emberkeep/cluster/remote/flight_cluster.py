@@ -41,7 +41,7 @@ from emberkeep.wire.protocol import (
 )
 from emberkeep.wire.security import Security
 
-# Numbers of pushes start anew, above all earlier ones, when a push was given up.
+# Numbers of pushes start over, above all earlier ones, when a push was given up.
 _ROUND = 2**32
 
 
@@ -129,9 +129,9 @@ class FlightCluster(RemoteCluster):
     def prefetch(self, wanted: Sequence[RowIds]) -> None:
         """Begins to pull rows that will be wanted after the next push.
 
-        The `pull` of the same ids then finds them here: with the values that they have after that
-        push, also where it was other ranks of a synchronous job who changed them. Asynchronous
-        workers may see rows that are one push of another worker old.
+        The `pull` of the same ids then returns them at once, with the values that they have after
+        that push, also where other ranks of a synchronous job changed them. Asynchronous workers
+        may see rows that are one push of another worker old.
         """
         with self._push_lock:
             self._drop_ahead()
@@ -168,7 +168,7 @@ class FlightCluster(RemoteCluster):
         return rows if ahead.answers(wanted) else None
 
     def _await_ahead(self) -> list[F32] | None:
-        """The prefetched rows once they are here; None if that failed."""
+        """The prefetched rows once they have arrived; None if that failed."""
         ahead = self._ahead
         if ahead is None:
             return None
@@ -211,7 +211,7 @@ class FlightCluster(RemoteCluster):
     @surviving
     def _push(self, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
         self._before("push")
-        # Of each attempt anew: where all shards were lost together, numbers have started anew.
+        # For each attempt: where all shards were lost together, numbers have started over.
         number = self._number + 1
         with self._push_lock:
             rows = self._await_ahead()
@@ -251,7 +251,7 @@ class FlightCluster(RemoteCluster):
         ahead.complete = True
 
     def _check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool) -> None:
-        """Refuses here what one shard would refuse after others have applied it."""
+        """Refuses what one shard would refuse after others have applied it."""
         for g, ids in enumerate(wanted):
             limits_T = self._limits_G[g]
             scratch = np.empty(ids.ids.size, np.int64)

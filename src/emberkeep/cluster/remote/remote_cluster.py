@@ -1,6 +1,6 @@
 """Servers under one coordinator: their epochs, leases and parity, and how lost ones return.
 
-What is here knows nothing of pulls and pushes: `flight_cluster` carries those.
+Pulls and pushes are the business of `flight_cluster`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     """Shards on servers. The process that coordinates takes them over (`_take_over`), renews lost
     ones and keeps their parity; others follow.
 
-    Whoever carries rows says what becomes of requests under way: `_drop_ahead`, `_start_round` and
-    `_send_again`.
+    A subclass, which carries rows, says what becomes of requests under way: `_drop_ahead` and
+    `_start_round`.
     """
 
     shared = True

@@ -28,7 +28,7 @@ class RemoteParity:
     """The parity of a cluster of servers: who takes part, and what is done when some are lost.
 
     Servers talk to each other; what goes through this process are decisions, and the marks of
-    lost rows. Whatever raises `ShardLostError` may be begun anew with more shards lost.
+    lost rows. A call that raises `ShardLostError` may be repeated with more shards lost.
     """
 
     def __init__(
@@ -68,19 +68,18 @@ class RemoteParity:
         for source in trained:
             for host in self.placement.hosts(source):
                 guards[host].host.refill(source)
-        self._tell_directory()
+        self._send_directory()
 
     def _protect(
         self, index: int, start: tuple[int, Point] | None = None, *, lost: bool = False,
         complete: bool = True,
     ) -> PeerMember:  # fmt: skip
         shard = self._shards[index]
-        told = None if start is None else {"number": start[0], **pack_point(start[1])}
         shard.ask(
             "protect",
             {
                 "parity": asdict(self.spec),
-                "start": told,
+                "start": start and {"number": start[0], **pack_point(start[1])},
                 "lost": lost,
                 "complete": complete,
                 "deadline_seconds": self._timing.deadline.total_seconds(),
@@ -91,7 +90,7 @@ class RemoteParity:
         guard.hosts = self._peers
         return guard
 
-    def _tell_directory(self) -> None:
+    def _send_directory(self) -> None:
         peers = [peer.to_json() for peer in self._peers.values()]
         self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.guards])
 
@@ -110,7 +109,7 @@ class RemoteParity:
             return self._protect(index, (number, point), lost=True, complete=False)
 
         self.rebuilder.recover(lost, replace)
-        self._tell_directory()
+        self._send_directory()
         self.rebuilder.recover_marks()
         self.recoveries += len(lost)
 
@@ -123,7 +122,7 @@ class RemoteParity:
             return self._protect(index, complete=False)
 
         self.rebuilder.start_over(shards, replace)
-        self._tell_directory()
+        self._send_directory()
 
     def _put_aside(self, index: int) -> None:
         self.rebuilder.guards[index].close()
@@ -156,15 +155,16 @@ class RemoteParity:
             guard.close()
 
     def status(self) -> ParityStatus:
-        """As the servers tell it that are not known to be lost."""
+        """As reported by the servers that are not known to be lost."""
         serving = [shard for shard in self._shards if shard.state != "lost"]
-        told = self._each([shard.told for shard in serving])
-        for shard, its in zip(serving, told, strict=True):
-            if "parity" in its:
-                self._known[shard.index] = its["parity"]
+        replies = self._each([shard.status for shard in serving])
+        for shard, status in zip(serving, replies, strict=True):
+            if "parity" in status:
+                self._known[shard.index] = status["parity"]
 
         def total(name: str) -> int:
-            return self._counted.get(name, 0) + sum(int(i[name]) for i in self._known.values())
+            counts = (int(known[name]) for known in self._known.values())
+            return self._counted.get(name, 0) + sum(counts)
 
         return ParityStatus(
             k=self.spec.k,
