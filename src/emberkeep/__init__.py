@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from emberkeep.cluster.failure_schedule import fail_at, random_failures
     from emberkeep.cluster.local.local_cluster import local
     from emberkeep.cluster.remote.processes import connect, servers
+    from emberkeep.erasure.codes import Parity
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.inference.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from emberkeep.models.dlrm import DLRM
     from emberkeep.models.pnn import PNN
     from emberkeep.nn.embeddings import EmbeddingBags, Embeddings
-    from emberkeep.parity.codes import Parity
     from emberkeep.server.ray.ray_cluster import ray_cluster
     from emberkeep.strategies import (
         all_versions,
@@ -59,7 +59,7 @@ _HOMES = {
     "models.dlrm": ("DLRM",),
     "models.pnn": ("PNN",),
     "nn.embeddings": ("EmbeddingBags", "Embeddings"),
-    "parity.codes": ("Parity",),
+    "erasure.codes": ("Parity",),
     "server.ray.ray_cluster": ("ray_cluster",),
     "strategies": (
         "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",

@@ -17,8 +17,8 @@ from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.config import duration
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
-from emberkeep.parity.codes import Parity
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout
 from emberkeep.rows.priority import Kind, Priority

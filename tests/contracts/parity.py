@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep.erasure.codes import Parity, products
+from emberkeep.erasure.rebuilder import Rebuilder
 from emberkeep.errors import ShardLostError
-from emberkeep.parity.codes import Parity, products
-from emberkeep.parity.rebuilder import Rebuilder
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import OPTIMIZERS, grads_of, state, tables, wanted_of
 

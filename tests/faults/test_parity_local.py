@@ -17,8 +17,8 @@ from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.local.mail import Mail
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
-from emberkeep.parity.codes import Parity
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
 from tests.contracts.parity import PLAIN, Histories, ParityContract, check_counts, ones, push

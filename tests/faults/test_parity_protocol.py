@@ -26,13 +26,13 @@ from hypothesis.stateful import (
 )
 
 from emberkeep._types import I64, Bools, Words
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.host import ParityHost
+from emberkeep.erasure.member import ParityMember, begin
+from emberkeep.erasure.messages import Changed, Layer, Message, Point, Shape
+from emberkeep.erasure.rebuilder import Decode, Rebuilder
+from emberkeep.erasure.source import Source
 from emberkeep.errors import ParityLossError, StreamError
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.host import ParityHost
-from emberkeep.parity.member import ParityMember, begin
-from emberkeep.parity.messages import Changed, Layer, Message, Point, Shape
-from emberkeep.parity.rebuilder import Decode, Rebuilder
-from emberkeep.parity.source import Source
 from tests.contracts.parity import check_parity
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))

@@ -16,10 +16,10 @@ import emberkeep as ek
 from emberkeep.cli.cluster import _parity
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.messages import Differences, Message
+from emberkeep.erasure.peers import Peer
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.messages import Differences, Message
-from emberkeep.parity.peers import Peer
 from emberkeep.server.flight_server import ShardServer
 from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService

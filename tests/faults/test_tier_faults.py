@@ -15,8 +15,8 @@ import pytest
 from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
-from emberkeep.parity.codes import Parity
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
 from emberkeep.tiered import durable_open

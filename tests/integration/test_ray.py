@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from emberkeep._types import RowIds
 from emberkeep.cli import app
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
-from emberkeep.parity.codes import Parity
 from emberkeep.server.ray import local_ray
 from emberkeep.server.ray.ray_cluster import NAMESPACE, RayLauncher, clusters, find, ray_cluster
 from emberkeep.tables import SGD, Table

@@ -25,6 +25,7 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     EmberkeepError,
     GradientError,
@@ -34,7 +35,6 @@ from emberkeep.errors import (
     ServerError,
     StateError,
 )
-from emberkeep.parity.codes import Parity
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from emberkeep.runtime.metrics import MetricsServer

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from emberkeep._types import F32, I64, Json, Planes, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import ConfigError, PeerError, ShardLostError
 from emberkeep.kernels import hash_index
-from emberkeep.parity.codes import Parity
-from emberkeep.parity.status import ParityStatus
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows

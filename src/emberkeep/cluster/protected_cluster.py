@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, Json
 from emberkeep.cluster.base import Cluster, ShardHandle
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.rebuilder import Rebuilder
+from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import ConfigError, ParityLossError
-from emberkeep.parity.codes import Parity
-from emberkeep.parity.rebuilder import Rebuilder
-from emberkeep.parity.status import ParityStatus
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from emberkeep._types import F32, I64, Planes, RowIds
+from emberkeep.erasure.coded_slabs import Recorder, state_of
+from emberkeep.erasure.member import ParityMember
+from emberkeep.erasure.messages import PushNumber
 from emberkeep.errors import ShardLostError
-from emberkeep.parity.coded_slabs import Recorder, state_of
-from emberkeep.parity.member import ParityMember
-from emberkeep.parity.messages import PushNumber
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push

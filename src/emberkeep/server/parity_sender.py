@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.messages import Message
+from emberkeep.erasure.peers import Peer
+from emberkeep.erasure.stream_frames import pack_messages
 from emberkeep.errors import EmberkeepError, StreamError
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.messages import Message
-from emberkeep.parity.peers import Peer
-from emberkeep.parity.stream_frames import pack_messages
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import error_from, unpack_frame
 from emberkeep.wire.security import Security

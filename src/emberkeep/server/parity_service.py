@@ -22,6 +22,22 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.coded_slabs import SlabRows, load_state, shapes_on, state_of
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.host import ParityHost
+from emberkeep.erasure.member import ParityMember
+from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.peers import Peer, PeerMember
+from emberkeep.erasure.rebuilder import Calls, MemberSide, Rebuilder
+from emberkeep.erasure.source import Source
+from emberkeep.erasure.stream_frames import (
+    layer_of,
+    pack_point,
+    pack_syndromes,
+    unpack_messages,
+    unpack_point,
+    unpack_wanted,
+)
 from emberkeep.errors import (
     EpochError,
     PeerError,
@@ -29,22 +45,6 @@ from emberkeep.errors import (
     ServerError,
     ShardLostError,
     StreamError,
-)
-from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_on, state_of
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.host import ParityHost
-from emberkeep.parity.member import ParityMember
-from emberkeep.parity.messages import Message, Point
-from emberkeep.parity.peers import Peer, PeerMember
-from emberkeep.parity.rebuilder import Calls, MemberSide, Rebuilder
-from emberkeep.parity.source import Source
-from emberkeep.parity.stream_frames import (
-    layer_of,
-    pack_point,
-    pack_syndromes,
-    unpack_messages,
-    unpack_point,
-    unpack_wanted,
 )
 from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import be_nice

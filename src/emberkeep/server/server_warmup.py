@@ -11,8 +11,8 @@ import numpy as np
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.codes import Parity
 from emberkeep.kernels import hash_index
-from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import merge, unique_ids
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table

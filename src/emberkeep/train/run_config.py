@@ -18,7 +18,7 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failure_schedule import Failure
-    from emberkeep.parity.codes import Parity
+    from emberkeep.erasure.codes import Parity
     from emberkeep.strategies import Strategy
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
@@ -299,7 +299,7 @@ class ParitySettings:
 
     def spec(self) -> Parity | None:
         """What these settings mean; None without parity."""
-        from emberkeep.parity.codes import Parity
+        from emberkeep.erasure.codes import Parity
 
         if self.k is None:
             return None

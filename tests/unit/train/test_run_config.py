@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
-from emberkeep.parity.codes import Parity
 from emberkeep.tables import Adam, RowWiseAdagrad, Tier
 from emberkeep.train.run_config import (
     DEMO,

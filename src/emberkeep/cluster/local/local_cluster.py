@@ -21,8 +21,8 @@ from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
-from emberkeep.parity.codes import Parity
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
 from emberkeep.runtime import pool as pools

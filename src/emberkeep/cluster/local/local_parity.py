@@ -10,15 +10,15 @@ from functools import partial
 from emberkeep._types import I64
 from emberkeep.cluster.local.mail import Letter, Mail
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure.coded_slabs import SlabRows, load_state, shapes_of, state_of
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.host import ParityHost, receive_together
+from emberkeep.erasure.local_rebuilder import LocalRebuilder, rows_of
+from emberkeep.erasure.member import ParityMember, begin
+from emberkeep.erasure.messages import Point
+from emberkeep.erasure.source import Source
+from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.parity.coded_slabs import SlabRows, load_state, shapes_of, state_of
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.host import ParityHost, receive_together
-from emberkeep.parity.local_rebuilder import LocalRebuilder, rows_of
-from emberkeep.parity.member import ParityMember, begin
-from emberkeep.parity.messages import Point
-from emberkeep.parity.source import Source
-from emberkeep.parity.status import ParityStatus
 from emberkeep.runtime.pool import Pool
 
 Renew = Callable[[int], Shard]

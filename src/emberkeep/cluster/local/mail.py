@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from emberkeep.parity.messages import Message
+from emberkeep.erasure.messages import Message
 
 Letter: TypeAlias = tuple[int, Message]
 """A message and who is to receive it."""

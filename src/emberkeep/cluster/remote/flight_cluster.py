@@ -21,9 +21,9 @@ from emberkeep.cluster.base import Routed, surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
-from emberkeep.parity.codes import Parity
 from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table

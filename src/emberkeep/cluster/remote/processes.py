@@ -20,8 +20,8 @@ from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
-from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security, read_token

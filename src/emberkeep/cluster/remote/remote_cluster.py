@@ -22,6 +22,7 @@ from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
     PeerError,
@@ -29,7 +30,6 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
 )
-from emberkeep.parity.codes import Parity
 from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
-from emberkeep.parity.codes import Parity, Placement
-from emberkeep.parity.messages import Point
-from emberkeep.parity.peers import Peer, PeerMember
-from emberkeep.parity.rebuilder import Calls, Rebuilder
-from emberkeep.parity.status import ParityStatus
-from emberkeep.parity.stream_frames import pack_point
+from emberkeep.erasure.codes import Parity, Placement
+from emberkeep.erasure.messages import Point
+from emberkeep.erasure.peers import Peer, PeerMember
+from emberkeep.erasure.rebuilder import Calls, Rebuilder
+from emberkeep.erasure.status import ParityStatus
+from emberkeep.erasure.stream_frames import pack_point
 from emberkeep.wire.security import Security
 
 Renew = Callable[[int], object]

@@ -21,8 +21,8 @@ from typing import Any
 from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
-from emberkeep.parity.codes import Parity
 from emberkeep.runtime import pool as pools
 from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
 from emberkeep.tables import Optimizer, Table

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.errors import ConfigError
-from emberkeep.kernels import galois
-from emberkeep.parity.codes import (
+from emberkeep.erasure.codes import (
     POLYNOMIAL,
     Code,
     Parity,
@@ -22,6 +20,8 @@ from emberkeep.parity.codes import (
     multiply,
     products,
 )
+from emberkeep.errors import ConfigError
+from emberkeep.kernels import galois
 
 SHAPES = [(n, k, r) for n in range(2, 9) for k in range(1, n) for r in range(1, n - k + 1)]
 elements = st.integers(0, 255)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import I64, U8, U32, Bools, Words
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.messages import Changed, Layer, Shape, State
 from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.messages import Changed, Layer, Shape, State
 from emberkeep.rows.push import Recording, Writer
 from emberkeep.rows.slab import Slab, slab_rows
 from emberkeep.runtime.memory import lazy_zeros

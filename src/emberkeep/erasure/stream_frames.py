@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json
-from emberkeep.errors import ProtocolError
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.messages import (
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.messages import (
     Changed,
     Differences,
     Fill,
@@ -23,6 +22,7 @@ from emberkeep.parity.messages import (
     Values,
     Wanted,
 )
+from emberkeep.errors import ProtocolError
 from emberkeep.wire.protocol import pack_frame
 
 Arrays = dict[str, npt.NDArray[Any]]

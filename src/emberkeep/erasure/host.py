@@ -12,11 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from emberkeep._types import I64, U8, U32, Bools, Words
-from emberkeep.errors import StreamError
-from emberkeep.kernels import galois
-from emberkeep.parity.coded_slabs import SlabRows
-from emberkeep.parity.codes import Code, Placement, products
-from emberkeep.parity.messages import (
+from emberkeep.erasure.coded_slabs import SlabRows
+from emberkeep.erasure.codes import Code, Placement, products
+from emberkeep.erasure.messages import (
     LAYERS,
     Changed,
     Differences,
@@ -29,6 +27,8 @@ from emberkeep.parity.messages import (
     Values,
     Wanted,
 )
+from emberkeep.errors import StreamError
+from emberkeep.kernels import galois
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Job, Pool, spans
 

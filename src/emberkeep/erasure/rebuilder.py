@@ -20,10 +20,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from emberkeep._types import I64, Bools, Words
+from emberkeep.erasure.codes import Code, Placement, products
+from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
 from emberkeep.errors import ParityLossError, StreamError
 from emberkeep.kernels import galois
-from emberkeep.parity.codes import Code, Placement, products
-from emberkeep.parity.messages import Layer, Point, Standing, Syndrome, Wanted
 from emberkeep.runtime.pool import ForkLock
 
 # Stripes whose marks are decoded at a time: a few bytes each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from emberkeep.parity.messages import Differences, Fill, Message, Point, Values
+from emberkeep.erasure.messages import Differences, Fill, Message, Point, Values
 
 
 class Source:

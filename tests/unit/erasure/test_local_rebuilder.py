@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.parity import coded_slabs, local_rebuilder
-from emberkeep.parity.codes import Parity
-from emberkeep.parity.local_rebuilder import LocalRebuilder, rows_of
-from emberkeep.parity.rebuilder import Rebuilder
+from emberkeep.erasure import coded_slabs, local_rebuilder
+from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.local_rebuilder import LocalRebuilder, rows_of
+from emberkeep.erasure.rebuilder import Rebuilder
 from emberkeep.tables import Adam
 from tests.contracts.engine import state, tables
 from tests.contracts.parity import check_parity, push, write

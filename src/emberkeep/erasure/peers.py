@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, Bools, Json, Words
+from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
+from emberkeep.erasure.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.errors import ServerError, ShardLostError
-from emberkeep.parity.messages import Layer, Point, Standing, Syndrome, Wanted
-from emberkeep.parity.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security
 

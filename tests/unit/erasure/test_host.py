@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emberkeep.parity.host import Sum, _add_up
+from emberkeep.erasure.host import Sum, _add_up
 from emberkeep.runtime.pool import Pool
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from emberkeep._types import RowIds
-from emberkeep.parity.coded_slabs import Recorder, marks_of
-from emberkeep.parity.messages import Changed
+from emberkeep.erasure.coded_slabs import Recorder, marks_of
+from emberkeep.erasure.messages import Changed
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adagrad, Optimizer, Table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from emberkeep.parity.coded_slabs import SlabRows
-from emberkeep.parity.member import ParityMember
-from emberkeep.parity.rebuilder import LostStripes, Rebuilder
+from emberkeep.erasure.coded_slabs import SlabRows
+from emberkeep.erasure.member import ParityMember
+from emberkeep.erasure.rebuilder import LostStripes, Rebuilder
 
 # What is brought back before anybody else may go on: about a millisecond's work.
 _MOST_NBYTES = 2**21

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from emberkeep._types import I64, Bools, Words
-from emberkeep.parity.codes import Placement
-from emberkeep.parity.host import ParityHost
-from emberkeep.parity.messages import (
+from emberkeep.erasure.codes import Placement
+from emberkeep.erasure.host import ParityHost
+from emberkeep.erasure.messages import (
     LAYERS,
     Changed,
     Differences,
@@ -25,7 +25,7 @@ from emberkeep.parity.messages import (
     Values,
     Wanted,
 )
-from emberkeep.parity.source import Source
+from emberkeep.erasure.source import Source
 
 Post = Callable[[int, Message], object]
 
