@@ -270,7 +270,7 @@ class ParityProtocol(RuleBasedStateMachine):
         hurt = {
             guard.index
             for guard in self.rebuilder.guards
-            if guard.lost() or not guard.host.complete
+            if any(guard.standing().lost_K) or not guard.host.complete
         }
         standings = self.rebuilder._standings(self.dead | gone)
         for shard in self.dead | gone:

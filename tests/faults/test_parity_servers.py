@@ -255,7 +255,7 @@ def test_a_server_tells_of_its_parity() -> None:
     text = served[0].exposition()
     assert 'emberkeep_parity_messages_total{shard="0"} 2' in text
     assert 'emberkeep_parity_lag_messages{shard="0"} 0' in text
-    told = cluster.handles[0].told()["parity"]
+    told = cluster.handles[0].status()["parity"]
     assert told["unprotected_stripes"] == 0
     assert _parity(told) == "whole"
     assert _parity({**told, "lag": 3}) == "lag 3"

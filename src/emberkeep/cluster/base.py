@@ -2,7 +2,7 @@
 
 `Cluster` routes ids, splits pushes, joins answers, and is what a checkpointer protects. What is
 below it is a sequence of shards that answer `ShardHandle`: objects in this process, or servers.
-A backend brings the handles, says how replacements come to be (`renew`), and nothing else.
+Each kind of cluster moves the rows of pulls and pushes, and makes replacements, in its own way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import PeerError, ShardLostError
+from emberkeep.errors import ConfigError, PeerError, ShardLostError
 from emberkeep.kernels import hash_index
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
@@ -31,9 +31,13 @@ from emberkeep.tables import Optimizer, Table, check_tables
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
+Routed = list[list[tuple[RowIds, I64]]]
+"""By slab and shard: the shard's ids, and where they stood."""
+
 
 class ShardHandle(Protocol):
-    """What one shard answers, in process or over a wire.
+    """What a cluster asks of one shard, in process or over a wire; pulls and pushes go to all
+    shards together, each kind of cluster in its own way.
 
     While its `state` is "recovering" a shard takes what a recovery brings (`install`, `delete`,
     `clear`, `load_table_state`, `forget_changes`, `track`) and refuses everything else; a lost one
@@ -50,14 +54,6 @@ class ShardHandle(Protocol):
 
     @property
     def state(self) -> State: ...
-
-    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None: ...
-
-    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
-        """Everything that can refuse a push, before any row changes; what `apply` wants."""
-        ...
-
-    def apply(self, checked: Any, lr: float) -> object: ...
 
     def read(self, table: str, ids: I64) -> Planes: ...
 
@@ -80,6 +76,18 @@ class ShardHandle(Protocol):
     def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]: ...
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
+
+    def serve(self) -> None: ...
+
+
+def check_size(shards: int, threads: int | None = None, parity: Parity | None = None) -> None:
+    """Refuses a cluster without shards or threads, or too small for its parity."""
+    if shards < 1:
+        raise ConfigError(f"a cluster has 1 shard or more, not {shards}")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be 1 or more, not {threads}")
+    if parity is not None:
+        parity.check_shards(shards)
 
 
 class ClusterSpec(Protocol):
@@ -175,7 +183,7 @@ class Cluster:
     def renew(self, *shards: int) -> None:
         """Begins a new epoch of these shards, lost or not: empty, refusing to serve.
 
-        Whoever still speaks to the old epoch is refused from here on.
+        A caller that still names the old epoch is refused from here on.
         """
         raise NotImplementedError
 
@@ -193,7 +201,7 @@ class Cluster:
         return None
 
     def tell(self, **run: float) -> None:
-        """What is known of the run, for whoever looks at its servers from outside: `version`,
+        """What is known of the run, for those who watch its servers: `version`,
         `version_at` (seconds since 1970) and `pls`."""
 
     def _bring_back(self, lost: ShardLostError) -> bool:
@@ -217,10 +225,12 @@ class Cluster:
         return self.handles
 
     def _present(self) -> list[ShardHandle]:
-        gone = tuple(shard.index for shard in self.handles if shard.state == "lost")
-        if gone:
+        if gone := self._gone():
             raise ShardLostError(gone)
         return self.handles
+
+    def _gone(self) -> tuple[int, ...]:
+        return tuple(shard.index for shard in self.handles if shard.state == "lost")
 
     def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
         """Makes one call per shard. In turn, as each uses the whole pool; servers are asked at
@@ -229,36 +239,9 @@ class Cluster:
 
     # -- training --------------------------------------------------------------------------------
 
-    @surviving
     def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
         """The weights of the wanted rows, slab by slab. Changes nothing, inserts nothing."""
-        self._before("pull")
-        shards = self._serving()
-        out = [
-            np.empty((ids.ids.size, self.tables[group[0]].dim), np.float32)
-            for ids, group in zip(wanted, self.groups, strict=True)
-        ]
-        if len(shards) == 1:
-            shards[0].pull(wanted, out)
-            return out
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-        parts_S = [
-            [
-                np.empty((r[s][0].ids.size, o.shape[1]), np.float32)
-                for r, o in zip(routed, out, strict=True)
-            ]
-            for s in range(len(shards))
-        ]
-        self._each(
-            [
-                functools.partial(shard.pull, [r[s][0] for r in routed], parts_S[s])
-                for s, shard in enumerate(shards)
-            ]
-        )
-        for s, parts in enumerate(parts_S):
-            for r, o, part in zip(routed, out, parts, strict=True):
-                o[r[s][1]] = part
-        return out
+        raise NotImplementedError
 
     @property
     def tiered(self) -> bool:
@@ -282,7 +265,6 @@ class Cluster:
         for lookup, rows_UD, out_BFD in zip(lookups, pulled, out, strict=True):
             lookup.pooled(rows_UD, out_BFD)
 
-    @surviving
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
     ) -> None:
@@ -290,30 +272,7 @@ class Cluster:
 
         `finite` says that the gradients are known to be finite and need not be looked at.
         """
-        self._before("push")
-        with self._push_lock:
-            shards = self._serving()
-            if len(shards) == 1:
-                shards[0].apply(shards[0].check(wanted, grads, finite=finite), lr)
-                return
-            routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-            checked_S = self._each(
-                [
-                    functools.partial(
-                        shard.check,
-                        [r[s][0] for r in routed],
-                        [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
-                        finite=finite,
-                    )
-                    for s, shard in enumerate(shards)
-                ]
-            )
-            self._each(
-                [
-                    functools.partial(shard.apply, checked, lr)
-                    for shard, checked in zip(shards, checked_S, strict=True)
-                ]
-            )
+        raise NotImplementedError
 
     def _before(self, scope: When) -> None:
         """Called before every pull and push; where failures are injected."""
@@ -458,6 +417,11 @@ class Cluster:
 
     # -- details ---------------------------------------------------------------------------------
 
+    def _routed(self, wanted: Sequence[RowIds]) -> Routed:
+        if len(self.handles) == 1:
+            return [[(ids, np.arange(ids.ids.size))] for ids in wanted]
+        return [self._route(g, ids) for g, ids in enumerate(wanted)]
+
     def _route(self, group: int, wanted: RowIds) -> list[tuple[RowIds, I64]]:
         """For each shard its part of the ids, and where they stood."""
         count = len(self.handles)
@@ -514,8 +478,10 @@ def of_shard(state: Json, shard: int, count: int) -> Json:
     number of shards saved it."""
     return {
         name: {
-            "steps": its["steps"],
-            "tick": its["ticks"][shard] if len(its.get("ticks", ())) == count else its["tick"],
+            "steps": table["steps"],
+            "tick": table["ticks"][shard]
+            if len(table.get("ticks", ())) == count
+            else table["tick"],
         }
-        for name, its in state.items()
+        for name, table in state.items()
     }

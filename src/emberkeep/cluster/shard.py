@@ -29,7 +29,7 @@ State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.
 BringBack = Callable[[int, I64], object]
 
-# Rows that are taken back to their initial state at a time, where parity must be told.
+# Rows that are taken back to their initial state at a time, where parity must learn of it.
 _CLEAR_ROWS = 65536
 
 
@@ -67,7 +67,7 @@ class Shard:
     "recovering" holds nothing yet that could be served, although its initial values would look
     like an answer: until `serve` it takes rows and refuses to train or to be read.
 
-    With a `guard`, whatever changes rows is told to the hosts of their parity. A replacement whose
+    With a `guard`, every change of rows is sent to the hosts of their parity. A replacement whose
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
     """
@@ -98,7 +98,7 @@ class Shard:
                     lock=self._lock,
                 )  # fmt: skip
                 self.slabs.append(slab)
-        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
+        except BaseException:  # the traceback keeps this alive: let go of files at once
             self.kill()
             raise
         self._places = {
@@ -112,13 +112,13 @@ class Shard:
 
     @property
     def lock(self) -> ForkLock:
-        """Rows change, and parity is told, with this lock held."""
+        """Rows change, and messages to parity are numbered, with this lock held."""
         return self._lock
 
     # -- parity ----------------------------------------------------------------------------------
 
     def protect(self, guard: ParityMember) -> None:
-        """From here on every change of a row is told to the guard."""
+        """From here on every change of a row goes to the guard."""
         with self._lock:
             self.guard = guard
             self._recorders = [
@@ -128,15 +128,15 @@ class Shard:
                 slab.recorder = recorder
 
     def _record(self, push: PushNumber | None = None) -> int:
-        """Tells what a write has changed; the number of that message. With the lock held."""
+        """Sends what a write has changed; the number of that message. With the lock held."""
         if self.guard is None:
             return 0
         parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
         return self.guard.record(parts, push, state_of(self.slabs))
 
     @contextmanager
-    def _telling_at_least(self) -> Iterator[None]:
-        """Parity is told of rows that were changed also where a write ends half-way."""
+    def _recording_at_least(self) -> Iterator[None]:
+        """Parity learns of rows that were changed also where a write ends half-way."""
         try:
             yield
         except BaseException:
@@ -164,20 +164,10 @@ class Shard:
                 ]  # fmt: skip
             bring_back(g, found[found >= 0])
             for t in evicting:
-                self._need_table(slab.tables[t].name)
+                self._need_rows(slab.tables[t].name)
 
-    def _need_table(self, table: str) -> None:
-        bring_back = self.bring_back
-        if bring_back is None:
-            return
-        with self._lock:
-            self._must_serve()
-            slab, t = self._places[table]
-            number, first = self.slabs.index(slab), int(slab.bases_T[t])
-            found = np.arange(first, first + slab.slots_T[t])
-        bring_back(number, found)
-
-    def _need_ids(self, table: str, ids: I64) -> None:
+    def _need_rows(self, table: str, ids: I64 | None = None) -> None:
+        """Brings rows of a table back: those with the ids, or all."""
         bring_back = self.bring_back
         if bring_back is None:
             return
@@ -185,7 +175,10 @@ class Shard:
             self._must_serve()
             slab, t = self._places[table]
             number = self.slabs.index(slab)
-            found, _ = slab.resolve(slab.one_table(t, ids))
+            if ids is None:
+                found = slab.bases_T[t] + np.arange(slab.slots_T[t])
+            else:
+                found, _ = slab.resolve(slab.one_table(t, ids))
         bring_back(number, found[found >= 0])
 
     def _must_serve(self) -> None:
@@ -203,7 +196,7 @@ class Shard:
             self.state = "serving"
 
     def kill(self) -> None:
-        """Drops all memory; whoever copies rows out of it is told."""
+        """Drops all memory; a copy of rows that is under way fails with the loss."""
         with self._lock:
             self.state = "lost"
             for slab in self.slabs:
@@ -259,14 +252,14 @@ class Shard:
     ) -> int:
         """Applies a push that was checked, with no other push in between.
 
-        With parity, returns the number under which its hosts are told of it.
+        With parity, returns the number of the message that its hosts are sent.
         """
         for slab in self.slabs:
             if slab.snapshot is not None:
                 slab.snapshot.wait_for_room()
         with self._lock:
             self._must_serve()
-            with self._telling_at_least():
+            with self._recording_at_least():
                 for slab, push in zip(self.slabs, pushes, strict=True):
                     slab.push(push, lr)
             return self._record(push_number)
@@ -274,7 +267,7 @@ class Shard:
     def read(self, table: str, ids: I64) -> Planes:
         """All planes of the rows named, cut at one instant; untouched rows as they begin."""
         ids = np.ascontiguousarray(ids, np.int64)
-        self._need_ids(table, ids)
+        self._need_rows(table, ids)
         with self._lock:
             self._must_serve()
             slab, t = self._places[table]
@@ -282,7 +275,7 @@ class Shard:
 
     def read_all(self, table: str) -> tuple[I64, Planes]:
         """The ids and all planes of every trained row of a table, cut at one instant."""
-        self._need_table(table)
+        self._need_rows(table)
         with self._lock:
             self._must_serve()
             slab, t = self._places[table]
@@ -292,11 +285,11 @@ class Shard:
     def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         """Writes whole rows; they become touched and dirty."""
         ids = np.ascontiguousarray(ids, np.int64)
-        self._need_ids(table, ids)
+        self._need_rows(table, ids)
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            with self._telling_at_least():
+            with self._recording_at_least():
                 slab.install(slab.one_table(t, ids), planes)
             self._record()
 
@@ -315,7 +308,7 @@ class Shard:
         """
         ids = np.ascontiguousarray(ids, np.int64)
         for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
-            self._need_ids(table, ids[start:stop])
+            self._need_rows(table, ids[start:stop])
         with self._lock:
             self._must_live()
             places = [self._places[table] for table in tables]
@@ -330,7 +323,7 @@ class Shard:
                 ):
                     counts_T[t + 1] = count
                 wanted = RowIds(ids[some], np.cumsum(counts_T))
-                with self._telling_at_least():
+                with self._recording_at_least():
                     slab.install(wanted, {name: v[some] for name, v in planes.items()}, busy=busy)
                 first = last
             self._record()
@@ -338,11 +331,11 @@ class Shard:
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
         ids = np.unique(np.asarray(ids, np.int64))
-        self._need_ids(table, ids)
+        self._need_rows(table, ids)
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
-            with self._telling_at_least():
+            with self._recording_at_least():
                 count = slab.delete(t, ids)
             self._record()
             return count
@@ -369,11 +362,11 @@ class Shard:
     def load_table_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             self._must_live()
-            for name, its in state.items():
+            for name, table in state.items():
                 slab, t = self._places[name]
-                slab.steps_T[t] = its["steps"]
+                slab.steps_T[t] = table["steps"]
                 if t in slab.slots:
-                    slab.slots[t].go_on_from(its["tick"])
+                    slab.slots[t].go_on_from(table["tick"])
             self._record()
 
     def track(self, priority: Priority | None = None) -> None:
@@ -393,7 +386,7 @@ class Shard:
     def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
         """Freezes the rows of every slab, and the state of their tables: no push comes between."""
         for table in self.tables:
-            self._need_table(table.name)
+            self._need_rows(table.name)
         with self._lock:
             self._must_serve()
             tables = self.table_state()
@@ -423,7 +416,7 @@ class Shard:
             self._record()
 
     def clear_with_parity(self) -> None:
-        """`clear` for when all shards are, and their parity with them: nobody needs to be told."""
+        """`clear` for when all shards are, and their parity with them: no message is needed."""
         with self._lock:
             self._must_live()
             for slab in self.slabs:

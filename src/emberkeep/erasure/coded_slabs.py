@@ -105,9 +105,9 @@ class _Update:
 class Recorder:
     """Finds out by what a write changes the rows of one slab.
 
-    Whatever is about to change rows tells `before_write`; when it is done, `take` has the
+    Code that is about to change rows calls `before_write`; when it is done, `take` has the
     differences of all of them, each row once. A push of fixed tables, which is nearly all that
-    ever happens, tells `before_update` instead, and has its kernel take the differences.
+    ever happens, calls `before_update` instead, and has its kernel take the differences.
     """
 
     def __init__(self, number: int, slab: Slab, k: int) -> None:
@@ -237,21 +237,21 @@ def _over_rows(
 
 def marks_of(slab: Slab, found: I64) -> U8:
     """The marks of rows: whether they are trained and, with dynamic tables, their ids."""
-    here = np.empty(found.size, np.bool_)
-    batch_rows.test_bits(slab.touched, found, here)
+    trained = np.empty(found.size, np.bool_)
+    batch_rows.test_bits(slab.touched, found, trained)
     if not slab.slots:
-        return here.view(np.uint8).reshape(-1, 1)
+        return trained.view(np.uint8).reshape(-1, 1)
     marks = np.zeros((found.size, 1 + _ID_NBYTES), np.uint8)
-    marks[:, 0] = here
+    marks[:, 0] = trained
     marks[:, 1:] = slab.ids[found].view(np.uint8).reshape(-1, _ID_NBYTES)
-    marks[~here] = 0
+    marks[~trained] = 0
     return marks
 
 
 class SlabRows:
     """The rows of one shard; those of a replacement (`lost=True`) are all to come back.
 
-    Not thread-safe by itself: whoever calls holds the shard's lock.
+    Not thread-safe by itself: the caller holds the shard's lock.
     """
 
     def __init__(self, slabs: Sequence[Slab], placement: Placement, *, lost: bool = False) -> None:
@@ -276,14 +276,14 @@ class SlabRows:
 
     def values(self, slab: int, layer: Layer, wanted: I64) -> Words:
         holder = self._slabs[slab]
-        here = np.flatnonzero(wanted < holder.rows)
-        inside = wanted if here.size == wanted.size else wanted[here]
+        places = np.flatnonzero(wanted < holder.rows)
+        inside = wanted if places.size == wanted.size else wanted[places]
         if layer == "marks":
             found: Words = marks_of(holder, inside)
         else:
             words = sum(plane.shape[1] for plane in self._planes[slab])
             found = np.empty((inside.size, words), np.uint32)
-            # Alone: who rebuilds gives way to training, and must not hold its threads meanwhile.
+            # On one thread: a rebuild must not hold the threads of training meanwhile.
             column = 0
             for plane in self._planes[slab]:
                 galois.add_plane(
@@ -293,7 +293,7 @@ class SlabRows:
         if inside is wanted:
             return found
         out = np.zeros((wanted.size, found.shape[1]), found.dtype)
-        out[here] = found
+        out[places] = found
         return out
 
     def unknown(self, slab: int, layer: Layer, wanted: I64) -> Bools:
@@ -302,9 +302,9 @@ class SlabRows:
         out = np.zeros(wanted.size, np.bool_)
         if layer == "records" and self._missing_GK[slab].any():
             inside = wanted < self._slabs[slab].rows
-            here = np.empty(int(inside.sum()), np.bool_)
-            batch_rows.test_bits(self._lost[slab], wanted[inside], here)
-            out[inside] = here
+            lost = np.empty(int(inside.sum()), np.bool_)
+            batch_rows.test_bits(self._lost[slab], wanted[inside], lost)
+            out[inside] = lost
         return out
 
     def lost(self, slot: int | None = None) -> bool:
@@ -316,9 +316,9 @@ class SlabRows:
     def trained(self, slab: int, slot: int, start: int, stop: int) -> I64:
         stop = min(stop, -(-(self._slabs[slab].rows - slot) // self._k))
         stripes = np.arange(start, max(start, stop))
-        here = np.empty(stripes.size, np.bool_)
-        batch_rows.test_bits(self._slabs[slab].touched, stripes * self._k + slot, here)
-        return stripes[here]
+        trained = np.empty(stripes.size, np.bool_)
+        batch_rows.test_bits(self._slabs[slab].touched, stripes * self._k + slot, trained)
+        return stripes[trained]
 
     def install(self, slab: int, layer: Layer, wanted: I64, values: Words) -> None:
         inside = wanted < self._slabs[slab].rows
@@ -351,7 +351,7 @@ class SlabRows:
         """
         jobs, column = [], 0
         for number, plane in enumerate(self._planes[slab]):
-            table = np.array([member._place(slab, number, its) for member, its in others], np.int64)
+            table = np.array([member._place(slab, number, s) for member, s in others], np.int64)
             args = stripes, self._k, slot, plane, parity, first, column, table.reshape(-1, 4)
             jobs.append((galois.write_solve_rows, args))
             column += plane.shape[1]
@@ -359,7 +359,7 @@ class SlabRows:
         self._are_back(slab, stripes * self._k + slot)
 
     def _place(self, slab: int, plane: int, slot: int) -> tuple[int, int, int, int]:
-        """Where a plane is, as kernels are told that are told of several."""
+        """Where a plane is, for kernels that take several."""
         values, touched = self._planes[slab][plane], self._slabs[slab].touched
         return values.ctypes.data, values.shape[0], touched.ctypes.data, slot
 
@@ -409,21 +409,12 @@ class SlabRows:
                 self._scanned[slab] = last if last < bits.size else 0
         return None
 
-    def missing_in(self, slab: int, start: int, stop: int) -> I64:
-        """The rows start..stop of a slab, words of 64, that are not back."""
-        if not self._missing_GK[slab].any():
-            return np.empty(0, np.int64)
-        first, last = start >> 6, (stop + 63) >> 6
-        found = np.empty(batch_rows.count_bits(self._lost[slab], first, last), np.int64)
-        batch_rows.list_bits(self._lost[slab], first, last, found)
-        return found
-
     def drop(self) -> None:
         """Lets go of all memory: the shard is lost."""
         self._slabs, self._planes, self._lost = [], [], []
         self.give_up()
 
     def give_up(self) -> None:
-        """Nothing is to come back any more: rows are brought from elsewhere, or begin anew."""
+        """Nothing is to come back any more: rows come from a repository, or start over."""
         self._returned = None
         self._missing_GK[:] = 0

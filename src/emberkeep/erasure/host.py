@@ -43,7 +43,7 @@ Sum: TypeAlias = tuple[U32, I64, int, U32, np.uint32]
 @dataclass(slots=True)
 class _Stream:
     epoch: int
-    base: int  # what came before is in no message here, and cannot be undone
+    base: int  # what came before is in no message that is kept, and cannot be undone
     last: int
     ledger: dict[str, int]
     state: State
@@ -156,7 +156,7 @@ class ParityHost:
 
         A host that is being filled was not asked which number that is, so what it has of the
         source's rows may end before it; one that was filled may have begun after it, while others
-        were behind. Parity that the source is a member of begins anew then.
+        were behind. Parity that the source is a member of starts over then.
         """
         with self.lock:
             stream = self._streams[source]
@@ -176,18 +176,18 @@ class ParityHost:
                     stream.state = state
             stream.last = min(stream.last, number)
             if self._filled or number < stream.base:
-                self._fill_anew(source)
+                self._start_filling_over(source)
             return Point(dict(stream.ledger), stream.state)
 
     def refill(self, source: int) -> None:
-        """Parity that codes rows of a source begins anew: the rows came from elsewhere."""
+        """Parity that codes rows of a source starts over: the rows came from a repository."""
         with self.lock:
-            self._fill_anew(source)
+            self._start_filling_over(source)
 
-    def _fill_anew(self, source: int) -> None:
+    def _start_filling_over(self, source: int) -> None:
         for p in range(self.placement.r):
             if source in self.placement.members(self.placement.group_on(self.index, p)):
-                self._begin_filling(p, anew=True)
+                self._begin_filling(p, zero=True)
 
     def clear(self) -> None:
         """All rows of all shards are untrained: so is their parity, which is whole then."""
@@ -229,8 +229,8 @@ class ParityHost:
                     stripes, values = stripes[low:high], values[low:high]
                     filled = self._filled.get((p, part.slab, source)) if self._filled else None
                     if filled is not None:
-                        here = stripes < filled
-                        stripes, values = stripes[here], values[here]
+                        present = stripes < filled
+                        stripes, values = stripes[present], values[present]
                     self._add(p, slot, part.slab, stripes, values, sums)
             self.updates += int(part.bounds[slot + 1] - part.bounds[slot])
 
@@ -244,9 +244,9 @@ class ParityHost:
         else:
             self._marks[slab][stripes + first] ^= products(coefficient)[values]
 
-    def _begin_filling(self, p: int, *, anew: bool = False) -> None:
+    def _begin_filling(self, p: int, *, zero: bool = False) -> None:
         for slab, stripes in enumerate(self.stripes):
-            if anew:
+            if zero:
                 part = slice(p * stripes, (p + 1) * stripes)
                 self._records[slab][part] = 0
                 self._marks[slab][part] = 0
@@ -256,12 +256,12 @@ class ParityHost:
     def _add_fill(self, source: int, fill: Fill, sums: list[Sum]) -> None:
         key = (fill.p, fill.slab, source)
         if self._filled.get(key) != fill.start:
-            return  # asked for before the parity that it fills began anew
+            return  # asked for before the parity that it fills started over
         self._add(fill.p, fill.slot, fill.slab, fill.stripes, fill.records, sums)
         self._add(fill.p, fill.slot, fill.slab, fill.stripes, fill.marks, sums)
         self._fill_until(key, fill.stop)
 
-    def fill_near(
+    def fill_from(
         self, p: int, slab: int, source: int, start: int, stop: int, rows: SlabRows
     ) -> None:
         """Adds all rows that a member has in stripes start..stop, straight from where they are.
@@ -277,7 +277,7 @@ class ParityHost:
             self._add(p, slot, slab, stripes, marks, [])
             self._fill_until((p, slab, source), stop)
 
-    def records_near(self, p: int, slab: int) -> tuple[U32, int]:
+    def parity_records(self, p: int, slab: int) -> tuple[U32, int]:
         """The parity of a slab as it is, and the row at which that of number p begins."""
         return self._records[slab], p * self.stripes[slab]
 
@@ -315,12 +315,12 @@ class ParityHost:
 
     @property
     def streams(self) -> dict[int, tuple[int, int]]:
-        """By source: the number after which its stream began here, and the last one held."""
+        """By source: the number after which its stream is followed, and the last one held."""
         with self.lock:
-            return {source: (its.base, its.last) for source, its in self._streams.items()}
+            return {source: (stream.base, stream.last) for source, stream in self._streams.items()}
 
     def held(self, source: int) -> int:
-        """The last number of a source's stream that is held here."""
+        """The last number of a source's stream that is held."""
         with self.lock:
             return self._streams[source].last
 
@@ -328,13 +328,12 @@ class ParityHost:
 
     def begin(self, wanted: Sequence[Wanted]) -> None:
         """Opens an accumulator for each decode."""
-        for its in wanted:
-            p = (its.group - self.index) % self.placement.n
-            shape, kind = self.shapes[its.slab], np.uint32 if its.layer == "records" else np.uint8
-            width = shape.words if its.layer == "records" else shape.mark_nbytes
-            total = np.zeros((its.stripes.size, width), kind)
+        for one in wanted:
+            p = (one.group - self.index) % self.placement.n
+            like = (self._records if one.layer == "records" else self._marks)[one.slab]
+            total = np.zeros((one.stripes.size, like.shape[1]), like.dtype)
             with self.lock:
-                self._decodes[its.number] = _Decode(its, p, total)
+                self._decodes[one.number] = _Decode(one, p, total)
 
     def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
         """What each decode comes to; None until every member has spoken.
@@ -386,14 +385,14 @@ class ParityHost:
             if wanted.slab != part.slab or slot not in decode.unknown:
                 continue
             bounds, stripes, values = part.of_layer(wanted.layer)
-            mine = slice(int(bounds[slot]), int(bounds[slot + 1]))
-            stripes, values = stripes[mine], values[mine]
+            rows = slice(int(bounds[slot]), int(bounds[slot + 1]))
+            stripes, values = stripes[rows], values[rows]
             places = np.searchsorted(wanted.stripes, stripes)
             places = np.minimum(places, wanted.stripes.size - 1)
-            here = wanted.stripes[places] == stripes
-            if here.any():
+            found = wanted.stripes[places] == stripes
+            if found.any():
                 coefficient = self.code.coefficients[decode.p][slot]
-                _accumulate(decode.total, places[here], values[here], coefficient)
+                _accumulate(decode.total, places[found], values[found], coefficient)
 
 
 def _accumulate(total: Words, at: I64, values: Words, coefficient: int) -> None:

@@ -27,13 +27,13 @@ class LocalRebuilder(Rebuilder[ParityMember]):
         for part in parts:
             group, slab, _, stripes = part
             members = list(enumerate(self.placement.members(group)))
-            lost = [(slot, its) for slot, its in members if standings[its].lost_K[slot]]
+            lost = [(slot, m) for slot, m in members if standings[m].lost_K[slot]]
             if len(lost) > 1 or 0 not in self._parities(group, standings):
                 rest.append(part)
                 continue
             ((slot, shard),) = lost
             others = [(rows_of(self.guards[m]), s) for s, m in members if m != shard]
-            parity, first = self.guards[self.placement.host(group, 0)].host.records_near(0, slab)
+            parity, first = self.guards[self.placement.host(group, 0)].host.parity_records(0, slab)
             for start, stop in self._spans(slab, 0, stripes.size):
                 with self._at_rest():
                     rows_of(self.guards[shard]).solve(
@@ -59,7 +59,7 @@ class LocalRebuilder(Rebuilder[ParityMember]):
                     last = min(first + stripes, guard.host.stripes[slab])
                     for start, stop in self._spans(slab, first, last):
                         with self._at_rest():
-                            guard.host.fill_near(p, slab, source, start, stop, rows)
+                            guard.host.fill_from(p, slab, source, start, stop, rows)
                     filled += 1
             self._deliver()
             return filled

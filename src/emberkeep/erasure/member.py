@@ -1,4 +1,4 @@
-"""The parity side of one shard: it tells others what its rows do, and holds parity of theirs."""
+"""The parity side of one shard: it sends others what its rows do, and holds parity of theirs."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class ParityMember:
 
     def send_values(self, wanted: Sequence[Wanted]) -> None:
         """Says what this shard has of the rows of decodes."""
-        for its in wanted:
-            self._send_values(its)
+        for decode in wanted:
+            self._send_values(decode)
 
     def _send_values(self, wanted: Wanted) -> None:
         slot = self.placement.slot(self.index, wanted.group)
@@ -146,10 +146,6 @@ class ParityMember:
     def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
         with self.lock:
             return self.rows.unknown(slab, layer, rows)
-
-    def lost(self, slot: int | None = None) -> bool:
-        with self.lock:
-            return self.rows.lost(slot)
 
     def reveal(self) -> None:
         with self.lock:

@@ -1,4 +1,4 @@
-"""What a shard tells the hosts of its parity: one numbered stream, in order, to all of them.
+"""What a shard sends the hosts of its parity: one numbered stream, in order, to all of them.
 
 Every message goes to every host of its source, whether it concerns that host or not: the number
 of the last one that a host holds then says exactly which changes it has seen, and all hosts see
@@ -115,7 +115,7 @@ class Standing:
     complete: bool
     """Whether all parity that it holds is there."""
     streams: Mapping[int, tuple[int, int]]
-    """By source: the number after which its stream began here, and the last one held."""
+    """By source: the number after which its stream is followed, and the last one held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,14 @@ class Peer:
         return [self.index, self.address, self.epoch]
 
     @classmethod
-    def from_json(cls, told: Any) -> Peer:
-        index, address, epoch = told
+    def from_json(cls, document: Any) -> Peer:
+        index, address, epoch = document
         return cls(int(index), str(address), int(epoch))
 
 
 class PeerMember:
     """`ParityMember` of a server. A server that does not answer, or has another epoch by now, is
-    `ShardLostError`; what its guard refuses comes out as it is."""
+    `ShardLostError`; what it refuses comes out as it is."""
 
     def __init__(
         self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int]
@@ -65,13 +65,13 @@ class PeerMember:
         self, what: str, header: Json | None = None, arrays: Arrays | None = None
     ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
         """One question to the server's guard."""
-        told = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
+        header = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
         try:
             with self._lock:
                 if self._connection is None:
                     self._connection = Connection(self.peer.address, self._security)
                 connection = self._connection
-            return connection.act("guard", told, arrays, deadline=self._deadline)
+            return connection.act("guard", header, arrays, deadline=self._deadline)
         except ServerError:
             self.close()
             raise ShardLostError((self.index,)) from None
@@ -83,25 +83,25 @@ class PeerMember:
             connection.close()
 
     def standing(self) -> Standing:
-        told, _ = self.ask("standing")
+        reply, _ = self.ask("standing")
         return Standing(
-            tuple(map(bool, told["lost"])), bool(told["blind"]), bool(told["complete"]),
-            {int(source): (int(base), int(last)) for source, base, last in told["streams"]},
+            tuple(map(bool, reply["lost"])), bool(reply["blind"]), bool(reply["complete"]),
+            {int(source): (int(base), int(last)) for source, base, last in reply["streams"]},
         )  # fmt: skip
 
     def attach(self, host: int) -> tuple[int, Point]:
-        told, _ = self.ask("attach", {"host": self.hosts[host].to_json()})
-        self.trained = bool(told["trained"])
-        return int(told["number"]), unpack_point(told)
+        reply, _ = self.ask("attach", {"host": self.hosts[host].to_json()})
+        self.trained = bool(reply["trained"])
+        return int(reply["number"]), unpack_point(reply)
 
     def send_values(self, wanted: Sequence[Wanted]) -> None:
         self.ask("values", *pack_wanted(wanted))
 
     def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:
-        told, _ = self.ask(
+        reply, _ = self.ask(
             "send_fill", {"host": host, "p": p, "slab": slab, "start": start, "stop": stop}
         )
-        return bool(told["sent"])
+        return bool(reply["sent"])
 
     def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
         self.ask("install", {"slab": slab, "layer": layer}, {"rows": rows, "values": values})
@@ -125,8 +125,8 @@ class PeerHost:
         return int(self._guard.ask("seal", {"source": source})[0]["last"])
 
     def roll(self, source: int, number: int) -> Point:
-        told, _ = self._guard.ask("roll", {"source": source, "number": number})
-        return unpack_point(told)
+        reply, _ = self._guard.ask("roll", {"source": source, "number": number})
+        return unpack_point(reply)
 
     def follow(self, source: int, epoch: int, number: int, point: Point) -> None:
         about = {"source": source, "of": epoch, "number": number, **pack_point(point)}

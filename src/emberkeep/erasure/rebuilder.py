@@ -1,4 +1,4 @@
-"""Who brings lost shards back: decides what can be, and has the guards do it, step by step.
+"""Bringing lost shards back: decides what can be done, and has the guards do it, step by step.
 
 A loss is handled in this order: the streams of the lost shards are sealed at every live host and
 rolled back to the last message that all whole hosts hold; replacements begin there, in a new
@@ -158,11 +158,16 @@ class Rebuilder(Generic[AnyMember]):
                     "repository"
                 )
 
+    def hopeless(self, lost: Collection[int]) -> list[int]:
+        """Shards that are not lost, but whose missing rows went with those that are."""
+        standings = self._standings(lost)
+        return [index for index, standing in standings.items() if any(standing.lost_K)]
+
     def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
-        """How everybody stands who is not lost."""
+        """How all guards stand that are not lost."""
         living = [guard for guard in self.guards if guard.index not in lost]
         found = self._each([guard.standing for guard in living])
-        return {guard.index: its for guard, its in zip(living, found, strict=True)}
+        return {guard.index: standing for guard, standing in zip(living, found, strict=True)}
 
     def _parities(self, group: int, standings: dict[int, Standing]) -> list[int]:
         """The numbers of a group's parity rows that are whole."""
@@ -199,7 +204,7 @@ class Rebuilder(Generic[AnyMember]):
             return {shard: point for shard, (_, point) in points.items()}
 
     def start_over(self, shards: Collection[int], replace: Replace[AnyMember]) -> None:
-        """Puts empty shards in the place of others whose rows come from elsewhere.
+        """Puts empty shards in the place of others; their rows will come from a repository.
 
         Whatever their parity said is void: it is filled again as soon as there are rows.
         """
@@ -233,14 +238,14 @@ class Rebuilder(Generic[AnyMember]):
 
     def _join(self, shard: int, lost: Collection[int]) -> None:
         """The streams from and to a replacement."""
-        mine = self.guards[shard]
+        joining = self.guards[shard]
         for host in self.placement.hosts(shard):
-            number, point = mine.attach(host)
-            self.guards[host].host.follow(shard, mine.source.epoch, number, point)
+            number, point = joining.attach(host)
+            self.guards[host].host.follow(shard, joining.source.epoch, number, point)
         for source in self.placement.sources(shard):
             if source not in lost:
                 number, point = self.guards[source].attach(shard)
-                mine.host.follow(source, self.guards[source].source.epoch, number, point)
+                joining.host.follow(source, self.guards[source].source.epoch, number, point)
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -265,14 +270,14 @@ class Rebuilder(Generic[AnyMember]):
             for member in members if decode.hosts else ():
                 spoken[member].append(wanted)
             decodes.append(decode)
-        self._each([partial(self.guards[i].host.begin, its) for i, its in begun.items()])
-        self._each([partial(self.guards[i].send_values, its) for i, its in spoken.items()])
+        self._each([partial(self.guards[i].host.begin, wanted) for i, wanted in begun.items()])
+        self._each([partial(self.guards[i].send_values, wanted) for i, wanted in spoken.items()])
         return decodes
 
     def finish(self, decode: Decode) -> bool:
         """Solves a decode and brings the rows back; False while members have yet to speak.
 
-        A decode that began before a loss is refused with `StreamError`: it may have been told of
+        A decode that began before a loss is refused with `StreamError`: it may include
         what was undone since.
         """
         return not self.finish_all([decode])
@@ -286,8 +291,8 @@ class Rebuilder(Generic[AnyMember]):
         replies = self._each([partial(self.guards[i].host.syndromes, n) for i, n in asked.items()])
         answers: dict[tuple[int, int], Syndrome | None] = {
             (host, number): answer
-            for (host, numbers), its in zip(asked.items(), replies, strict=True)
-            for number, answer in zip(numbers, its, strict=True)
+            for (host, numbers), reply in zip(asked.items(), replies, strict=True)
+            for number, answer in zip(numbers, reply, strict=True)
         }
         ended: dict[int, list[int]] = defaultdict(list)
         waiting = []
@@ -303,7 +308,7 @@ class Rebuilder(Generic[AnyMember]):
                 ended[host].append(number)
             if found:  # else nobody had lost anything
                 self._solve(decode, found)
-        self._each([partial(self.guards[i].host.drop, its) for i, its in ended.items()])
+        self._each([partial(self.guards[i].host.drop, numbers) for i, numbers in ended.items()])
         return waiting
 
     def _solve(self, decode: Decode, found: Sequence[Syndrome]) -> None:
@@ -312,17 +317,17 @@ class Rebuilder(Generic[AnyMember]):
             np.array_equal(unknown[slot], other.unknown[slot])
             for other in found
             for slot in unknown
-        ), "members told their hosts different things"
+        ), "hosts differ on which rows are unknown"
         parities = [(wanted.group - host) % self.placement.n for host in decode.hosts]
         members = self.placement.members(wanted.group)
-        for mine, at in _patterns(unknown):
-            if len(mine) > len(parities):
+        for slots, at in _patterns(unknown):
+            if len(slots) > len(parities):
                 raise StreamError("a shard was lost while rows of it were decoded: decode again")
-            stripes, needed = wanted.stripes, [answer.total for answer in found[: len(mine)]]
+            stripes, needed = wanted.stripes, [answer.total for answer in found[: len(slots)]]
             if at.size < stripes.size:
                 stripes, needed = stripes[at], [syndrome[at] for syndrome in needed]
-            solution = self.code.solution(mine, parities[: len(mine)])
-            for slot, coefficients in zip(mine, solution, strict=True):
+            solution = self.code.solution(slots, parities[: len(slots)])
+            for slot, coefficients in zip(slots, solution, strict=True):
                 values = _combined(coefficients, needed)
                 rows = stripes * self.placement.k + slot
                 self.guards[members[slot]].install(wanted.slab, wanted.layer, rows, values)
@@ -370,9 +375,9 @@ class Rebuilder(Generic[AnyMember]):
             galois.group_by_slot(missing, self.placement.k, bounds, order)
             stripes = missing[order] // self.placement.k
             for group, slot in self.placement.groups(shard):
-                mine = stripes[bounds[slot] : bounds[slot + 1]]
-                if mine.size:
-                    parts.append((group, slab, "records", mine))
+                lost = stripes[bounds[slot] : bounds[slot + 1]]
+                if lost.size:
+                    parts.append((group, slab, "records", lost))
             if parts:
                 self._recover_parts(parts)
             return int(missing.size)
@@ -413,8 +418,8 @@ def _patterns(unknown: Mapping[int, Bools]) -> Iterator[tuple[list[int], I64]]:
     for i, slot in enumerate(slots):
         patterns += unknown[slot].astype(np.int64) << i
     for pattern in np.unique(patterns[patterns > 0]).tolist():
-        mine = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
-        yield mine, np.flatnonzero(patterns == pattern)
+        together = [slot for i, slot in enumerate(slots) if pattern >> i & 1]
+        yield together, np.flatnonzero(patterns == pattern)
 
 
 def _combined(coefficients: Sequence[int], syndromes: Sequence[Words]) -> Words:

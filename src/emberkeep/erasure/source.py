@@ -11,8 +11,8 @@ from emberkeep.erasure.messages import Differences, Fill, Message, Point, Values
 class Source:
     """The stream of one shard in one epoch.
 
-    Changing rows and numbering the change happen under one lock, the shard's; who holds what may
-    be told at any time from any thread.
+    Changing rows and numbering the change happen under one lock, the shard's; hosts may
+    acknowledge at any time from any thread.
     """
 
     def __init__(

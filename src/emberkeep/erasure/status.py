@@ -18,7 +18,7 @@ class ParityStatus:
     unprotected_stripes: int
     """Parity rows that are being filled after a host was lost."""
     missing_rows: int
-    """Rows that a replacement has not got back yet; whoever asks for one gets it at once."""
+    """Rows that a replacement has not got back yet; a call that asks for one gets it at once."""
     rebuilt_rows: int
     """Rows brought back so far, over all losses."""
     rebuilt_nbytes: int

@@ -35,7 +35,7 @@ def pack_messages(
     messages: Sequence[Message], *, host: int, host_epoch: int, placement: Placement
 ) -> U8:
     """Consecutive messages of one stream, for one host."""
-    told: list[Json] = []
+    abouts: list[Json] = []
     arrays: Arrays = {}
     for i, message in enumerate(messages):
         about: Json = {"number": message.number, "settled": message.settled}
@@ -60,10 +60,10 @@ def pack_messages(
             if body.host == host:
                 for name in ("stripes", "records", "marks"):
                     arrays[f"{i}.{name}"] = getattr(body, name)
-        told.append(about)
+        abouts.append(about)
     first = messages[0]
     header = {
-        "host_epoch": host_epoch, "source": first.source, "epoch": first.epoch, "messages": told
+        "host_epoch": host_epoch, "source": first.source, "epoch": first.epoch, "messages": abouts
     }  # fmt: skip
     return np.frombuffer(pack_frame(header, arrays), np.uint8)
 
@@ -126,8 +126,8 @@ def unpack_messages(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> lis
 
 
 def pack_wanted(wanted: Sequence[Wanted]) -> tuple[Json, Arrays]:
-    told = [[its.number, its.group, its.slab, its.layer] for its in wanted]
-    return {"wanted": told}, {str(i): its.stripes for i, its in enumerate(wanted)}
+    names = [[decode.number, decode.group, decode.slab, decode.layer] for decode in wanted]
+    return {"wanted": names}, {str(i): decode.stripes for i, decode in enumerate(wanted)}
 
 
 def unpack_wanted(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> list[Wanted]:
@@ -146,15 +146,15 @@ def layer_of(name: str) -> Layer:
 
 
 def pack_syndromes(syndromes: Sequence[Syndrome | None]) -> tuple[Json, Arrays]:
-    told: list[list[int] | None] = []
+    slots: list[list[int] | None] = []
     arrays: Arrays = {}
-    for i, its in enumerate(syndromes):
-        told.append(None if its is None else sorted(its.unknown))
-        if its is not None:
-            arrays[f"{i}.total"] = its.total
-            for slot, unknown in its.unknown.items():
+    for i, syndrome in enumerate(syndromes):
+        slots.append(None if syndrome is None else sorted(syndrome.unknown))
+        if syndrome is not None:
+            arrays[f"{i}.total"] = syndrome.total
+            for slot, unknown in syndrome.unknown.items():
                 arrays[f"{i}.{slot}"] = unknown.view(np.uint8)
-    return {"slots": told}, arrays
+    return {"slots": slots}, arrays
 
 
 def unpack_syndromes(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> list[Syndrome | None]:
@@ -170,8 +170,8 @@ def pack_point(point: Point) -> Json:
     return {"ledger": dict(point.ledger), "state": list(point.state)}
 
 
-def unpack_point(told: Json) -> Point:
+def unpack_point(document: Json) -> Point:
     return Point(
-        {str(worker): int(number) for worker, number in told["ledger"].items()},
-        tuple(map(int, told["state"])),
+        {str(worker): int(number) for worker, number in document["ledger"].items()},
+        tuple(map(int, document["state"])),
     )

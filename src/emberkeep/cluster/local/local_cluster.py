@@ -6,26 +6,24 @@ import itertools
 import os
 import secrets
 import threading
-import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
 from emberkeep._types import F32, I64, RowIds
-from emberkeep.cluster.base import Cluster, surviving
+from emberkeep.cluster.base import check_size, surviving
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
+from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.shard import Shard
 from emberkeep.erasure.codes import Parity
-from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import ConfigError, EmberkeepError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.rows.lookup import Lookup
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.push import Push
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
@@ -49,17 +47,12 @@ class Local:
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
-        if self.shards < 1:
-            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be 1 or more, not {self.threads}")
+        check_size(self.shards, self.threads, self.parity)
         for failure in self.failures:
             if failure.shards[-1] >= self.shards:
                 raise ConfigError(
                     f"shard {failure.shards[-1]} cannot fail: there are 0..{self.shards - 1}"
                 )
-        if self.parity is not None:
-            self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> LocalCluster:
         if self.parity is not None and any(table.tier is not None for table in tables):
@@ -90,6 +83,8 @@ def local(
     return Local(shards=shards, threads=threads, failures=failures, parity=parity)
 
 
+_Part = tuple[Sequence[RowIds], Sequence[F32]]
+
 # Said of a push: the shard's rows came from a repository since.
 _NOT_NEEDED = -1
 
@@ -101,14 +96,14 @@ class _Numbered:
     worker: str
     number: int
     lr: float
-    parts_S: list[tuple[list[RowIds], list[F32]]]
+    parts_S: list[_Part]
     finite: bool
-    # The message in which each shard told its hosts; 0 until it has applied its part.
-    told_S: list[int] = field(default_factory=list)
+    # By shard: the number of the message to its hosts; 0 until it has applied its part.
+    numbers_S: list[int] = field(default_factory=list)
 
 
-class LocalCluster(Cluster):
-    """Shards of this process. They fail when they are told to: `kill` drops their memory."""
+class LocalCluster(ProtectedCluster[Shard, LocalParity]):
+    """Shards of this process. They fail on request: `kill` drops their memory."""
 
     def __init__(
         self,
@@ -119,23 +114,24 @@ class LocalCluster(Cluster):
         seed: int = 0,
         pool: pools.Pool,
     ) -> None:
-        self.shards: list[Shard] = []
+        made: list[Shard] = []
         try:
             for i in range(shards):
                 shard = Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
-                self.shards.append(shard)
-        except BaseException:  # whoever sees the error keeps this alive: let go of files at once
-            for shard in self.shards:
+                made.append(shard)
+        except BaseException:  # the traceback keeps shards alive: let go of files at once
+            for shard in made:
                 shard.kill()
             raise
+        super().__init__(tables, optimizer, made, seed=seed, pool=pool)
         self.failures: list[Failure] = []
         """Those that are still to come."""
-        self._tracked = False
-        self._priority: Priority | None = None
-        self._protection: LocalParity | None = None
         self._push_numbers = itertools.count(1)
         self._unsettled: deque[_Numbered] = deque()
-        super().__init__(tables, optimizer, self.shards, seed=seed, pool=pool)
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.handles
 
     def kill(self, *shards: int) -> None:
         """Ends these shards: their rows are gone, and so is what was not yet copied of them."""
@@ -147,17 +143,10 @@ class LocalCluster(Cluster):
                 for shard in named:
                     self.shards[shard].kill()
 
-    def renew(self, *shards: int) -> None:
-        named = self._named(shards)
-        with self._push_lock:
-            if self._protection is not None:
-                self._protection.start_over(named, self._renew)
-                for push in self._unsettled:
-                    for index in named:
-                        push.told_S[index] = _NOT_NEEDED
-            else:
-                for index in named:
-                    self._renew(index)
+    def _forget_pushes(self, shards: Collection[int]) -> None:
+        for push in self._unsettled:
+            for index in shards:
+                push.numbers_S[index] = _NOT_NEEDED
 
     def _renew(self, index: int) -> Shard:
         old = self.shards[index]
@@ -168,18 +157,13 @@ class LocalCluster(Cluster):
         )  # fmt: skip
         if self._tracked:
             new.track(self._priority)
-        self.shards[index] = self.handles[index] = new
+        self.shards[index] = new
         return new
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
             self.shards[index].serve()
-        self._settle()  # rows were brought from elsewhere, part by part
-
-    def track(self, priority: Priority | None = None) -> None:
-        super().track(priority)
-        self._tracked = True
-        self._priority = priority or self._priority
+        self._settle_writes()  # rows came from a repository, part by part
 
     def _before(self, scope: When) -> None:
         if not self.failures or self.lost():
@@ -192,14 +176,33 @@ class LocalCluster(Cluster):
                 self.kill(*failure.shards)
 
     @surviving
+    def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
+        self._before("pull")
+        self._serving()
+        out = [
+            np.empty((ids.ids.size, self.tables[group[0]].dim), np.float32)
+            for ids, group in zip(wanted, self.groups, strict=True)
+        ]
+        if len(self.shards) == 1:
+            self.shards[0].pull(wanted, out)
+            return out
+        routed = self._routed(wanted)
+        for s, shard in enumerate(self.shards):
+            parts = [
+                np.empty((r[s][0].ids.size, o.shape[1]), np.float32)
+                for r, o in zip(routed, out, strict=True)
+            ]
+            shard.pull([r[s][0] for r in routed], parts)
+            for r, o, part in zip(routed, out, parts, strict=True):
+                o[r[s][1]] = part
+        return out
+
+    @surviving
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         if not self.tiered:
             return
         self._serving()
-        if len(self.shards) == 1:
-            self.shards[0].fetch(wanted, ahead=ahead)
-            return
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
+        routed = self._routed(wanted)
         for s, shard in enumerate(self.shards):
             shard.fetch([r[s][0] for r in routed], ahead=ahead)
 
@@ -257,32 +260,10 @@ class LocalCluster(Cluster):
         return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
                 if isinstance(slab, TieredSlab)]  # fmt: skip
 
-    def _named(self, shards: Sequence[int]) -> list[int]:
-        for shard in shards:
-            if not 0 <= shard < len(self.shards):
-                raise ConfigError(f"there is no shard {shard}: there are 0..{len(self.shards) - 1}")
-        return sorted(set(shards))
-
     # -- parity ----------------------------------------------------------------------------------
 
-    def protect(self, parity: Parity) -> None:
-        """Begins to keep parity: what was trained before is protected before long."""
-        with self._push_lock:
-            if self._protection is not None:
-                self._protection.spec.check_same(parity)
-                return
-            self._serving()
-            self._protection = LocalParity(parity, self.shards, self.pool)
-
-    @property
-    def parity(self) -> ParityStatus | None:
-        """How well rows are protected; None without parity."""
-        return None if self._protection is None else self._protection.status()
-
-    def rebuild(self) -> None:
-        """Waits until all that was lost is back: rows and parity."""
-        if self._protection is not None:
-            self._protection.rebuild()
+    def _new_protection(self, parity: Parity) -> LocalParity:
+        return LocalParity(parity, self.shards, self.pool)
 
     def close(self) -> None:
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
@@ -302,60 +283,55 @@ class LocalCluster(Cluster):
         if protection is None:
             return False
         with self._push_lock:
-            if all(shard.state != "lost" for shard in self.shards):
-                return not self.lost()  # somebody else has brought them back, or is about to
-            try:
-                back = protection.recover(self._renew)
-                self._forgot = self._tracked
-                for index in back:
-                    self.shards[index].serve()
-                    self._send_again(index)
-            except ParityLossError as error:
-                # Rows that were on their way back went with the shards that had their parity.
-                self.kill(*protection.hopeless())
-                warnings.warn(str(error), stacklevel=2)
-                return False
-            return True
+            gone = self._gone()
+            if not gone:  # another thread has brought them back, or is about to
+                return not self.lost()
+            return self._recovered(protection, gone)
+
+    def _give_up(self, shards: Sequence[int]) -> None:
+        self.kill(*shards)
 
     def _send_again(self, index: int) -> None:
-        """Has a replacement apply what it had not told everybody before it was lost."""
+        """Has a replacement apply what had not reached every host when the shard was lost."""
         for push in self._unsettled:
             self._apply_part(push, index)
 
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
     ) -> None:
-        if self._protection is None:
-            super().push(wanted, grads, lr=lr, finite=finite)
-            return
-        routed = [self._route(g, ids) for g, ids in enumerate(wanted)]
-        parts_S = [
-            (
-                [r[s][0] for r in routed],
-                [g[r[s][1]] for g, r in zip(grads, routed, strict=True)],
-            )
+        # Numbers rise for each thread that pushes: by them a shard knows what it has applied.
+        worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)
+        self._push(_Numbered(worker, number, lr, self._parts(wanted, grads), finite))
+
+    def _parts(self, wanted: Sequence[RowIds], grads: Sequence[F32]) -> list[_Part]:
+        """For each shard its part of a push."""
+        if len(self.shards) == 1:
+            return [(wanted, grads)]
+        routed = self._routed(wanted)
+        return [
+            ([r[s][0] for r in routed], [g[r[s][1]] for g, r in zip(grads, routed, strict=True)])
             for s in range(len(self.shards))
         ]
-        # Numbers rise for each thread that pushes: a shard tells by them what it has applied.
-        worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)
-        self._push(_Numbered(worker, number, lr, parts_S, finite))
 
     @surviving
     def _push(self, push: _Numbered) -> None:
         """Applies a push, or the rest of it where a shard was lost half-way."""
-        if not push.told_S:
+        if not push.numbers_S:
             self._before("push")
         with self._push_lock:
             self._serving()
             protection = self._protection
-            assert protection is not None
+            if protection is None:
+                for shard, checked in zip(self.shards, self._checked(push), strict=True):
+                    shard.apply(checked, push.lr)
+                return
             protection.check()
             try:
                 self._apply_parts(push)
             except ShardLostError:
                 raise  # the rest follows when the shard is back
             except BaseException:
-                if push in self._unsettled:  # who pushed is told: nobody sends the rest later
+                if push in self._unsettled:  # the caller gets the error: the rest is never sent
                     self._unsettled.remove(push)
                 raise
             protection.settle()
@@ -364,18 +340,21 @@ class LocalCluster(Cluster):
 
     def _apply_parts(self, push: _Numbered) -> None:
         """Applies what shards have not applied yet; all of them have agreed before the first."""
-        if push.told_S:
+        if push.numbers_S:
             for index in range(len(self.shards)):
                 self._apply_part(push, index)
             return
-        checked_S = [
-            shard.check(*part, finite=push.finite)
-            for shard, part in zip(self.shards, push.parts_S, strict=True)
-        ]
-        push.told_S = [0] * len(self.shards)
+        checked_S = self._checked(push)
+        push.numbers_S = [0] * len(self.shards)
         self._unsettled.append(push)
         for index, checked in enumerate(checked_S):
             self._apply_part(push, index, checked)
+
+    def _checked(self, push: _Numbered) -> list[list[Push]]:
+        return [
+            shard.check(*part, finite=push.finite)
+            for shard, part in zip(self.shards, push.parts_S, strict=True)
+        ]
 
     def _apply_part(
         self, push: _Numbered, index: int, checked: Sequence[Push] | None = None
@@ -387,21 +366,17 @@ class LocalCluster(Cluster):
         shard = self.shards[index]
         if checked is None:
             checked = shard.check(*push.parts_S[index], finite=push.finite)
-        push.told_S[index] = shard.apply(checked, push.lr, (push.worker, push.number))
+        push.numbers_S[index] = shard.apply(checked, push.lr, (push.worker, push.number))
 
     def _forget_settled(self) -> None:
         """Drops the pushes that no loss can undo any more."""
         assert self._protection is not None
         settled_S = [self._protection.settled(index) for index in range(len(self.shards))]
         while self._unsettled and all(
-            told and told <= settled
-            for told, settled in zip(self._unsettled[0].told_S, settled_S, strict=True)
+            number and number <= settled
+            for number, settled in zip(self._unsettled[0].numbers_S, settled_S, strict=True)
         ):
             self._unsettled.popleft()
-
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        super().install(table, ids, planes)
-        self._settle()
 
     def install_scattered(
         self,
@@ -412,7 +387,7 @@ class LocalCluster(Cluster):
         *,
         busy: int = 0,
     ) -> None:
-        """`install`, of rows of several tables that need not stand together."""
+        """`install` of scattered rows of several tables."""
         self._present()
         if len(self.shards) == 1:
             self.shards[0].install_scattered(tables, offsets, ids, planes, busy=busy)
@@ -421,19 +396,10 @@ class LocalCluster(Cluster):
                 for order, shard in zip(
                     self.positions(table, ids[start:stop]), self.shards, strict=True
                 ):
-                    mine = start + order
-                    own = {name: v[mine] for name, v in planes.items()}
-                    shard.install_scattered([table], [0, mine.size], ids[mine], own, busy=busy)
-        self._settle()
-
-    def delete(self, table: str, ids: I64) -> int:
-        count = super().delete(table, ids)
-        self._settle()
-        return count
-
-    def load_table_state(self, state: dict[str, Any]) -> None:
-        super().load_table_state(state)
-        self._settle()
+                    rows = start + order
+                    own = {name: v[rows] for name, v in planes.items()}
+                    shard.install_scattered([table], [0, rows.size], ids[rows], own, busy=busy)
+        self._settle_writes()
 
     def clear(self) -> None:
         if self._protection is None:
@@ -445,10 +411,6 @@ class LocalCluster(Cluster):
                 shard.clear_with_parity()
             self._protection.clear()
             self._unsettled.clear()
-
-    def _settle(self) -> None:
-        if self._protection is not None:
-            self._protection.deliver()
 
     @surviving
     def pull_bags(self, lookups: Sequence[Lookup], out: Sequence[F32]) -> None:

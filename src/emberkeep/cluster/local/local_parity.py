@@ -37,7 +37,6 @@ class LocalParity:
     """
 
     def __init__(self, spec: Parity, shards: Sequence[Shard], pool: Pool) -> None:
-        spec.check_shards(len(shards))
         for table in shards[0].tables:
             if table.tier is not None:
                 raise ConfigError(
@@ -115,7 +114,7 @@ class LocalParity:
         self._mail.check()
         self._rebuilds.check()
 
-    def deliver(self) -> None:
+    def flush(self) -> None:
         """After any other write, which nobody would send again: every host holds it now."""
         self._mail.deliver()
 
@@ -155,17 +154,16 @@ class LocalParity:
                     rows_of(guard).drop()
                 guard.host.let_go()
 
-    def recover(self, renew: Renew) -> list[int]:
-        """Puts replacements in the place of all lost shards, ready to serve; returns which.
+    def recover(self, lost: Collection[int], renew: Renew) -> None:
+        """Puts replacements in the place of all lost shards, ready to serve.
 
         Raises `ParityLossError`, with nothing changed, where parity cannot bring them back.
         """
         with self.rebuilder.lock:
-            lost = sorted(self.lost)
             if self._mail.failed_since is not None:
                 raise ParityLossError(
-                    f"shards {lost} are lost, and their parity is out of date since delivering "
-                    "messages has failed: recover them from the repository"
+                    f"shards {sorted(lost)} are lost, and their parity is out of date since "
+                    "delivering messages has failed: recover them from the repository"
                 )
             self.rebuilder.recover(lost, partial(self._replace, renew))
             self.lost = set()
@@ -177,7 +175,6 @@ class LocalParity:
         self._along_at = time.perf_counter()
         self._credit_seconds = self._degraded_seconds = 0.0
         self._sweep()
-        return lost
 
     def _replace(self, renew: Renew, index: int, number: int, point: Point) -> ParityMember:
         shard = self._shards[index] = renew(index)
@@ -200,14 +197,6 @@ class LocalParity:
             self.rebuilder.start_over(shards, replace)
             self.lost -= set(shards)
         self._sweep()
-
-    def hopeless(self) -> list[int]:
-        """Shards whose missing rows went with those that are lost now."""
-        return [
-            guard.index
-            for guard in self.rebuilder.guards
-            if guard.index not in self.lost and guard.lost()
-        ]
 
     def _bring_back(self, shard: int, slab: int, rows: I64) -> None:
         """A degraded read: decodes what a call needs and a replacement has not got back."""
@@ -254,7 +243,7 @@ class LocalParity:
                 raise
 
     def rebuild_along(self) -> None:
-        """After a push: whoever trains brings back what is due, on all threads.
+        """After a push: the thread that trains brings back what is due, with the whole pool.
 
         That is `rebuild_share` of the time since the last push, less what rows have taken that
         were asked for, but at least a chunk: however short steps are, so many of them bring
@@ -316,7 +305,7 @@ class LocalParity:
             r=self.spec.r,
             lag=self._mail.waiting,
             unprotected_stripes=sum(guard.host.unprotected_stripes for guard in guards),
-            missing_rows=sum(its.missing_rows for its in rows),
+            missing_rows=sum(shard.missing_rows for shard in rows),
             rebuilt_rows=self.rebuilder.decoded_rows,
             rebuilt_nbytes=self.rebuilder.decoded_nbytes,
             degraded_reads=self._degraded_reads,

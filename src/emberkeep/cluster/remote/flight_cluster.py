@@ -16,11 +16,11 @@ from datetime import timedelta
 
 import numpy as np
 
-from emberkeep._types import F32, I64, U8, RowIds
-from emberkeep.cluster.base import surviving
+from emberkeep._types import F32, U8, RowIds
+from emberkeep.cluster.base import Routed, surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
@@ -41,10 +41,7 @@ from emberkeep.wire.protocol import (
 )
 from emberkeep.wire.security import Security
 
-Routed = list[list[tuple[RowIds, I64]]]
-"""By slab and shard: the shard's ids, and where they stood."""
-
-# Numbers of pushes start anew, above all earlier ones, when a push was given up.
+# Numbers of pushes start over, above all earlier ones, when a push was given up.
 _ROUND = 2**32
 
 
@@ -132,9 +129,9 @@ class FlightCluster(RemoteCluster):
     def prefetch(self, wanted: Sequence[RowIds]) -> None:
         """Begins to pull rows that will be wanted after the next push.
 
-        The `pull` of the same ids then finds them here: with the values that they have after that
-        push, also where it was other ranks of a synchronous job who changed them. Asynchronous
-        workers may see rows that are one push of another worker old.
+        The `pull` of the same ids then returns them at once, with the values that they have after
+        that push, also where other ranks of a synchronous job changed them. Asynchronous workers
+        may see rows that are one push of another worker old.
         """
         with self._push_lock:
             self._drop_ahead()
@@ -171,7 +168,7 @@ class FlightCluster(RemoteCluster):
         return rows if ahead.answers(wanted) else None
 
     def _await_ahead(self) -> list[F32] | None:
-        """The prefetched rows once they are here; None if that failed."""
+        """The prefetched rows once they have arrived; None if that failed."""
         ahead = self._ahead
         if ahead is None:
             return None
@@ -214,7 +211,7 @@ class FlightCluster(RemoteCluster):
     @surviving
     def _push(self, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
         self._before("push")
-        # Of each attempt anew: where all shards were lost together, numbers have started anew.
+        # For each attempt: where all shards were lost together, numbers have started over.
         number = self._number + 1
         with self._push_lock:
             rows = self._await_ahead()
@@ -254,7 +251,7 @@ class FlightCluster(RemoteCluster):
         ahead.complete = True
 
     def _check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool) -> None:
-        """Refuses here what one shard would refuse after others have applied it."""
+        """Refuses what one shard would refuse after others have applied it."""
         for g, ids in enumerate(wanted):
             limits_T = self._limits_G[g]
             scratch = np.empty(ids.ids.size, np.int64)
@@ -274,8 +271,8 @@ class FlightCluster(RemoteCluster):
         self._incarnation = secrets.randbits(63)
         self._unsettled.clear()
 
-    def _send_again(self, shard: RemoteShard) -> None:
-        """Has a replacement apply what the shard before had not told everybody."""
+    def _send_again(self, index: int) -> None:
+        shard = self.handles[index]
         if not self._unsettled or shard.state != "serving":
             return
         status = shard.ask("status", {"incarnation": self._incarnation, "world": self.world})
@@ -283,18 +280,11 @@ class FlightCluster(RemoteCluster):
             return  # its rows came from a repository since
         for number, routed, grads, lr in self._unsettled:
             if number > status["applied"]:
-                (blob,) = self._requests(
-                    PUSH, routed, grads, number=number, lr=lr, only=shard.index
-                )
+                (blob,) = self._requests(PUSH, routed, grads, number=number, lr=lr, only=index)
                 shard.send(blob, self.timing.deadline + self.timing.joining)
                 shard.receive()
 
     # -- details ---------------------------------------------------------------------------------
-
-    def _routed(self, wanted: Sequence[RowIds]) -> Routed:
-        if len(self.handles) == 1:
-            return [[(ids, np.arange(ids.ids.size))] for ids in wanted]
-        return [self._route(g, ids) for g, ids in enumerate(wanted)]
 
     def _requests(
         self,

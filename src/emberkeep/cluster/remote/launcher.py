@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.1
 
 
 class Launcher(Protocol):
-    """Who starts servers. A cluster asks for addresses, and for replacements."""
+    """Starts servers. A cluster asks it for addresses, and for replacements."""
 
     @property
     def count(self) -> int: ...
@@ -69,11 +69,11 @@ class FixedAddresses:
         while time.monotonic() < until:
             connection = Connection(address, self._security)
             try:
-                told, _ = connection.act("status", deadline=timedelta(seconds=2))
+                status, _ = connection.act("status", deadline=timedelta(seconds=2))
             except EmberkeepError:
                 pass
             else:
-                if told["life"] != life and not told["draining"]:
+                if status["life"] != life and not status["draining"]:
                     return address
             finally:
                 connection.close()

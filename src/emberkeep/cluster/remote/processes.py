@@ -1,4 +1,4 @@
-"""Clusters of shard servers: those of this machine, started and supervised here, or elsewhere."""
+"""Clusters of shard servers: started and supervised by this process, or by somebody else."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
@@ -47,14 +48,9 @@ class Servers:
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
-        if self.shards < 1:
-            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
+        check_size(self.shards, self.threads, self.parity)
         if self.spares < 0:
             raise ConfigError(f"spares must be 0 or more, not {self.spares}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be 1 or more, not {self.threads}")
-        if self.parity is not None:
-            self.parity.check_shards(self.shards)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         hosts = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
@@ -213,7 +209,7 @@ class _Process:
             stderr=subprocess.DEVNULL,
             text=True,
         )  # fmt: skip
-        self._told: dict[str, Any] | None = None
+        self._greeting: dict[str, Any] | None = None
 
     @property
     def pid(self) -> int:
@@ -228,7 +224,7 @@ class _Process:
 
     def _ready(self) -> dict[str, Any]:
         """What the server says when it listens."""
-        if self._told is None:
+        if self._greeting is None:
             assert self._process.stdout is not None
             # It writes one short line, whole.
             if not select.select([self._process.stdout], [], [], _START_SECONDS)[0]:
@@ -240,8 +236,8 @@ class _Process:
                     f"a shard server ended with {code} before it was ready: run emberkeep serve to "
                     "see why"
                 )
-            self._told = json.loads(line)
-        return self._told
+            self._greeting = json.loads(line)
+        return self._greeting
 
     def kill(self) -> None:
         """SIGKILL, and gone when this returns; a stopped process dies too."""

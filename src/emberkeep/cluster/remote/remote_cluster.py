@@ -1,6 +1,6 @@
 """Servers under one coordinator: their epochs, leases and parity, and how lost ones return.
 
-What is here knows nothing of pulls and pushes: `flight_cluster` carries those.
+Pulls and pushes are the business of `flight_cluster`.
 """
 
 from __future__ import annotations
@@ -9,32 +9,28 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy.typing as npt
-
-from emberkeep._types import I64, Json
-from emberkeep.cluster.base import Cluster, surviving
+from emberkeep._types import Json
+from emberkeep.cluster.base import surviving
+from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
 from emberkeep.erasure.codes import Parity
-from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
     ConfigError,
-    ParityLossError,
     PeerError,
     ServerError,
     ShardLostError,
     StateError,
 )
 from emberkeep.repository import Manifest, Repository
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
@@ -50,16 +46,15 @@ _POLL_SECONDS = 0.1
 _MOST_LOSSES = 8
 
 
-class RemoteCluster(Cluster):
+class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     """Shards on servers. The process that coordinates takes them over (`_take_over`), renews lost
     ones and keeps their parity; others follow.
 
-    Whoever carries rows says what becomes of requests under way: `_drop_ahead`, `_start_round` and
-    `_send_again`.
+    A subclass, which carries rows, says what becomes of requests under way: `_drop_ahead` and
+    `_start_round`.
     """
 
     shared = True
-    handles: list[RemoteShard]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -86,9 +81,6 @@ class RemoteCluster(Cluster):
         if self.tiered:
             raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
         self._threads = ThreadPoolExecutor(len(shards), "emberkeep-shard")
-        self._tracked = False
-        self._priority: Priority | None = None
-        self._protection: RemoteParity | None = None
         self._silent_since = 0.0
         self._coordinator = secrets.token_hex(8)
         self._leases: Leases | None = None
@@ -99,10 +91,6 @@ class RemoteCluster(Cluster):
 
     def _start_round(self) -> None:
         """Nothing of the pushes so far is left, or will be made again."""
-        raise NotImplementedError
-
-    def _send_again(self, shard: RemoteShard) -> None:
-        """Has a replacement apply what the shard before had not told everybody."""
         raise NotImplementedError
 
     # -- beginning and ending --------------------------------------------------------------------
@@ -127,18 +115,16 @@ class RemoteCluster(Cluster):
         until = time.monotonic() + 1.5 * self.timing.lease.total_seconds()
         while True:
             try:
-                statuses = self._at_once([partial(self._reach, shard) for shard in self.handles])
+                statuses = self._each([partial(self._reach, shard) for shard in self.handles])
                 epoch = 1 + max(status["epoch"] for status in statuses)
-                self._at_once(
-                    [partial(shard.admit, epoch, self._about()) for shard in self.handles]
-                )
+                self._each([partial(shard.admit, epoch, self._about()) for shard in self.handles])
                 break
             except ServerError:
                 # A coordinator that died holds the lease for a while; a server may be starting.
                 if time.monotonic() > until:
                     raise
                 time.sleep(_POLL_SECONDS)
-        self._at_once([shard.serve for shard in self.handles])
+        self._each([shard.serve for shard in self.handles])
         self._leases = Leases(self._coordinator, self.handles, self.security, self.timing)
         self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
 
@@ -173,7 +159,7 @@ class RemoteCluster(Cluster):
                 for shard in self.handles:
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.hosts.address(shard.index)))
-                        self._send_again(shard)
+                        self._send_again(shard.index)
             except ServerError:
                 pass
             if all(shard.state == "serving" for shard in self.handles):
@@ -209,19 +195,17 @@ class RemoteCluster(Cluster):
     # -- shards ----------------------------------------------------------------------------------
 
     def renew(self, *shards: int) -> None:
-        named = self._named(shards)
         if not self.coordinates:
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
         self._drop_ahead()
-        with self._push_lock:
-            if self._protection is None:
-                self._at_once([partial(self._renew, self.handles[i]) for i in named])
-            else:
-                self._protection.start_over(named, lambda i: self._renew(self.handles[i]))
-            if len(named) == len(self.handles):
-                self._start_round()  # full recovery: nothing of the old pushes is left
+        super().renew(*shards)
 
-    def _renew(self, shard: RemoteShard) -> None:
+    def _forget_pushes(self, shards: Collection[int]) -> None:
+        if len(shards) == len(self.handles):
+            self._start_round()  # full recovery: nothing of the old pushes is left
+
+    def _renew(self, index: int) -> None:
+        shard = self.handles[index]
         known, life = shard.epoch, shard.life
         assert self._leases is not None
         self._leases.rest(shard.index)
@@ -248,19 +232,6 @@ class RemoteCluster(Cluster):
         if not self.lost():
             self._settle_writes()
 
-    def _named(self, shards: Sequence[int]) -> list[int]:
-        for shard in shards:
-            if not 0 <= shard < len(self.handles):
-                raise ConfigError(
-                    f"there is no shard {shard}: there are 0..{len(self.handles) - 1}"
-                )
-        return sorted(set(shards))
-
-    def track(self, priority: Priority | None = None) -> None:
-        super().track(priority)
-        self._tracked = True
-        self._priority = priority or self._priority
-
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
@@ -269,7 +240,7 @@ class RemoteCluster(Cluster):
             return
         self._drop_ahead()
         self._present()
-        self._at_once(
+        self._each(
             [partial(shard.load_version, repository, chain, names) for shard in self.handles]
         )
         self._settle_writes()
@@ -280,12 +251,9 @@ class RemoteCluster(Cluster):
 
     def check_repository(self, url: str, repository: str) -> None:
         """Raises `ConfigError` unless every server finds the repository of that id there."""
-        self._at_once([partial(shard.check_repository, url, repository) for shard in self.handles])
+        self._each([partial(shard.check_repository, url, repository) for shard in self.handles])
 
     def _each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
-        return self._at_once(calls)
-
-    def _at_once(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
         """Makes all calls, each in a thread; raises the first error once all have ended, and names
         all shards that were lost."""
         if len(calls) == 1:
@@ -303,37 +271,28 @@ class RemoteCluster(Cluster):
     # -- parity ----------------------------------------------------------------------------------
 
     def protect(self, parity: Parity) -> None:
-        """Has servers keep parity of each other's rows: what was trained before is protected
-        before long. Workers other than the coordinator need not ask for it."""
-        parity.check_shards(len(self.handles))
-        if not self.coordinates:
-            return
-        with self._push_lock:
-            if self._protection is not None:
-                self._protection.spec.check_same(parity)
-                return
-            self._serving()
-            n = len(self.handles)
-            rows = [
-                max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
-                for group in self.groups
-            ]
-            self._protection = RemoteParity(
-                parity, self.handles, security=self.security, timing=self.timing,
-                stripes=[-(-count // parity.k) for count in rows], each=self._at_once,
-            )  # fmt: skip
+        """Has servers keep parity of each other's rows: rows that were trained before are
+        protected soon after. Workers other than the coordinator need not ask for it."""
+        if self.coordinates:
+            super().protect(parity)
+        else:
+            parity.check_shards(len(self.handles))
 
-    @property
-    def parity(self) -> ParityStatus | None:
-        """How well rows are protected; None without parity."""
-        return None if self._protection is None else self._protection.status()
+    def _new_protection(self, parity: Parity) -> RemoteParity:
+        n = len(self.handles)
+        rows = [
+            max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
+            for group in self.groups
+        ]
+        return RemoteParity(
+            parity, self.handles, security=self.security, timing=self.timing,
+            stripes=[-(-count // parity.k) for count in rows], each=self._each,
+        )  # fmt: skip
 
     @surviving
     def rebuild(self) -> None:
-        """Waits until all that was lost is back: rows and parity."""
+        super().rebuild()
         if self._protection is not None:
-            self._protection.flush()
-            self._protection.wait(lambda status: status.protected or bool(self.lost()))
             self._serving()
 
     def _from_parity(self) -> bool:
@@ -345,22 +304,12 @@ class RemoteCluster(Cluster):
             losses = 0
             while lost := self.lost():
                 try:
-                    protection.recover(lost, lambda i: self._renew(self.handles[i]))
-                    self._forgot = self._tracked
-                    for index in lost:
-                        self.handles[index].serve()
-                        self._send_again(self.handles[index])
-                except ParityLossError as error:
-                    # Rows that were on their way back went with the shards that had their parity.
-                    for index in protection.hopeless(lost):
-                        self.handles[index].state = "lost"
-                    warnings.warn(str(error), stacklevel=2)
-                    return False
+                    if not self._recovered(protection, lost):
+                        return False
                 except (ShardLostError, PeerError) as error:
-                    # One more was lost: all that are not whole are begun anew.
+                    # One more was lost: the recovery of all that are not whole starts over.
                     gone = error.shards if isinstance(error, ShardLostError) else ()
-                    for index in (*lost, *gone):
-                        self.handles[index].state = "lost"
+                    self._give_up((*lost, *gone))
                     for shard in self.handles:
                         if shard.state != "lost":
                             shard.alive()
@@ -374,6 +323,10 @@ class RemoteCluster(Cluster):
                         )
                         return False
             return True
+
+    def _give_up(self, shards: Sequence[int]) -> None:
+        for index in shards:
+            self.handles[index].state = "lost"
 
     def _await_peers(self, error: PeerError) -> None:
         dead = [shard.index for shard in self.handles if not shard.alive()]
@@ -401,25 +354,8 @@ class RemoteCluster(Cluster):
         self._serving()
         self._protection.flush()
 
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        super().install(table, ids, planes)
-        self._settle_writes()
-
-    def delete(self, table: str, ids: I64) -> int:
-        count = super().delete(table, ids)
-        self._settle_writes()
-        return count
-
-    def load_table_state(self, state: Json) -> None:
-        super().load_table_state(state)
-        self._settle_writes()
-
-    def clear(self) -> None:
-        super().clear()
-        self._settle_writes()
-
     @surviving
     def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
         if self._protection is not None:
-            self._protection.wait(lambda status: not status.missing_rows or bool(self.lost()))
+            self._protection.wait(lambda status: not status.missing_rows or status.lost_shards > 0)
         return super().freeze(since, buffer_nbytes)

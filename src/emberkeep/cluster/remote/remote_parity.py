@@ -28,7 +28,7 @@ class RemoteParity:
     """The parity of a cluster of servers: who takes part, and what is done when some are lost.
 
     Servers talk to each other; what goes through this process are decisions, and the marks of
-    lost rows. Whatever raises `ShardLostError` may be begun anew with more shards lost.
+    lost rows. A call that raises `ShardLostError` may be repeated with more shards lost.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class RemoteParity:
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
     ) -> None:
-        spec.check_shards(len(shards))
         self.spec = spec
         self.placement = Placement(len(shards), spec.k, spec.r)
         self.recoveries = 0
@@ -69,19 +68,18 @@ class RemoteParity:
         for source in trained:
             for host in self.placement.hosts(source):
                 guards[host].host.refill(source)
-        self._tell_directory()
+        self._send_directory()
 
     def _protect(
         self, index: int, start: tuple[int, Point] | None = None, *, lost: bool = False,
         complete: bool = True,
     ) -> PeerMember:  # fmt: skip
         shard = self._shards[index]
-        told = None if start is None else {"number": start[0], **pack_point(start[1])}
         shard.ask(
             "protect",
             {
                 "parity": asdict(self.spec),
-                "start": told,
+                "start": start and {"number": start[0], **pack_point(start[1])},
                 "lost": lost,
                 "complete": complete,
                 "deadline_seconds": self._timing.deadline.total_seconds(),
@@ -92,7 +90,7 @@ class RemoteParity:
         guard.hosts = self._peers
         return guard
 
-    def _tell_directory(self) -> None:
+    def _send_directory(self) -> None:
         peers = [peer.to_json() for peer in self._peers.values()]
         self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.guards])
 
@@ -111,7 +109,7 @@ class RemoteParity:
             return self._protect(index, (number, point), lost=True, complete=False)
 
         self.rebuilder.recover(lost, replace)
-        self._tell_directory()
+        self._send_directory()
         self.rebuilder.recover_marks()
         self.recoveries += len(lost)
 
@@ -124,15 +122,7 @@ class RemoteParity:
             return self._protect(index, complete=False)
 
         self.rebuilder.start_over(shards, replace)
-        self._tell_directory()
-
-    def hopeless(self, lost: Collection[int]) -> list[int]:
-        """Shards whose missing rows went with those that are lost now."""
-        return [
-            guard.index
-            for guard in self.rebuilder.guards
-            if guard.index not in lost and any(guard.standing().lost_K)
-        ]
+        self._send_directory()
 
     def _put_aside(self, index: int) -> None:
         self.rebuilder.guards[index].close()
@@ -146,6 +136,11 @@ class RemoteParity:
     def flush(self) -> None:
         """After a write that nobody would send again: every host holds it now."""
         self._each([partial(guard.ask, "flush") for guard in self.rebuilder.guards])
+
+    def rebuild(self) -> None:
+        """Returns when all rows and all parity are back, or a shard was lost."""
+        self.flush()
+        self.wait(lambda status: status.protected or status.lost_shards > 0)
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
         """Returns when servers have brought enough back, which they hurry to do."""
@@ -162,15 +157,16 @@ class RemoteParity:
             guard.close()
 
     def status(self) -> ParityStatus:
-        """As the servers tell it that are not known to be lost."""
+        """As reported by the servers that are not known to be lost."""
         serving = [shard for shard in self._shards if shard.state != "lost"]
-        told = self._each([shard.told for shard in serving])
-        for shard, its in zip(serving, told, strict=True):
-            if "parity" in its:
-                self._known[shard.index] = its["parity"]
+        replies = self._each([shard.status for shard in serving])
+        for shard, status in zip(serving, replies, strict=True):
+            if "parity" in status:
+                self._known[shard.index] = status["parity"]
 
         def total(name: str) -> int:
-            return self._counted.get(name, 0) + sum(int(i[name]) for i in self._known.values())
+            counts = (int(known[name]) for known in self._known.values())
+            return self._counted.get(name, 0) + sum(counts)
 
         return ParityStatus(
             k=self.spec.k,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import F32, I64, U8, Json, Planes, RowIds
+from emberkeep._types import I64, U8, Json, Planes
 from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
@@ -127,7 +127,7 @@ class RemoteShard:
         """An action that needs no rows, and its answer."""
         return self._act(kind, header)[0]
 
-    def told(self) -> Json:
+    def status(self) -> Json:
         """What the server says of itself; nothing where it is lost."""
         try:
             return self._act("status")[0]
@@ -138,8 +138,9 @@ class RemoteShard:
         """Whether the server still is what it was; a shard that is not is lost."""
         with self._lock:
             try:
-                told, _ = self._open().act("status", deadline=min(self._timing.deadline, _GREETING))
-                same = bool(told["life"] == self.life and told["epoch"] == self.epoch)
+                deadline = min(self._timing.deadline, _GREETING)
+                status, _ = self._open().act("status", deadline=deadline)
+                same = bool(status["life"] == self.life and status["epoch"] == self.epoch)
             except ServerError:
                 same = False
             if not same:
@@ -214,15 +215,6 @@ class RemoteShard:
         if self._waiting:
             self.disconnect()
 
-    def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
-        raise NotImplementedError("rows of servers are pulled by their cluster, from all at once")
-
-    def check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool = False) -> Any:
-        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
-
-    def apply(self, checked: Any, lr: float) -> None:
-        raise NotImplementedError("rows of servers are pushed by their cluster, to all at once")
-
     # -- rows ------------------------------------------------------------------------------------
 
     def read(self, table: str, ids: I64) -> Planes:
@@ -230,12 +222,12 @@ class RemoteShard:
 
     def read_all(self, table: str) -> tuple[I64, Planes]:
         frames = self._all("read_all", {"table": table})
-        planes = {name: np.concatenate([its[name] for its in frames]) for name in frames[0]}
+        planes = {name: np.concatenate([frame[name] for frame in frames]) for name in frames[0]}
         return planes.pop(""), planes
 
     def touched_ids(self, table: str) -> I64:
         frames = self._all("touched_ids", {"table": table})
-        return np.concatenate([its["ids"] for its in frames])
+        return np.concatenate([frame["ids"] for frame in frames])
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
@@ -329,12 +321,12 @@ class RemoteShard:
     ) -> list[tuple[Json, Arrays]]:  # fmt: skip
         if self.state == "lost" or (serving and self.state != "serving"):
             raise ShardLostError((self.index,))
-        told = {**(header or {}), "epoch": self.epoch}
+        header = {**(header or {}), "epoch": self.epoch}
         with self._lock:
             deadline = self._timing.bulk if kind in _BULK else self._timing.deadline
             for attempt in (1, 2):
                 try:
-                    return list(self._open().stream(kind, told, arrays, deadline=deadline))
+                    return list(self._open().stream(kind, header, arrays, deadline=deadline))
                 except ServerError:
                     if attempt == 2:
                         raise
@@ -343,20 +335,27 @@ class RemoteShard:
 
     def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
         """Starts long work on the server and asks until it has ended, each time on a deadline."""
-        told = {**header, "epoch": self.epoch}
-        connection = Connection(self.address, self._security)
+        header = {**header, "epoch": self.epoch}
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
-        try:
-            connection.act(kind, told, deadline=deadline)
+        with self.dialed() as connection:
+            connection.act(kind, header, deadline=deadline)
             while True:
-                answer, _ = connection.act("work", told, deadline=deadline)
+                answer, _ = connection.act("work", header, deadline=deadline)
                 if answer["done"]:
                     return answer
                 if cancelled.is_set():
-                    connection.act("cancel", told, deadline=deadline)
+                    connection.act("cancel", header, deadline=deadline)
                     raise CancelledError(f"the work of shard {self.index} was given up")
                 time.sleep(pause)
                 pause = min(_POLL_SECONDS[1], pause * 1.5)
+
+    @contextmanager
+    def dialed(self) -> Iterator[Connection]:
+        """Another connection to the server, for as long as the body lasts; `ShardLostError` where
+        it does not answer."""
+        connection = Connection(self.address, self._security)
+        try:
+            yield connection
         except ServerError:
             raise ShardLostError((self.index,)) from None
         finally:
@@ -364,7 +363,7 @@ class RemoteShard:
 
 
 class RemoteRows:
-    """The frozen rows of a server: it writes them to the store itself, or sends them here."""
+    """The frozen rows of a server: it writes them to the store itself, or sends them."""
 
     def __init__(self, shard: RemoteShard) -> None:
         self._shard = shard
@@ -400,33 +399,26 @@ class RemoteRows:
         shard = self._shard
         if shard.epoch != self._epoch:
             raise ShardLostError((shard.index,))
-        connection = Connection(shard.address, shard._security)
-        try:
-            for told, arrays in connection.stream("chunks", header, deadline=shard._timing.bulk):
+        with shard.dialed() as connection:
+            for about, arrays in connection.stream("chunks", header, deadline=shard._timing.bulk):
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("the snapshot was cancelled for a newer one")
                 ids = arrays.pop("")
-                table = str(self._names.get(told["table"], told["table"]))
-                yield Chunk(table, ids, None if told["tombstones"] else arrays)
-        except ServerError:
-            raise ShardLostError((shard.index,)) from None
-        finally:
-            connection.close()
+                table = str(self._names.get(about["table"], about["table"]))
+                yield Chunk(table, ids, None if about["tombstones"] else arrays)
 
     def close(self, advanced: Collection[str]) -> None:
         shard = self._shard
         if shard.epoch != self._epoch or shard.state == "lost":
             return
         header = {"epoch": self._epoch, "advanced": list(advanced)}
-        connection = Connection(shard.address, shard._security)
-        try:
+        # A server that does not answer is gone, and its cursors with it, or the next freeze puts
+        # the rows back: a row that is saved once too often is no harm.
+        with (
+            suppress(ServerError),
+            closing(Connection(shard.address, shard._security)) as connection,
+        ):
             connection.act("close", header, deadline=shard._timing.deadline)
-        except ServerError:
-            # Either it is gone, and its cursors with it, or the next freeze puts the rows back:
-            # a row that is saved once too often is no harm.
-            return
-        finally:
-            connection.close()
 
 
 def is_shared(url: str) -> bool:

@@ -1,5 +1,5 @@
 """Which Ray is meant, whether it answers, and a Ray of this machine that outlives the command
-which started it. Nothing here loads Ray: its own attempts to connect take minutes to fail."""
+which started it. Ray itself is not loaded: its attempts to connect take minutes to fail."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _alive(pid: int) -> bool:
 
 def _new_token() -> dict[str, str]:
     """A token of its own for a Ray that is about to start, unless its user has decided already:
-    whoever may speak to it can run code here."""
+    a process that may speak to it can run code on this machine."""
     if _AUTH_MODE in os.environ:
         return {}
     _token().unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Shard servers placed, supervised and restarted by Ray; rows travel over Flight as elsewhere.
+"""Shard servers placed, supervised and restarted by Ray; rows travel over Flight.
 
 Each server is an actor with a name: spread over the nodes, restarted wherever there is room when
 its process dies, found by its name. Workers of a job find the servers the same way.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
@@ -44,7 +45,7 @@ class RayCluster:
     - `cpus` is what each server reserves.
     - With a certificate and a token in `security` servers listen on the address of their node;
       without, on the loopback interface, which several nodes are refused. Servers that are up
-      already tell who is in the Ray cluster how to reach them.
+      already let processes of the Ray cluster know how to reach them.
     - `rank` of `world` makes this process one of several that train together, synchronously.
     - With `parity`, servers that die come back from the others, with every row as it was. Each
       server gets a node of its own where there are enough; a warning says where there are not.
@@ -62,12 +63,10 @@ class RayCluster:
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
-        if self.parity is not None and self.shards is not None:
-            self.parity.check_shards(self.shards)
-        if self.shards is None and self.name is None:
+        if self.shards is not None:
+            check_size(self.shards, parity=self.parity)
+        elif self.name is None:
             raise ConfigError("ray_cluster() needs shards=, or the name= of a cluster that is up")
-        if self.shards is not None and self.shards < 1:
-            raise ConfigError(f"a cluster has 1 shard or more, not {self.shards}")
         if self.cpus < 0:
             raise ConfigError(f"cpus must be 0 or more, not {self.cpus:g}")
         if not 0 <= self.rank < self.world:
@@ -95,7 +94,7 @@ class RayCluster:
                         f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
                     )
                 if self.parity is not None:
-                    _apart(self.parity, len(found))
+                    _check_nodes(self.parity, len(found))
                 return RayLauncher(found)
             if self.shards is None:
                 raise ConfigError(
@@ -104,15 +103,15 @@ class RayCluster:
                 )
         assert self.shards is not None
         name = self.name or f"run-{uuid.uuid4().hex[:8]}"
-        apart = self.parity is not None and _apart(self.parity, self.shards)
+        own_nodes = self.parity is not None and _check_nodes(self.parity, self.shards)
         actors = start(
             self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
-            apart=apart,
+            own_nodes=own_nodes,
         )  # fmt: skip
         return RayLauncher(actors, owned=True)
 
 
-def _apart(parity: Parity, shards: int) -> bool:
+def _check_nodes(parity: Parity, shards: int) -> bool:
     """Whether every server gets a node of its own; where nodes are too few for that, says so."""
     nodes = sum(bool(node["Alive"]) for node in _ray().nodes())
     together = -(-shards // nodes)
@@ -163,7 +162,7 @@ class _Host:
         self._security = security.of_client()
 
     def security(self) -> Security:
-        """What clients bring. Whoever may ask can run code on every node anyway."""
+        """What clients bring. A process that may ask can run code on every node anyway."""
         return self._security
 
     def where(self) -> tuple[str, str, int]:
@@ -173,7 +172,7 @@ class _Host:
 
 def ensure_ray(address: str | None) -> None:
     """Connects to Ray: to the cluster at `address`, or to a local one that is started for this
-    process; whoever is connected already stays so."""
+    process; one that is connected already stays so."""
     if "ray" in sys.modules and _ray().is_initialized():
         return
     if address is not None:
@@ -208,10 +207,10 @@ def start(
     threads: int | None,
     security: Security,
     detached: bool = False,
-    apart: bool = False,
+    own_nodes: bool = False,
 ) -> list[Any]:
-    """Starts servers, spread over the nodes; `apart`, each on a node of its own. `detached` ones
-    outlive this process."""
+    """Starts servers, spread over the nodes; with `own_nodes`, each on a node of its own.
+    `detached` ones outlive this process."""
     ray = _ray()
     if find(name):
         raise ConfigError(
@@ -236,7 +235,7 @@ def start(
     carried = security.carried()
     actors: list[Any] = []
     try:
-        places = _nodes_apart(shards, cpus, detached) if apart else ["SPREAD"] * shards
+        places = _places(shards, cpus, detached) if own_nodes else ["SPREAD"] * shards
         actors += [
             kind.options(
                 name=f"{name}/{shard}", scheduling_strategy=places[shard], **options
@@ -259,7 +258,7 @@ def start(
     return actors
 
 
-def _nodes_apart(shards: int, cpus: float, detached: bool) -> list[Any]:
+def _places(shards: int, cpus: float, detached: bool) -> list[Any]:
     """A place on a different node for each server; also for one that is started again."""
     ray = _ray()
     group = ray.util.placement_group(
@@ -280,25 +279,20 @@ class _NodeHost(_Host):
 
 def find(name: str) -> list[Any]:
     """The servers of a cluster by name, in shard order; none if there is no such cluster."""
-    ray = _ray()
-    found = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        at, slash, shard = actor["name"].rpartition("/")
-        if actor["namespace"] == NAMESPACE and slash and at == name and shard.isdigit():
-            found[int(shard)] = ray.get_actor(actor["name"], namespace=NAMESPACE)
-    return [found[shard] for shard in sorted(found)]
+    shards = sorted(int(shard) for at, shard in _named_actors() if at == name and shard.isdigit())
+    return [_ray().get_actor(f"{name}/{shard}", namespace=NAMESPACE) for shard in shards]
 
 
 def clusters() -> list[str]:
     """The names of all clusters that are up on this Ray."""
-    ray = _ray()
-    return sorted(
-        {
-            actor["name"].rpartition("/")[0]
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == NAMESPACE and "/" in actor["name"]
-        }
-    )
+    return sorted({name for name, _ in _named_actors()})
+
+
+def _named_actors() -> list[tuple[str, str]]:
+    """Name of the cluster and shard of all servers on this Ray."""
+    actors = _ray().util.list_named_actors(all_namespaces=True)
+    names = [actor["name"].rpartition("/") for actor in actors if actor["namespace"] == NAMESPACE]
+    return [(name, shard) for name, slash, shard in names if slash]
 
 
 def disconnect() -> None:
@@ -372,16 +366,16 @@ class RayLauncher:
 
 
 class _Box:
-    """Where a worker leaves what it has to say: Ray Train hands no results over by itself."""
+    """Where a worker leaves its result: Ray Train hands none over by itself."""
 
     def __init__(self) -> None:
-        self._told: dict[str, Any] = {}
+        self._result: dict[str, Any] = {}
 
-    def put(self, told: dict[str, Any]) -> None:
-        self._told = told
+    def put(self, result: dict[str, Any]) -> None:
+        self._result = result
 
     def get(self) -> dict[str, Any]:
-        return self._told
+        return self._result
 
 
 def run_workers(
@@ -418,13 +412,13 @@ def run_workers(
             trainer.fit()
         except Exception as error:
             raise ServerError(f"the workers failed: {_reason(error)}") from error
-    told: dict[str, Any] = ray.get(box.get.remote())
-    return told
+    result: dict[str, Any] = ray.get(box.get.remote())
+    return result
 
 
-def report(config: dict[str, Any], told: dict[str, Any]) -> None:
-    """What a worker has to say at its end: plain values."""
-    _ray().get(config["box"].put.remote(told))
+def report(config: dict[str, Any], result: dict[str, Any]) -> None:
+    """Hands over the result of a worker: plain values."""
+    _ray().get(config["box"].put.remote(result))
 
 
 def place() -> tuple[int, int]:
@@ -461,14 +455,14 @@ def _ray() -> Any:
 
 def _environment(threads: int | None) -> dict[str, str]:
     """What servers need to know of this process: where its own sources are."""
-    told = {"EMBERKEEP_QUIET": "1", "OMP_NUM_THREADS": "1"}
+    variables = {"EMBERKEEP_QUIET": "1", "OMP_NUM_THREADS": "1"}
     source = str(Path(__file__).parent.parent.parent)
-    told["PYTHONPATH"] = os.pathsep.join(
+    variables["PYTHONPATH"] = os.pathsep.join(
         part for part in (source, os.environ.get("PYTHONPATH", "")) if part
     )
     if threads is not None:
-        told["EMBERKEEP_THREADS"] = str(threads)
-    return told
+        variables["EMBERKEEP_THREADS"] = str(threads)
+    return variables
 
 
 def _reason(error: BaseException) -> str:
