@@ -39,7 +39,7 @@ from _common import RESULTS, Options, options, report
 from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
-from emberkeep.checkpoint import SaveSettings, VersionSpec
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.data import skewed_ids
 from emberkeep.data.synthetic import field_rows
 from emberkeep.keeper import Keeper
@@ -219,8 +219,8 @@ def history(
 def settle(keeper: Keeper) -> None:
     """Waits until rows stand where they are to stay, which a training loop never has to."""
     keeper.wait()
-    assert keeper._checkpointer is not None
-    keeper._checkpointer.settle()
+    assert isinstance(keeper._saver, Checkpointer)
+    keeper._saver.settle()
 
 
 def restore(run: Run, path: Path, number: int | None, *, cold: bool) -> tuple[float, CountingStore]:
