@@ -51,6 +51,7 @@ class _Saving:
 
     step: int
     pause_ms: float = 0.0
+    nbytes: int = 0
     cancelled: bool = False
     copied: Future[None] = field(default_factory=Future)
     committed: Future[DurableStep] = field(default_factory=Future)
@@ -126,7 +127,7 @@ class TierSaver:
         try:
             self._worker.do(
                 partial(self._finish, saving, prepared, state.dense, beside),
-                lambda _error: saving.ended.set(),
+                partial(self._ended, saving, time.monotonic()),
             )
         except BaseException:  # the system has no thread to give: nobody would ever commit
             with suppress(EmberkeepError):
@@ -142,28 +143,33 @@ class TierSaver:
     def _finish(
         self, saving: _Saving, prepared: list[Future[Any]], dense: Packed, beside: Packed
     ) -> None:
-        name, started = _name(saving.step), time.monotonic()
+        name = _name(saving.step)
+        for future in prepared:
+            future.result()
+        saving.copied.set_result(None)
+        content = tier_state.encode(name, dense, beside)
+        saving.nbytes = sum(len(piece) for piece in content)
+        with self._deciding:
+            if saving.cancelled:
+                raise CancelledError(f"the checkpoint of step {saving.step} was given up")
+            self._state.put(name, content)
+            self._cluster.commit_tiers()
+        states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
+        self._state.delete([other for other in states if other != name])
+
+    def _ended(self, saving: _Saving, started: float, error: BaseException | None) -> None:
         try:
-            for future in prepared:
-                future.result()
-            saving.copied.set_result(None)
-            content = tier_state.encode(name, dense, beside)
-            with self._deciding:
-                if saving.cancelled:
-                    raise CancelledError(f"the checkpoint of step {saving.step} was given up")
-                self._state.put(name, content)
-                self._cluster.commit_tiers()
-            states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
-            self._state.delete([other for other in states if other != name])
-        except BaseException as error:
-            self._failed(saving, error)
-            return
-        saving.committed.set_result(DurableStep(saving.step))
-        self._tell("saved", {
-            "version": None, "step": saving.step, "kind": "tier",
-            "nbytes": sum(len(piece) for piece in content), "pause_ms": saving.pause_ms,
-            "commit_ms": (time.monotonic() - started) * 1e3,
-        })  # fmt: skip
+            if error is not None:
+                self._failed(saving, error)
+                return
+            saving.committed.set_result(DurableStep(saving.step))
+            self._tell("saved", {
+                "version": None, "step": saving.step, "kind": "tier",
+                "nbytes": saving.nbytes, "pause_ms": saving.pause_ms,
+                "commit_ms": (time.monotonic() - started) * 1e3,
+            })  # fmt: skip
+        finally:
+            saving.ended.set()
 
     def _failed(self, saving: _Saving, error: BaseException) -> None:
         with self._deciding, suppress(EmberkeepError):  # the next checkpoint tries again
