@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -456,7 +457,7 @@ def _ray() -> Any:
 def _environment(threads: int | None) -> dict[str, str]:
     """What servers need to know of this process: where its own sources are."""
     variables = {"EMBERKEEP_QUIET": "1", "OMP_NUM_THREADS": "1"}
-    source = str(Path(__file__).parent.parent.parent)
+    source = str(Path(str(files("emberkeep"))).parent)
     variables["PYTHONPATH"] = os.pathsep.join(
         part for part in (source, os.environ.get("PYTHONPATH", "")) if part
     )
