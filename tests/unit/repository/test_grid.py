@@ -209,7 +209,7 @@ def test_rows_are_scattered_whatever_their_width_and_place(dim: int, offset: int
     places, rows = random.permutation(700)[:500], random.integers(0, 900, 500)
     values = random.standard_normal((900, dim)).astype(np.float32)
     for start, stop in ((0, 3), (3, 190), (190, 500)):
-        scatter.scatter_apart(start, stop, values, rows, places, plane)
+        scatter.scatter_rows(start, stop, values, rows, places, plane)
     expected[places] = values[rows]
     assert plane.tobytes() == expected.tobytes()
     for start, stop in ((0, 65), (65, 65), (65, 500)):
