@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -43,6 +43,8 @@ NOW = timedelta(0)
 
 class Scene:
     """A repository with four versions, of which the second builds on the first, and its writer."""
+
+    refusals: tuple[type[Exception], ...] = (FencedError, NoVersionError)
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -83,6 +85,8 @@ class Scene:
 
 
 Action = Callable[[Scene, BlobStore], object]
+AnyScene = TypeVar("AnyScene", "Scene", "GridScene")
+Acts = Callable[[AnyScene, BlobStore], object]
 
 
 def gc(writer: Writer, keep: int = 1) -> None:
@@ -148,17 +152,16 @@ FIRST: list[Action] = [saves, saves_chained, collects]
 SECOND: list[Action] = [takes_over, takes_over_and_keeps, pins, tags]
 
 
-def run_pair(actions: tuple[Action, Action], stints: Any) -> list[int]:
-    scene = Scene()
+def run_pair(kind: type[AnyScene], actions: Sequence[Acts[AnyScene]], stints: Any) -> list[int]:
+    """Two processes on a new scene under one schedule; how many operations each performed."""
+    scene = kind()
 
-    def process(action: Action) -> Callable[[BlobStore], object]:
+    def process(action: Acts[AnyScene]) -> Callable[[BlobStore], object]:
         return lambda store: action(scene, store)
 
     outcomes = Interleaving(scene.store, [process(action) for action in actions], stints).run()
     for outcome in outcomes:
-        if outcome.error is not None and not isinstance(
-            outcome.error, FencedError | NoVersionError
-        ):
+        if outcome.error is not None and not isinstance(outcome.error, kind.refusals):
             raise outcome.error
     scene.check()
     return [outcome.operations for outcome in outcomes]
@@ -169,6 +172,8 @@ def run_pair(actions: tuple[Action, Action], stints: Any) -> list[int]:
 
 class GridScene:
     """A grid of four versions, the second one tagged, that a writer has extracted in part."""
+
+    refusals = (*Scene.refusals, StaleError)
 
     def __init__(self) -> None:
         self.world = World(5, Grid(ratio=0.1))
@@ -244,28 +249,12 @@ GRID_FIRST: list[GridAction] = [grid_goes_on, grid_extracts]
 GRID_SECOND: list[GridAction] = [resumes_old, resumes_newest]
 
 
-def run_grid_pair(actions: tuple[GridAction, GridAction], stints: Any) -> list[int]:
-    scene = GridScene()
-
-    def process(action: GridAction) -> Callable[[BlobStore], object]:
-        return lambda store: action(scene, store)
-
-    outcomes = Interleaving(scene.store, [process(action) for action in actions], stints).run()
-    for outcome in outcomes:
-        if outcome.error is not None and not isinstance(
-            outcome.error, FencedError | NoVersionError | StaleError
-        ):
-            raise outcome.error
-    scene.check()
-    return [outcome.operations for outcome in outcomes]
-
-
 @pytest.mark.parametrize("second", GRID_SECOND, ids=lambda action: action.__name__)
 @pytest.mark.parametrize("first", GRID_FIRST, ids=lambda action: action.__name__)
 def test_grids_under_schedules_of_two_preemptions(first: GridAction, second: GridAction) -> None:
-    counts = run_grid_pair((first, second), [])
+    counts = run_pair(GridScene, (first, second), [])
     for stints in random.Random(8).sample(list(schedules(counts, 2)), 40):
-        run_grid_pair((first, second), stints)
+        run_pair(GridScene, (first, second), stints)
 
 
 @pytest.mark.soak
@@ -274,24 +263,24 @@ def test_grids_under_schedules_of_two_preemptions(first: GridAction, second: Gri
 def test_grids_under_every_schedule_of_two_preemptions(
     first: GridAction, second: GridAction
 ) -> None:
-    for stints in schedules(run_grid_pair((first, second), []), 2):
-        run_grid_pair((first, second), stints)
+    for stints in schedules(run_pair(GridScene, (first, second), []), 2):
+        run_pair(GridScene, (first, second), stints)
 
 
 @pytest.mark.parametrize("second", SECOND, ids=lambda action: action.__name__)
 @pytest.mark.parametrize("first", FIRST, ids=lambda action: action.__name__)
 def test_pairs_under_schedules_of_two_preemptions(first: Action, second: Action) -> None:
     """One preemption at every operation, and a seeded sample of two."""
-    counts = run_pair((first, second), [])
+    counts = run_pair(Scene, (first, second), [])
     one = list(schedules(counts, 1))
     two = list(schedules(counts, 2))[len(one) :]
     for stints in [*one, *random.Random(7).sample(two, min(60, len(two)))]:
-        run_pair((first, second), stints)
+        run_pair(Scene, (first, second), stints)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("second", SECOND, ids=lambda action: action.__name__)
 @pytest.mark.parametrize("first", FIRST, ids=lambda action: action.__name__)
 def test_pairs_under_every_schedule_of_two_preemptions(first: Action, second: Action) -> None:
-    for stints in schedules(run_pair((first, second), []), 2):
-        run_pair((first, second), stints)
+    for stints in schedules(run_pair(Scene, (first, second), []), 2):
+        run_pair(Scene, (first, second), stints)
