@@ -19,13 +19,13 @@ from typing import TypeVar
 
 from emberkeep.errors import DeadlineError, StoppedError
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import be_nice
 
 _F = TypeVar("_F", bound=Callable[..., object])
 Step = Callable[[], float | None]
 Task = Callable[[], object]
 Ended = Callable[[BaseException | None], object]
-Wait = Callable[[threading.Condition, Callable[[], bool], float | None], bool]
 
 _PATIENCE = timedelta(minutes=1)
 _PATIENCE_AT_EXIT = 2.0
@@ -82,12 +82,14 @@ class Worker:
         nice: int = 0,
         on_error: Callable[[BaseException], object] | None = None,
         retry: Retry | None = None,
-        wait: Wait = threading.Condition.wait_for,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
+        self._clock = clock
         self._make = partial(
-            _Thread, name, nice, step and _weakly(step), on_error and _weakly(on_error), retry, wait
-        )
+            _Thread, name, nice, step and _weakly(step), on_error and _weakly(on_error), retry,
+            clock,
+        )  # fmt: skip
         self._renew(threading.Condition())
 
     def _renew(self, changed: threading.Condition) -> None:
@@ -158,7 +160,9 @@ class Worker:
     def wait(self, until: Callable[[], bool], what: str, deadline: timedelta) -> None:
         """Returns once `until` holds, which is looked at whenever `changed` is notified."""
         with self.changed:
-            if not self.changed.wait_for(lambda: until() or self.stopped, deadline.total_seconds()):
+            if not self._clock.wait_for(
+                self.changed, lambda: until() or self.stopped, deadline.total_seconds()
+            ):
                 raise DeadlineError(
                     f"waited {deadline.total_seconds():g} s for {what}, which {self.name} has not "
                     "done; it is still at work, or hangs: look at what it works on, and try again"
@@ -199,7 +203,7 @@ class _Thread(threading.Thread):
         step: Callable[[], Step | None] | None,
         on_error: Callable[[], Callable[[BaseException], object] | None] | None,
         retry: Retry | None,
-        wait: Wait,
+        clock: Clock,
         changed: threading.Condition,
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -210,7 +214,7 @@ class _Thread(threading.Thread):
         self.failed_since: float | None = None
         self._failures = 0
         self._nice, self._step, self._on_error = nice, step, on_error
-        self._retry, self._wait = retry, wait
+        self._retry, self._clock = retry, clock
 
     def begin(self) -> None:
         self.start()
@@ -237,7 +241,7 @@ class _Thread(threading.Thread):
         """Waits until there is something to do; whether there is."""
         with self.changed:
             if seconds != 0:
-                self._wait(
+                self._clock.wait_for(
                     self.changed, lambda: bool(self.woken or self.tasks or self.ending), seconds
                 )
             self.woken = False
@@ -290,7 +294,7 @@ class _Thread(threading.Thread):
         with self.changed:
             self._failures += 1
             self.error = _without_locals(error)
-            self.failed_since = self.failed_since or time.time()
+            self.failed_since = self.failed_since or self._clock.now().timestamp()
             if final:
                 self.stopped = self.ending = True
         background_failures.count(self.name)
@@ -308,8 +312,8 @@ class _Thread(threading.Thread):
     def _back_off(self, retry: Retry) -> None:
         first, pause = retry.first.total_seconds(), retry.pause(self._failures)
         with self.changed:
-            if not self._wait(self.changed, lambda: self.ending, first):
-                self._wait(self.changed, lambda: self.ending or self.woken, pause - first)
+            if not self._clock.wait_for(self.changed, lambda: self.ending, first):
+                self._clock.wait_for(self.changed, lambda: self.ending or self.woken, pause - first)
 
 
 _threads: set[_Thread] = set()

@@ -17,6 +17,7 @@ import pytest
 from emberkeep.errors import DeadlineError, StoppedError
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SystemClock
 
 ERRORS = [MemoryError, OSError, IndexError, KeyboardInterrupt, SystemExit]
 
@@ -114,11 +115,19 @@ def test_a_forgotten_worker_takes_its_thread_with_it() -> None:
 SOON = timedelta(seconds=60)
 
 
-def at_once(
-    condition: threading.Condition, until: Callable[[], bool], seconds: float | None
-) -> bool:
-    """Waits for what is asked for, and never for the time to pass."""
-    return condition.wait_for(until) if seconds is None else until()
+class Impatient(SystemClock):
+    """Waits for what is asked for, and never for a pause to pass; knows the pauses."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    def wait_for(
+        self, changed: threading.Condition, until: Callable[[], bool], seconds: float | None
+    ) -> bool:
+        if seconds is None or seconds == SOON.total_seconds():
+            return super().wait_for(changed, until, seconds)
+        self.pauses.append(round(seconds, 3))
+        return until()
 
 
 class Owner:
@@ -170,17 +179,9 @@ def test_an_error_of_any_kind_stops_a_loop_and_is_shown_everywhere(
 
 
 def test_steps_are_repeated_up_to_a_limit_with_pauses_that_double() -> None:
-    pauses: list[float] = []
-
-    def wait(
-        condition: threading.Condition, until: Callable[[], bool], seconds: float | None
-    ) -> bool:
-        if seconds is not None:
-            pauses.append(round(seconds, 3))
-        return at_once(condition, until, seconds)
-
+    clock = Impatient()
     retry = Retry(limit=3, first=timedelta(seconds=1), most=timedelta(seconds=3))
-    owner = Owner(OSError(), OSError(), None, *[MemoryError("m")] * 4, retry=retry, wait=wait)
+    owner = Owner(OSError(), OSError(), None, *[MemoryError("m")] * 4, retry=retry, clock=clock)
     owner.worker.wake()
     owner.worker.wait(lambda: owner.steps == 3 and owner.worker.error is None, "well again", SOON)
     assert owner.worker.failed_since is None
@@ -188,7 +189,7 @@ def test_steps_are_repeated_up_to_a_limit_with_pauses_that_double() -> None:
     with pytest.raises(StoppedError, match="MemoryError: m"):
         owner.worker.wait(lambda: False, "what never comes", SOON)
     assert owner.steps == 7
-    assert pauses == [1, 0, 1, 1, 1, 0, 1, 1, 1, 2]
+    assert clock.pauses == [1, 0, 1, 1, 1, 0, 1, 1, 1, 2]
     assert len(owner.errors) == 6
 
 
