@@ -1,9 +1,9 @@
-"""Checkpoints that a tier makes by itself: rows stay in its files, everything else goes beside.
+"""Checkpoints that tiers make by themselves: rows stay in their files, all else goes beside.
 
 A request returns at once. While training goes on, upkeep brings the rows of that batch to the
 files and each file *prepares* the batch; then dense state, optimizers and the reader's place are
-stored below the tier, and only then every file *commits*. Whatever ends the process in between,
-all of them come back at the same batch.
+stored below the first tier, and only then every file *commits*. Whatever ends the process in
+between, all files of all tiers come back at the same batch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Saving:
 
 
 class TierSaver:
-    """Keeps a run in the tier that holds its rows. One step is durable, the newest one.
+    """Keeps a run in the tiers that hold its rows. One step is durable, the newest one.
 
     What makes a checkpoint fail is raised by the next call: a file that could not be written has
     ended its shard.
@@ -71,9 +71,11 @@ class TierSaver:
         self, parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear
     ) -> None:
         _check_strategy(strategy)
-        self._cluster, path = _tiered(parts)
-        self._state = LocalStore(os.path.join(path, "state"))
-        self.url = path
+        (self._cluster, *self._beside), self._paths = _tiered(parts)
+        # That of the tier which decides for all: the place of what belongs to their rows.
+        self._state = LocalStore(os.path.join(self._paths[0], "state"))
+        self.url = " and ".join(self._paths)
+        self._check_one_step()
         self._tell = on_event
         self._saving: _Saving | None = None
         self._error: BaseException | None = None
@@ -83,15 +85,15 @@ class TierSaver:
         self._cancelled = 0
         if must_exist and not self.holds_run():
             raise NoVersionError(
-                f"the tier {path} holds no durable step, and this run must exist: nothing was "
+                f"the tier {self.url} holds no durable step, and this run must exist: nothing was "
                 "trained. Check the path, and that its disk is mounted; leave must_exist out to "
                 "start a new run"
             )
 
     @property
     def whole(self) -> DurableStep | None:
-        batch = self._cluster.tier_batch()
-        return None if batch is None else DurableStep(batch)
+        batches = [cluster.tier_batch() for cluster in (self._cluster, *self._beside)]
+        return DurableStep(min(b or 0 for b in batches)) if all(batches) else None
 
     @property
     def busy(self) -> bool:
@@ -108,7 +110,26 @@ class TierSaver:
         return self.whole is not None
 
     def kept_nbytes(self) -> int:
-        return sum(info.size for info in LocalStore(self.url).list())
+        return sum(info.size for path in self._paths for info in LocalStore(path).list())
+
+    def _check_one_step(self) -> None:
+        """Every decision is about all tiers of a run: those at different steps are of two."""
+        batches = {
+            os.path.dirname(status.path): status.batch
+            for cluster in (self._cluster, *self._beside)
+            for status in cluster.tier_status()
+        }
+        if len({*batches.values()}) > 1:
+            found = ", ".join(
+                f"{path} at {'no step yet' if batch is None else f'step {batch}'}"
+                for path, batch in sorted(batches.items())
+            )
+            raise DamageError(
+                f"the tiers of one run come back at one step, and these are not of one run: "
+                f"{found}; nothing was trained. Check that every disk is mounted; to start over, "
+                "remove them all before the model is made",
+                name=self.url,
+            )
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -122,7 +143,7 @@ class TierSaver:
         saving, started = _Saving(step), time.monotonic()
         losses = Losses.from_dict(counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
-        prepared = self._cluster.prepare_tiers(step)
+        prepared = self._cluster.prepare_tiers(step, beside=self._beside)
         saving.pause_ms = (time.monotonic() - started) * 1e3
         try:
             self._worker.do(
@@ -131,7 +152,7 @@ class TierSaver:
             )
         except BaseException:  # the system has no thread to give: nobody would ever commit
             with suppress(EmberkeepError):
-                self._cluster.abandon_tiers()
+                self._cluster.abandon_tiers(beside=self._beside)
             raise
         self._saving = saving
         return saving
@@ -153,7 +174,7 @@ class TierSaver:
             if saving.cancelled:
                 raise CancelledError(f"the checkpoint of step {saving.step} was given up")
             self._state.put(name, content)
-            self._cluster.commit_tiers()
+            self._cluster.commit_tiers(beside=self._beside)
         states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
         self._state.delete([other for other in states if other != name])
 
@@ -173,11 +194,11 @@ class TierSaver:
 
     def _failed(self, saving: _Saving, error: BaseException) -> None:
         with self._deciding, suppress(EmberkeepError):  # the next checkpoint tries again
-            self._cluster.abandon_tiers()
+            self._cluster.abandon_tiers(beside=self._beside)
         if not saving.copied.done():
             saving.copied.set_exception(error)
         # With a shard, its part of a checkpoint is lost too: that is no fault of the files.
-        if not saving.cancelled and not self._cluster.lost():
+        if not saving.cancelled and not self._lost():
             self._error = error
         saving.committed.set_exception(error)
         if saving.cancelled:
@@ -185,6 +206,9 @@ class TierSaver:
             self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
         else:
             self._tell("save_failed", {"step": saving.step, "error": str(error)})
+
+    def _lost(self) -> bool:
+        return any(cluster.lost() for cluster in (self._cluster, *self._beside))
 
     def make_room(self) -> None:
         self.join()
@@ -198,7 +222,7 @@ class TierSaver:
             if not saving.committed.done():
                 saving.cancelled = True
                 with suppress(EmberkeepError):  # the next checkpoint tries again
-                    self._cluster.abandon_tiers()
+                    self._cluster.abandon_tiers(beside=self._beside)
         finally:
             self._deciding.release()
 
@@ -287,8 +311,8 @@ def _check_strategy(strategy: Strategy) -> None:
         )
 
 
-def _tiered(parts: Parts) -> tuple[LocalCluster, str]:
-    """The cluster whose tables have a tier, and where it is; anything else is refused."""
+def _tiered(parts: Parts) -> tuple[list[LocalCluster], list[str]]:
+    """The clusters whose tables have a tier, and where those are; anything else is refused."""
     clusters = [home.cluster for home in parts.subject.homes()]
     tables = [table for cluster in clusters for table in cluster.tables]
     without = [*parts.tables.tables, *(table.name for table in tables if table.tier is None)]
@@ -298,14 +322,7 @@ def _tiered(parts: Parts) -> tuple[LocalCluster, str]:
             f"{what}: a run is kept without a repository where a tier holds every table; give all "
             "tables tier=, or give the keeper a repository"
         )
-    cluster = clusters[0]
-    if not isinstance(cluster, LocalCluster):
+    local = [cluster for cluster in clusters if isinstance(cluster, LocalCluster)]
+    if len(local) < len(clusters):
         raise ConfigError("tiers are for shards of this process: use cluster=ek.local()")
-    paths = sorted({table.tier.path for table in tables if table.tier is not None})
-    if len(paths) > 1:
-        raise ConfigError(
-            f"the tables name several tiers, {' and '.join(paths[:2])}, which decide for "
-            "themselves what is durable and could come back at different steps: put all tables "
-            "into one module with one tier, or give the keeper a repository"
-        )
-    return cluster, paths[0]
+    return local, sorted({table.tier.path for table in tables if table.tier is not None})

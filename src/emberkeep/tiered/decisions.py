@@ -1,34 +1,42 @@
-"""Whether a batch that files of a tier have prepared took place: one durable document says so.
+"""Whether a batch that files of tiers have prepared took place: one durable document says so.
 
-Every file of a tier prepares a batch before any commits it. In between the batch is decided, by a
-document in the tier's `state/` that is created only if there is none: *committed* by the process
-that saw every file prepared, or *aborted* by one that gives the batch up, be it a later process
-that opens the tier. Whichever was first decides, and each file notes it in its head before it
+Every file prepares a batch before any commits it. In between the batch is decided, by a document in
+the `state/` of the tier that is its *home*, created only if there is none: *committed* by the
+process that saw every file prepared, or *aborted* by one that gives the batch up, be it a later
+process that opens a tier. Whichever was first decides, and each file notes it in its head before it
 prepares another batch. The document goes when all of them have. A nonce distinguishes batches whose
 numbers are the same, after a rewind.
+
+Where a run has several tiers, one of them is the home of all: the first by its path. Each prepared
+file says where that is, so that a tier which is opened alone asks there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
+from emberkeep._types import Json
 from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.errors import DamageError, EmberkeepError, TierError
-from emberkeep.tiered.superblock import Point, Superblock
+from emberkeep.tiered import directory
+from emberkeep.tiered.superblock import Point, read_head
 from emberkeep.tiered.tiered_slab import TieredSlab
 
 _FORMAT = 1
+TierFiles = Mapping[str, Sequence[str]]
+"""The files of each tier of a run, by its directory; also those of shards that are lost."""
+FIRST_FILE = "rows-0-0.tier"  # every tier has one
 _COMMITTED, _ABORTED = "committed", "aborted"
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of the tier in one directory."""
+    """The decisions that stand in the directory of one tier."""
 
     top: str
     disk: Disk
@@ -40,7 +48,7 @@ class Decisions:
     def commit(self, point: Point, lives: Mapping[str, int]) -> bool:
         """Decides that the batch took place, unless it was given up before; whether it did.
 
-        `lives` names every file of the tier, and its life as far as it is known.
+        `lives` names every file, by its path from here, and its life as far as it is known.
         """
         return self._decide(point, _COMMITTED, lives)
 
@@ -55,16 +63,15 @@ class Decisions:
             "batch": point.batch, "nonce": point.nonce, "files": dict(lives),
         }  # fmt: skip
         if not self._store.put_if_absent(name, _encode(body)):
-            outcome = self._outcome(name)
+            outcome = str(self._body(name)["outcome"])
         return outcome == _COMMITTED
 
-    def _outcome(self, name: str) -> str:
+    def _body(self, name: str) -> Json:
         content = self._store.get(name)
         try:
-            document = json.loads(content)
-            body = document["body"]
+            body: Json = json.loads(content)["body"]
             if content == _encode(body) and body["name"] == name:
-                return str(body["outcome"])
+                return body
         except (ValueError, KeyError, TypeError):
             pass
         path = os.path.join(self.top, "state", name)
@@ -75,22 +82,53 @@ class Decisions:
             name=path,
         )
 
-    def forget(self, nonces: Iterable[str]) -> None:
-        """Drops the decisions of batches whose outcome every file has recorded."""
-        recorded = set(nonces)
-        self._store.delete([name for name in self.all() if _nonce(name) in recorded])
+    def forget(self, nonce: str) -> None:
+        """Drops the decision of a batch whose outcome every file has recorded."""
+        self._store.delete([name for name in self._all() if _nonce(name) == nonce])
 
-    def forget_others(self, heads: Iterable[Superblock]) -> None:
-        """Drops the decisions that none of these heads, those of all files, waits for."""
-        waiting = {head.prepared.nonce for head in heads if head.prepared is not None}
-        self._store.delete([name for name in self.all() if _nonce(name) not in waiting])
+    def forget_recorded(self, files: Sequence[str]) -> None:
+        """Drops the decisions that no file waits for: neither of `files`, those of this tier, nor
+        of those that a decision names. One whose files cannot all be seen stays."""
+        names = self._all()
+        if names:
+            own = set().union(*map(self._waiting, files))
+            settled = [name for name in names if _nonce(name) not in own]
+            self._store.delete([name for name in settled if self._recorded(name, files)])
 
-    def all(self) -> list[str]:
+    def _recorded(self, name: str, own: Sequence[str]) -> bool:
+        try:
+            others = [file for file in self._body(name)["files"] if file not in own]
+        except DamageError:
+            return False  # another tier may wait for it
+        return all(
+            directory.is_there(os.path.join(self.top, file))
+            and _nonce(name) not in self._waiting(file)
+            for file in others
+        )
+
+    def _waiting(self, file: str) -> set[str]:
+        path = os.path.join(self.top, file)
+        prepared = read_head(path)[0].prepared if directory.is_there(path) else None
+        return set() if prepared is None else {prepared.nonce}
+
+    def _all(self) -> list[str]:
         try:
             found = os.listdir(os.path.join(self.top, "state"))
         except FileNotFoundError:
             return []
         return sorted(name for name in found if name.startswith("decision-"))
+
+
+def took_place(point: Point, top: str, lives: Mapping[str, int], disk: Disk) -> bool:
+    """Whether a batch that a file below `top` has prepared was committed; if nobody has decided
+    that yet, it is given up."""
+    home = os.path.normpath(os.path.join(top, point.home))
+    if home != top and not directory.is_there(os.path.join(home, FIRST_FILE)):
+        raise TierError(
+            f"{top} has prepared batch {point.batch}, and whether that took place is decided in "
+            f"{home}, where there is no tier; nothing was changed. Mount its disk or bring it back"
+        )
+    return Decisions(home, disk).abort(point, _seen_from(home, top, lives))
 
 
 def _name(point: Point) -> str:
@@ -107,11 +145,21 @@ def _encode(body: object) -> bytes:
     return f'{{"xxh3_128":"{digest}","body":{text}}}\n'.encode()
 
 
-# -- the slabs of one tier -------------------------------------------------------------------------
+# -- the slabs of all tiers of a run ---------------------------------------------------------------
 
 
-def commit(slabs: Sequence[TieredSlab]) -> None:
-    """Commits the batch that every file of a tier has prepared.
+def home_of(files: TierFiles) -> str:
+    """The directory of the tier that decides for all of these."""
+    return min(files)
+
+
+def way_to(home: str, slab: TieredSlab) -> str:
+    """What the points of a slab's file say of their home."""
+    return _way(os.path.dirname(slab.log.path), home)
+
+
+def commit(slabs: Sequence[TieredSlab], files: TierFiles) -> None:
+    """Commits the batch that every file has prepared.
 
     Once it is decided each file records it, those that can: an error of one is raised after the
     others have, and that one comes back at this batch when it is opened.
@@ -124,13 +172,12 @@ def commit(slabs: Sequence[TieredSlab]) -> None:
         slab.log.check_named()
     point = _prepared(slabs[0])
     assert point is not None
-    decisions = _of(slabs[0])
-    if not decisions.commit(point, _lives(slabs)):
+    if not _of(slabs, files).commit(point, _lives(slabs, files)):
         raise TierError(f"batch {point.batch} was given up meanwhile; nothing was committed")
-    _record(slabs, point, committed=True)
+    _record(slabs, files, point, committed=True)
 
 
-def abandon(slabs: Sequence[TieredSlab]) -> None:
+def abandon(slabs: Sequence[TieredSlab], files: TierFiles) -> None:
     """Gives up the checkpoint under way, if there is one, and what files have prepared.
 
     What turns out to have been committed is committed in every file.
@@ -139,16 +186,18 @@ def abandon(slabs: Sequence[TieredSlab]) -> None:
         slab.abandon()
     # A file that has recorded a batch proves that it took place.
     recorded = {p.nonce for slab in slabs if (p := slab.log.head.committed) is not None}
-    lives = _lives(slabs) if slabs else {}
-    slabs = [slab for slab in slabs if slab.log.failed is None]
-    points = {p.nonce: p for p in map(_prepared, slabs) if p is not None}
+    healthy = [slab for slab in slabs if slab.log.failed is None]
+    points = {p.nonce: p for p in map(_prepared, healthy) if p is not None}
     for nonce, point in points.items():
-        decisions = _of(slabs[0])
+        decisions = _of(slabs, files)
         decide = decisions.commit if nonce in recorded else decisions.abort
-        _record(slabs, point, committed=decide(point, lives))
+        took_place = decide(point, _lives(slabs, files))
+        _record(healthy, files, point, committed=took_place)
 
 
-def _record(slabs: Sequence[TieredSlab], point: Point, *, committed: bool) -> None:
+def _record(
+    slabs: Sequence[TieredSlab], files: TierFiles, point: Point, *, committed: bool
+) -> None:
     """Has every file record an outcome that was decided, and drops the decision once all have.
 
     A file that has failed, and one of a shard that is lost, does so when it is opened again.
@@ -167,18 +216,31 @@ def _record(slabs: Sequence[TieredSlab], point: Point, *, committed: bool) -> No
             errors.append(error)
     if errors:
         raise errors[0]
-    if len(slabs) == len(slabs[0].files):
-        _of(slabs[0]).forget([point.nonce])
+    if len(slabs) == sum(map(len, files.values())):
+        _of(slabs, files).forget(point.nonce)
 
 
 def _prepared(slab: TieredSlab) -> Point | None:
     return slab.log.prepared
 
 
-def _of(slab: TieredSlab) -> Decisions:
-    return Decisions(os.path.dirname(slab.log.path), slab.log.disk)
+def _of(slabs: Sequence[TieredSlab], files: TierFiles) -> Decisions:
+    return Decisions(home_of(files), slabs[0].log.disk)
 
 
-def _lives(slabs: Sequence[TieredSlab]) -> dict[str, int]:
-    known = {os.path.basename(slab.log.path): slab.log.head.life for slab in slabs}
-    return {name: known.get(name, 0) for name in slabs[0].files}
+def _lives(slabs: Sequence[TieredSlab], files: TierFiles) -> dict[str, int]:
+    known = {slab.log.path: slab.log.head.life for slab in slabs}
+    home = home_of(files)
+    lives: dict[str, int] = {}
+    for top, names in files.items():
+        tier = {name: known.get(os.path.join(top, name), 0) for name in names}
+        lives |= _seen_from(home, top, tier)
+    return lives
+
+
+def _seen_from(home: str, top: str, lives: Mapping[str, int]) -> dict[str, int]:
+    return {os.path.join(_way(home, top), name): life for name, life in lives.items()}
+
+
+def _way(start: str, end: str) -> str:
+    return "" if start == end else os.path.relpath(end, start)

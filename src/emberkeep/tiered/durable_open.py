@@ -23,9 +23,9 @@ from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.pool import ForkLock, Pool
-from emberkeep.tables import Optimizer, Table
+from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.tiered import directory, upkeep
-from emberkeep.tiered.decisions import Decisions
+from emberkeep.tiered.decisions import Decisions, took_place
 from emberkeep.tiered.log import MOST_ROWS, RowLog
 from emberkeep.tiered.record_layout import Layout, aligned
 from emberkeep.tiered.superblock import (
@@ -60,11 +60,11 @@ def open_slab(
             own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
     # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
-    nbytes: dict[int, int] = {}
+    nbytes: dict[int, int] = dict.fromkeys(_dims(tables, tier), 0)
     for table in tables:
         if table.tier == tier:
             width = table.dim + sum(optimizer.planes(table.dim).values())
-            nbytes[table.dim] = nbytes.get(table.dim, 0) + table.slots * width
+            nbytes[table.dim] += table.slots * width
     dim = own_tables[0].dim
     own_rows = sum(table.slots_on(shard, shards) for table in own_tables)
     if own_rows > MOST_ROWS:
@@ -72,7 +72,7 @@ def open_slab(
             f"the tables of dim {dim} have {own_rows} rows on shard {shard}, and one file of a "
             f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
         )
-    files = [_file(s, d) for s in range(shards) for d in range(len(nbytes))]
+    files = tier_files(tables, shards)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
     slab = TieredSlab(
@@ -82,12 +82,9 @@ def open_slab(
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
-        slab.files = files
         with _opening(path):
             slab.batch = _recover(slab, files)
-            decisions = Decisions(tier.path, slab.log.disk)
-            if decisions.all():
-                decisions.forget_others(_read_heads(tier.path, files).values())
+            Decisions(tier.path, slab.log.disk).forget_recorded(files)
     except BaseException:
         slab.close()
         raise
@@ -103,6 +100,20 @@ def _opening(path: str) -> Iterator[None]:
             f"{path} cannot be opened: {error.strerror}; nothing was created or changed. Check the "
             "disk and what is mounted, or name a path on a disk that can be written"
         ) from error
+
+
+def tier_files(tables: Sequence[Table], shards: int) -> dict[str, list[str]]:
+    """The files of every tier of these tables, by its directory."""
+    slabs = {
+        table.tier.path: range(len(_dims(tables, table.tier)))
+        for table in tables
+        if table.tier is not None
+    }
+    return {top: [_file(s, d) for s in range(shards) for d in dims] for top, dims in slabs.items()}
+
+
+def _dims(tables: Sequence[Table], tier: Tier) -> list[int]:
+    return list(dict.fromkeys(table.dim for table in tables if table.tier == tier))
 
 
 def _file(shard: int, slab: int) -> str:
@@ -187,8 +198,8 @@ def _decided(
                 point = prepared
         elif prepared is not None:
             if prepared.nonce not in outcomes:
-                outcomes[prepared.nonce] = prepared.nonce in recorded or Decisions(top, disk).abort(
-                    prepared, lives
+                outcomes[prepared.nonce] = prepared.nonce in recorded or took_place(
+                    prepared, top, lives, disk
                 )
             if outcomes[prepared.nonce]:
                 point = prepared

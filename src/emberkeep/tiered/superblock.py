@@ -48,7 +48,8 @@ class Point:
 
     Records up to `stamp` belong to it, and blocks up to `sequence` must all be there; `rows` counts
     its trained rows, records up to `floor` were cleared before it. `tables` holds what rows do not:
-    steps and ticks. `nonce` names its decision; points of the first format have none.
+    steps and ticks. `nonce` names its decision; points of the first format have none. `home` leads
+    from the file's directory to the one that holds the decision, where that is another tier's.
     """
 
     batch: int
@@ -58,6 +59,7 @@ class Point:
     floor: int
     tables: Json
     nonce: str = ""
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class Saving:
     tables: Json
     floor: int
     nonce: str
+    home: str
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
@@ -82,7 +83,7 @@ class TierStatus:
 class TieredSlab(Slab):
     """The rows of some tables on one shard, behind a cache: its `share` of the tier's `memory`.
 
-    `batch` is the last durable batch of its file, `files` are all those of the tier. `upkeep` does
+    `batch` is the last durable batch of its file. `upkeep` does
     a round of it and says whether there is more to do. Make it with `durable_open.open_slab`.
     """
 
@@ -125,7 +126,6 @@ class TieredSlab(Slab):
         self._fetched = False
         self._gone: list[I64] = []
         self.batch: int | None = None
-        self.files: Sequence[str] = ()
         self._upkeep_round = upkeep
         # Not repeated: after an error nobody knows what the file holds.
         self._upkeep = Worker("emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail)
@@ -468,12 +468,12 @@ class TieredSlab(Slab):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint(self, batch: int, tables: Json, nonce: str) -> Future[Point]:
+    def checkpoint(self, batch: int, tables: Json, nonce: str, home: str = "") -> Future[Point]:
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
-        come back to. `nonce` names the decision about it, which is the same for all files; see
-        `decisions`.
+        come back to. `nonce` names the decision about it, which is the same for all files, and
+        `home` leads to where it stands; see `decisions`.
         """
         with self.lock:
             self.log.check()
@@ -485,7 +485,7 @@ class TieredSlab(Slab):
             frames.unsaved = np.zeros_like(frames.unsaved)
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
-            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor, nonce)
+            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor, nonce, home)
             saving = self.saving
         self._wake()
         return saving.prepared

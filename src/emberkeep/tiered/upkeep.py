@@ -107,6 +107,7 @@ def _save(slab: TieredSlab) -> bool:
         point = Point(
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
             rows=saving.rows, floor=saving.floor, tables=saving.tables, nonce=saving.nonce,
+            home=saving.home,
         )  # fmt: skip
         slab.log.reserve_head(prepared=point, **slab.log.free_now())
         free = slab.log.free_segments()

@@ -257,7 +257,7 @@ def test_a_checkpoint_that_is_given_up_is_no_failure(
     events: list[str] = []
     honest = LocalCluster.prepare_tiers
     monkeypatch.setattr(
-        LocalCluster, "prepare_tiers", lambda self, batch: [late, *honest(self, batch)]
+        LocalCluster, "prepare_tiers", lambda self, batch, beside=(): [late, *honest(self, batch)]
     )
     run.train(1)
     saver = run.keeper._saver
@@ -342,13 +342,7 @@ def test_a_table_without_a_tier_is_refused(tmp_path: Path) -> None:
     model.over_tier.bags.cluster.close()
 
 
-def test_two_modules_with_tiers_of_their_own_are_refused_with_the_reason(tmp_path: Path) -> None:
-    model = Beside(tmp_path / "t", Model(tmp_path / "u"))
-    with pytest.raises(ConfigError, match="could come back at different steps: put all tables"):
-        Run.kept(model, [])
-    for one in (model.over_tier, model.other):
-        one.bags.cluster.close()  # type: ignore[union-attr]
-    # Kept in a repository they are saved together.
+def test_two_modules_with_tiers_are_kept_in_a_repository_as_well(tmp_path: Path) -> None:
     model = Beside(tmp_path / "v", Model(tmp_path / "w"))
     with ek.Keeper(tmp_path / "r", model, []) as keeper:
         assert keeper.resume() is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
+from emberkeep.tiered.durable_open import tier_files
 from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
 
 
@@ -206,47 +206,49 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         for s, shard in enumerate(self.shards):
             shard.fetch([r[s][0] for r in routed], ahead=ahead)
 
-    def prepare_tiers(self, batch: int) -> list[Future[Any]]:
+    def prepare_tiers(
+        self, batch: int, *, beside: Sequence[LocalCluster] = ()
+    ) -> list[Future[Any]]:
         """Declares the rows of all tiers to be those of `batch`, as they are now; returns at once.
 
         The futures are done when every file could come back to it; then `commit_tiers`, or
-        `abandon_tiers`. There is one such batch at a time.
+        `abandon_tiers`. There is one such batch at a time. `beside` are other clusters, the same
+        in each of these calls: their tiers and these come back to one batch, whatever happens.
         """
-        with self._push_lock:
-            self._serving()
-            begun: list[Future[Any]] = []
-            nonce = secrets.token_hex(8)
-            if any(slab.saving is not None for slab in self._tiers()):
+        clusters = (self, *beside)
+        with ExitStack() as locks:
+            for cluster in clusters:
+                locks.enter_context(cluster._push_lock)
+                cluster._serving()
+            shards = [shard for cluster in clusters for shard in cluster.shards]
+            slabs = self._tiers(beside)
+            if any(slab.saving is not None for slab in slabs):
                 raise AssertionError("there is one checkpoint of tiers under way at a time")
-            self.abandon_tiers()  # where the outcome of the last batch could not be recorded
+            # Where the outcome of the last batch could not be recorded.
+            self.abandon_tiers(beside=beside)
+            nonce, home = secrets.token_hex(8), decisions.home_of(self._tier_files(beside))
+            begun: list[Future[Any]] = []
             try:
-                for shard in self.shards:
+                for shard in shards:
                     for slab in shard.tiers():
-                        begun.append(slab.checkpoint(batch, shard.table_state(), nonce))
+                        way = decisions.way_to(home, slab)
+                        begun.append(slab.checkpoint(batch, shard.table_state(), nonce, way))
             except BaseException:  # under way in all of them, or in none
                 with suppress(EmberkeepError):  # said above: the next one tries again
-                    self.abandon_tiers()
+                    self.abandon_tiers(beside=beside)
                 raise
             return begun
 
-    def commit_tiers(self) -> None:
+    def commit_tiers(self, *, beside: Sequence[LocalCluster] = ()) -> None:
         """Makes the batch that every file has prepared the one to come back to.
 
         If it raises, `abandon_tiers` finds out whether that happened.
         """
-        for slabs in self._slabs_by_tier():
-            decisions.commit(slabs)
+        decisions.commit(self._tiers(beside), self._tier_files(beside))
 
-    def abandon_tiers(self) -> None:
+    def abandon_tiers(self, *, beside: Sequence[LocalCluster] = ()) -> None:
         """Gives up the batch under way; one that turns out to be committed is recorded as such."""
-        for slabs in self._slabs_by_tier():
-            decisions.abandon(slabs)
-
-    def _slabs_by_tier(self) -> list[list[TieredSlab]]:
-        tiers: dict[str, list[TieredSlab]] = {}
-        for slab in self._tiers():
-            tiers.setdefault(os.path.dirname(slab.log.path), []).append(slab)
-        return list(tiers.values())
+        decisions.abandon(self._tiers(beside), self._tier_files(beside))
 
     def tier_batch(self) -> int | None:
         """The batch that the tiers come back to, or None."""
@@ -256,9 +258,16 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         """How the files of tiers are doing, one entry for each."""
         return [slab.status() for slab in self._tiers()]
 
-    def _tiers(self) -> list[TieredSlab]:
-        return [slab for shard in self.shards if shard.state != "lost" for slab in shard.slabs
+    def _tiers(self, beside: Sequence[LocalCluster] = ()) -> list[TieredSlab]:
+        shards = [shard for cluster in (self, *beside) for shard in cluster.shards]
+        return [slab for shard in shards if shard.state != "lost" for slab in shard.slabs
                 if isinstance(slab, TieredSlab)]  # fmt: skip
+
+    def _tier_files(self, beside: Sequence[LocalCluster]) -> dict[str, list[str]]:
+        files: dict[str, list[str]] = {}
+        for cluster in (self, *beside):
+            files |= tier_files(cluster.tables, len(cluster.shards))
+        return files
 
     # -- parity ----------------------------------------------------------------------------------
 
