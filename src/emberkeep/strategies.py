@@ -26,7 +26,7 @@ from emberkeep.rows.priority import Kind, Priority
 Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
 Interval: TypeAlias = "int | timedelta | str"
 
-# A reader is told how many batches it may hand out before time is looked at again: at most so many.
+# The most batches that a reader may hand out before time is looked at again.
 _MOST_BATCHES = 1000
 
 

@@ -352,7 +352,7 @@ class LocalStore:
         except OSError as error:
             raise UnsupportedStoreError(
                 f"the file system of {self._root} has neither hard links nor exclusive renames, so "
-                "two writers could not be told apart: use another file system, or "
+                "two writers could not be distinguished: use another file system, or "
                 "exclusive=True if one process alone will ever write there"
             ) from error
 

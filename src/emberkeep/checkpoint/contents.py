@@ -123,8 +123,8 @@ def merged_rows(
 
     A version of a grid stands for all that it needs; with `after`, for what was written since that
     earlier version of its grid. Else the newest version comes first. Of a row that was deleted, the
-    tombstone is handed out, once too: whoever starts from nothing passes over it, whoever adds to
-    earlier rows removes the row.
+    tombstone is handed out, once too: a reader that starts from nothing skips it, one that adds
+    to earlier rows removes the row.
     """
     planned = plan(repository, manifests[-1]) if manifests else None
     if planned is not None:

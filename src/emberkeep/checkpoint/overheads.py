@@ -154,12 +154,14 @@ def partial_pays(job: Job, pls: float) -> Verdict:
         )
     partial = overhead_partial(job, interval)
     pays = partial.total < full.total
-    told = f"{_percent(partial.total)} of the job against {_percent(full.total)} with full recovery"
+    shares = (
+        f"{_percent(partial.total)} of the job against {_percent(full.total)} with full recovery"
+    )
     if pays:
-        reason = f"partial recovery costs {told}"
+        reason = f"partial recovery costs {shares}"
     else:
         reason = (
-            f"PLS {pls:g} asks for a version every {_hours(interval)}, which costs {told} "
+            f"PLS {pls:g} asks for a version every {_hours(interval)}, which costs {shares} "
             f"and a version every {_hours(full_interval)}"
         )
     return Verdict(

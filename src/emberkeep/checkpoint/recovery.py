@@ -75,10 +75,10 @@ class Losses:
         }
 
     @classmethod
-    def from_dict(cls, told: Json) -> Losses:
+    def from_dict(cls, document: Json) -> Losses:
         return cls(
-            pls=told.get("pls", 0.0),
-            recovered_at={int(s): step for s, step in told.get("recovered_at", {}).items()},
+            pls=document.get("pls", 0.0),
+            recovered_at={int(s): step for s, step in document.get("recovered_at", {}).items()},
         )
 
 
@@ -109,7 +109,7 @@ def plan(
 
     `saved` is the step of the newest whole version, `total` the steps of the whole job;
     `unchanged` says that no row was trained since that version, `going_back` that a full recovery
-    was begun and not ended.
+    was started and not ended.
     """
     after = losses
     if saved is not None and total is not None:
@@ -154,8 +154,8 @@ class Home:
         """Whether a version's files hold this cluster's rows shard by shard as they are now."""
         tables = manifest.layout["tables"]
         return all(
-            len(tables.get(told, {}).get("ticks", ())) == self.cluster.shard_count
-            for told in self.names
+            len(tables.get(name, {}).get("ticks", ())) == self.cluster.shard_count
+            for name in self.names
         )
 
 
@@ -163,11 +163,11 @@ def recover_partially(
     checkpointer: Checkpointer, home: Home, lost: Sequence[int]
 ) -> Manifest | None:
     """Brings lost shards of one cluster back; the others are not touched. Returns the newest
-    version that was read, None if there is none and the shards begin anew.
+    version that was read, None if there is none and the shards start over.
 
     The steps of tables go on with the survivors', since those count the pushes of the job; without
     any survivor they are the version's. Raises `ShardLostError` if a shard dies meanwhile: then
-    begin anew.
+    start over.
     """
     cluster = home.cluster
     steps = steps_of(cluster)

@@ -228,7 +228,7 @@ class Checkpointer:
         before, self._saving = self._saving, saving
         try:
             self._worker.do(write, ended)
-        except Exception:  # no interrupt: the write may have begun, and its rows are its own then
+        except Exception:  # no interrupt: the write may be under way, and its rows are its own then
             self._saving = before
             save.close(())
             raise
@@ -337,7 +337,7 @@ class Checkpointer:
             self._cancelled_since_version = True
             self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
         else:
-            # Rows that were lost are no fault of the store: whoever recovers them saves again.
+            # Rows that were lost are no fault of the store: the recovery saves again.
             if not isinstance(outcome, ShardLostError):
                 self._failures.append(outcome)
                 warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
@@ -481,7 +481,7 @@ class Checkpointer:
         try:
             self._on_event(event, details)
         except Exception as error:
-            # Whoever listens must not be able to fail a save, least of all a committed one.
+            # A listener must not be able to fail a save, least of all a committed one.
             warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
 
     def close(self, step: int | None = None, extras: Extras | None = None) -> Manifest | None:
@@ -568,7 +568,7 @@ class Checkpointer:
         manifest = restored.manifest
         shards = manifest.layout["shards"]
         self._chain = _Chain()
-        # Increments count from a baseline of the same shards: another number starts anew.
+        # Increments count from a baseline of the same shards: another number starts over.
         if shards == self.subject.schema().get("shards", shards):
             for earlier in self.repository.chain(target):
                 self._follow(earlier)

@@ -19,7 +19,7 @@ class VersionSpec:
     """What versions hold and how: selection, codec and layout.
 
     - `layout`: *full* saves every trained row each time; *one_shot* saves what changed since the
-      first version; *intermittent* does so too and starts anew when that has become cheaper;
+      first version; *intermittent* does so too and starts over when that has become cheaper;
       *consecutive* saves what changed since the last version; *grid* does so too, and rearranges
       rows beside training so that any version is restored fast, as `grid` says.
     - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
@@ -81,7 +81,7 @@ class SaveSettings:
     """How versions are written.
 
     `overlap` says what a save does that finds the one before still running: "wait" for it, or
-    "cancel" it, told as the event `save_cancelled`; its rows are in the new one. After a save was
+    "cancel" it, reported as `save_cancelled`; its rows are in the new one. After a save was
     cancelled none is until a version is committed: where writing takes longer than the interval,
     every other save is a version, and the one after it waits.
 

@@ -67,7 +67,7 @@ class _Telling(Hook):
         elif event == "recovered":
             say(recovery_line(details))
         elif event == "finished":
-            say(f"this training is finished: nothing is left to train; {details['anew']}")
+            say(f"this training is finished: nothing is left to train; {details['start_over']}")
 
 
 class Lines(_Telling):

@@ -81,7 +81,7 @@ def progress(title: str, nbytes: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Lines:
-    """Lines a few seconds apart, each complete in itself; none for what is done at once."""
+    """Lines every few seconds, each complete in itself; none for what is done at once."""
 
     def __init__(self, title: str, nbytes: int) -> None:
         self._title = title

@@ -97,7 +97,7 @@ def _show_grid(
     emit(as_text(drawn, width))
     behind = drawn.newest - drawn.covered
     facts = {
-        "grid": f"begun by version {drawn.grid}, generation {drawn.generation}",
+        "grid": f"started by version {drawn.grid}, generation {drawn.generation}",
         "covers": f"up to version {drawn.covered}"
         + (f", {count_text(behind, 'version')} behind" if behind else ""),
         "stored": f"{size_text(drawn.stored_nbytes)} in {count_text(drawn.files, 'file')}, "

@@ -178,7 +178,7 @@ def files_fingerprint(kind: str, files: Sequence[Path], options: Mapping[str, An
     """Names files by their sizes, beginnings and ends, so that they may be moved; not all is read.
 
     Reading everything would cost as much as a pass over the data; two data sets that agree in
-    sizes, the first and the last 64 KiB of every file but not between are not told apart.
+    sizes, the first and the last 64 KiB of every file but not between are taken for the same.
     """
     digest = xxhash.xxh3_64(json.dumps([kind, options], sort_keys=True, default=str).encode())
     for file in files:

@@ -155,7 +155,7 @@ class ParityHost:
         """Undoes what a sealed stream brought after `number`. Doing it again changes nothing.
 
         A host that is being filled was not asked which number that is, so what it has of the
-        source's rows may end before it; one that was filled may have begun after it, while others
+        source's rows may end before it; one that was filled may have started after it, while others
         were behind. Parity that the source is a member of starts over then.
         """
         with self.lock:

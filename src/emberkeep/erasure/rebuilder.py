@@ -257,7 +257,7 @@ class Rebuilder(Generic[AnyMember]):
         """`start` for several groups at once: each host and each member is asked once."""
         standings = self._standings()
         decodes = []
-        begun: dict[int, list[Wanted]] = defaultdict(list)
+        started: dict[int, list[Wanted]] = defaultdict(list)
         spoken: dict[int, list[Wanted]] = defaultdict(list)
         for group, slab, layer, stripes in parts:
             members = self.placement.members(group)
@@ -266,11 +266,11 @@ class Rebuilder(Generic[AnyMember]):
             wanted = Wanted(next(self._numbers), group, slab, layer, stripes)
             decode = Decode(wanted, tuple(self.placement.host(group, p) for p in parities))
             for host in decode.hosts:
-                begun[host].append(wanted)
+                started[host].append(wanted)
             for member in members if decode.hosts else ():
                 spoken[member].append(wanted)
             decodes.append(decode)
-        self._each([partial(self.guards[i].host.begin, wanted) for i, wanted in begun.items()])
+        self._each([partial(self.guards[i].host.begin, wanted) for i, wanted in started.items()])
         self._each([partial(self.guards[i].send_values, wanted) for i, wanted in spoken.items()])
         return decodes
 

@@ -181,7 +181,7 @@ def as_html(drawn: Picture, title: str) -> str:
     high = round(_TOP + (1.5 + len(deaths)) * side) + 10
 
     def down(death: int) -> float:
-        """Where a row begins; what lives on stands apart from the dead."""
+        """Where a row begins; what lives on is separated from the dead."""
         return _TOP + (deaths[death] + 1.5) * side if death else _TOP
 
     shapes = [

@@ -1,4 +1,4 @@
-"""What keeping costs: counted as it happens, told as figures or as Prometheus' text."""
+"""What keeping costs: counted as it happens, reported as figures or in the format of Prometheus."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ class Dense:
             tensor.copy_(saved["model"][name])
         for path, module in self._with_extra_state():
             module.set_extra_state(saved["extra"][path])
-        for optimizer, its in zip(self._optimizers, saved["optimizers"], strict=True):
-            self._load_optimizer(optimizer, its)
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
+            self._load_optimizer(optimizer, state)
             optimizer.zero_grad()
         for name, state in self._states.items():
             state.load_state_dict(saved["states"][name])
@@ -187,8 +187,8 @@ class Dense:
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Json) -> None:
         names = self._names(optimizer)
-        for group, its in zip(optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in its["settings"].items():
+        for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in saved_group["settings"].items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                     group[key].copy_(value)
                 else:

@@ -1,7 +1,7 @@
 """Which tables can be followed row by row: where an optimizer moves the gradient's rows alone.
 
 An increment holds the rows that changed. That is the truth only where a row without a gradient
-stays as it is, to the bit; everything else is saved whole, and the reason is told.
+stays as it is, to the bit; everything else is saved whole, and a warning gives the reason.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.dense import Stateful
-from emberkeep.keeper.model_parts import Optimizers, take_apart
+from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
@@ -56,7 +56,7 @@ class Keeper:
     Call `step` after the optimizer and before the next batch is taken. Under DDP every rank makes
     the same calls; rank 0 writes, every rank resumes.
 
-    - `about` is plain data that every manifest carries, for whoever looks at the repository.
+    - `about` is plain data that every manifest carries, for those who look at the repository.
     - `strategy` says what versions hold, when they are taken and how many are kept; `settings`
       how they are written (its retention is the strategy's).
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
@@ -107,7 +107,7 @@ class Keeper:
         self._pace = Pace(
             self._strategy.schedule, self._ranks, reader, batches_per_step=batches_per_step
         )
-        self._parts = take_apart(
+        self._parts = find_parts(
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
         )
         self._state = RunState(self._parts.dense, reader, self._ranks)
@@ -134,7 +134,7 @@ class Keeper:
             tell=self._tell,
         )  # fmt: skip
         self._went_back = False
-        self._told_of_data = False
+        self._warned_of_data = False
         self._begun = False
         self._closed = False
         self._exact_step = 0
@@ -301,7 +301,7 @@ class Keeper:
 
     def recoveries(self) -> Recoveries | None:
         """What failures have cost this process so far; None for a model without shards."""
-        return None if self._recoverer is None else self._recoverer.told()
+        return None if self._recoverer is None else self._recoverer.summary()
 
     def _go_back(self) -> Kept | None:
         kept = self._resume(None, False, tell=False)
@@ -316,7 +316,7 @@ class Keeper:
         if self._strategy.recovery is None or self._store is None:
             return
         start = time.perf_counter()
-        state = self._capture()  # of every rank, whoever writes
+        state = self._capture()  # of every rank, whichever writes
         if self._saver is None:
             return
         clusters = [home.cluster for home in self._parts.subject.homes()]
@@ -350,8 +350,8 @@ class Keeper:
         with self._ledger.stalling():
             kept = self._resume(version, fall_back)
             self._begun = True
-            if kept is not None and self.reader is None and not self._told_of_data:
-                self._told_of_data = True
+            if kept is not None and self.reader is None and not self._warned_of_data:
+                self._warned_of_data = True
                 warnings.warn(
                     f"step {kept.step} was resumed and the keeper has no reader: the data "
                     "starts over, unless you see to its place yourself; give the keeper reader= "

@@ -23,7 +23,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A model taken apart."""
+    """What a model consists of."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     """Those that were given, then those of emberkeep's modules that were not."""
@@ -57,11 +57,11 @@ class Parts:
         return stop
 
 
-def take_apart(
+def find_parts(
     model: nn.Module, given: Optimizers, states: Mapping[str, Stateful], *, strict: bool, ranks: int
 ) -> Parts:
-    """Finds everything that must be saved. Tables that cannot be followed are told once, or refused
-    if `strict`."""
+    """Finds everything that must be saved. Warns once of tables that cannot be followed, or refuses
+    them if `strict`."""
     check_states(states)
     model = unwrapped(model)
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
@@ -132,14 +132,14 @@ def _followed(
 def _tell_whole(whole: Mapping[str, str], *, strict: bool) -> None:
     if not whole:
         return
-    told = "; ".join(f"{name!r}: {reason}" for name, reason in whole.items())
+    reasons = "; ".join(f"{name!r}: {reason}" for name, reason in whole.items())
     if strict:
         raise ConfigError(
-            f"these tables cannot be saved row by row: {told}; use SGD without momentum and weight "
-            "decay, Adagrad or SparseAdam on float32 tables in host memory, emberkeep's own "
+            f"these tables cannot be saved row by row: {reasons}; use SGD without momentum and "
+            "weight decay, Adagrad or SparseAdam on float32 tables in host memory, emberkeep's own "
             "modules, or strict=False to save them whole every time"
         )
     warnings.warn(
-        f"these tables are saved whole every time, and copied while training waits: {told}",
+        f"these tables are saved whole every time, and copied while training waits: {reasons}",
         stacklevel=4,
     )

@@ -1,7 +1,7 @@
 """Nested state as plain data and tensors, and both as one safetensors file. No pickle.
 
 What torch's objects call their state is dicts and lists of numbers, strings and tensors. `pack`
-takes it apart: tensors go into a flat dict, everything else becomes JSON that says where they were.
+splits it: tensors go into a flat dict, everything else becomes JSON that says where they were.
 `unpack` gives equal values of the same types back. What cannot be stored exactly is refused, by
 the name under which it was found.
 """
@@ -28,7 +28,7 @@ _KEY = "emberkeep"
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """State taken apart; the tensors are copies in host memory."""
+    """State, split; the tensors are copies in host memory."""
 
     plain: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Packed:
 
 
 def pack(value: Any, *, what: str = "state") -> Packed:
-    """Takes state apart and copies its tensors; later changes do not reach the result."""
+    """Splits state and copies its tensors; later changes do not reach the result."""
     tensors: dict[str, Tensor] = {}
     return Packed(_pack(value, tensors, what), tensors)
 

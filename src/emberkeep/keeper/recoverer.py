@@ -107,7 +107,7 @@ class Recoverer:
             home.cluster.on_loss = None
 
     def on_loss(self, lost: ShardLostError) -> bool:
-        """Whether the shards serve again. A full recovery is left to whoever can start over."""
+        """Whether the shards serve again. A full recovery is left to the caller, who can rewind."""
         if self._busy:
             return False
         if self._plan(time.perf_counter()).scope == "partial":
@@ -137,7 +137,7 @@ class Recoverer:
                     made = self._carry_out(decided, tuple(sorted(lost)), start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)
-                    continue  # one more was lost: decide anew
+                    continue  # one more was lost: decide again
                 break
         finally:
             self._busy = False
@@ -217,10 +217,10 @@ class Recoverer:
         """Whether no push was applied since a version by any cluster that has lost shards."""
         saved = whole.layout["tables"] if isinstance(whole, Manifest) else {}
         return all(
-            steps_of(home.cluster).get(own) == saved.get(told, {}).get("steps")
+            steps_of(home.cluster).get(own) == saved.get(name, {}).get("steps")
             for home in self._homes
             if home.cluster.lost()
-            for told, own in home.names.items()
+            for name, own in home.names.items()
         )
 
     def _dead(self) -> int:
@@ -241,9 +241,9 @@ class Recoverer:
         found, first = [], 0
         for home in self._homes:
             count = home.cluster.shard_count
-            mine = [shard - first for shard in shards if first <= shard < first + count]
-            if mine:
-                found.append((home, mine))
+            own_shards = [shard - first for shard in shards if first <= shard < first + count]
+            if own_shards:
+                found.append((home, own_shards))
             first += count
         return found
 
@@ -258,7 +258,7 @@ class Recoverer:
         self.losses = Losses.from_dict(counters)
         self._failures = max(self._failures, counters.get("failures", 0))
 
-    def told(self) -> Recoveries:
+    def summary(self) -> Recoveries:
         return Recoveries(
             failures=self._failures,
             full=self._made["full"],
@@ -274,7 +274,7 @@ def make_recoverer(
     total_steps: int | None, steps: Callable[[], int],
     go_back: Callable[[], Kept | None] | None, tell: Callable[[str, dict[str, Any]], None],
 ) -> Recoverer | None:  # fmt: skip
-    """What a strategy asks for, with parity begun; None without shards or on a rank that does not
+    """What a strategy asks for, with parity started; None without shards or on a rank that does not
     write. What cannot be done for these tables is refused."""
     recovery = strategy.recovery or Recovery()
     if recovery.scope == "partial":

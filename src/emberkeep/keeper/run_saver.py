@@ -1,4 +1,4 @@
-"""What a keeper needs of whatever stores its run: a repository, or the tiers that hold the rows."""
+"""What a keeper needs of what stores its run: a repository, or the tiers that hold the rows."""
 
 from __future__ import annotations
 

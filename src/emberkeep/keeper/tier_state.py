@@ -2,7 +2,7 @@
 
 The file is safetensors, so that other tools can read it. The metadata in its header begins with
 the XXH3 128-bit digest of the file's name, a zero byte and the file, the digest itself being 32
-zeros there: flipped bits, a torn file and the file of another step are all told before anything
+zeros there: flipped bits, a torn file and the file of another step are all noticed before anything
 of it is used.
 """
 

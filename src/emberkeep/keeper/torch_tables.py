@@ -133,7 +133,7 @@ class TorchTable:
             self.change(followable.changed_rows(gradient).numpy())
 
     def change(self, rows: I64) -> None:
-        """These rows are about to change: whoever copies them has them as they are first."""
+        """These rows are about to change: a copy under way takes them as they are first."""
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.wait_for_room()
@@ -204,12 +204,12 @@ class TorchTables:
     ) -> None:
         """From now on every step of these optimizers says which rows it changes."""
         for optimizer in optimizers:
-            mine = {
+            followed = {
                 id(table.weight): table
                 for table in self.tables.values() if table.optimizer is optimizer
             }  # fmt: skip
-            if mine:
-                hook = timed(_Before(mine))
+            if followed:
+                hook = timed(_Before(followed))
                 self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def stop_following(self) -> None:

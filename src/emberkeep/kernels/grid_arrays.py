@@ -156,7 +156,7 @@ def mark_deaths(
 
 @kernel
 def hash_column(column_RB: U8, salt: np.uint64, sums_R: U64) -> None:
-    """Adds a hash of each row's bytes to the row's sum; the salt tells columns apart."""
+    """Adds a hash of each row's bytes to the row's sum; the salt differs by column."""
     rows, width = column_RB.shape
     whole = width // 8
     for r in range(rows):

@@ -21,7 +21,7 @@ _INFINITY, _LEAST_NORMAL = 0x7F800000, 0x00800000  # as bits
 def encode_nonnegative(
     values_RD: F32, start: int, stop: int, codes_RB: U8, params_R: U32, raw_R: U8
 ) -> None:
-    """Encodes rows `start..stop` by their bit patterns, which are near to a logarithm.
+    """Encodes rows `start..stop` by their bit patterns, which are close to a logarithm.
 
     Code 0 is zero; code c is the float whose bits are `base + (c - 1) · step`. `base` keeps the
     upper 16 bits below the sign, `step` is a multiple of 256.

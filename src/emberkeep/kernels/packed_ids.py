@@ -1,7 +1,7 @@
 """Sorted ids in few bits: gaps packed block by block, or one bit per id that might be there.
 
 Ids are seen as `first + stride · unit`, units counting up from 0. All differences are taken
-modulo 2^64, which is exact for any two int64 in order, however far apart.
+modulo 2^64, which is exact for any two int64 in order, whatever their distance.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _LONGEST_SAVE_SECONDS = 600.0
 _PRIORITIES: dict[str, Kind] = {"cpr_mfu": "mfu", "cpr_ssu": "ssu", "cpr_scar": "scar"}
 
 Progress = Callable[[int, int], object]
-"""Told of how many runs are done, and of how many."""
+"""Hears how many runs are done, and of how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def plan_page(
         page.text(". ".join(log.taken) + ".")
         page.plot(
             survival_plot(log.gaps_hours, fitted),
-            "Left: the share of failures that are farther apart. Right: failures per hour after "
+            "Left: the share of failures with a longer gap. Right: failures per hour after "
             "so long without one.",
         )
         page.table(

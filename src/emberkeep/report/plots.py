@@ -21,7 +21,7 @@ _INK, _GRID, _PAPER = "#0a0b0c", "#d9dde3", "#fdfefd"
 _CSS = {_INK: "currentColor", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
 
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d6e", "#8e6bbf", "#d1495b", "#2a9aa8", "#b3922e", "#8a8f98")
-"""Of middle brightness: told apart on white and on black, also by those who confuse red and green
+"""Of middle brightness: distinct on white and on black, also by those who confuse red and green
 where shapes or labels differ too."""
 
 PARTS = {"save": "#3b82c4", "load": "#3a9d6e", "lost": "#d1495b", "reschedule": "#b3922e",

@@ -8,7 +8,7 @@ new writer knows exactly which version it starts from. Then it claims the next e
 above that number belongs to nobody and is not part of the history.
 
 Sealing before claiming closes a gap that a claim alone leaves open: between looking up the newest
-version and claiming, the predecessor could have committed another one and been told so.
+version and claiming, the predecessor could have committed another one and heard that it is.
 """
 
 from __future__ import annotations

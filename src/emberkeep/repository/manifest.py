@@ -101,7 +101,7 @@ class Manifest:
                 )
         for what in ("layout", "reader", "user", "counters"):
             object.__setattr__(self, what, documents.plain(what, getattr(self, what)))
-        # gc tells files apart by name alone: a file belongs to the version in its name.
+        # gc knows files by name alone: a file belongs to the version in its name.
         for file in self.files:
             if parse_data(file.name) != (self.version, self.nonce):
                 raise ConfigError(f"{file.name} does not belong to version {self.version}")

@@ -48,7 +48,7 @@ class Pin:
             raise
 
     def renew(self) -> None:
-        """Starts the lifetime anew; too late once the pin has expired, for gc may have acted."""
+        """Restarts the lifetime; too late once the pin has expired, for gc may have acted."""
         now = self._repository.clock()
         if self._expires is not None and now >= self._expires:
             raise NoVersionError(
@@ -73,7 +73,7 @@ class Pin:
 def read_pins(repository: Repository) -> dict[str, tuple[VersionId, datetime]]:
     """Every pin by name, expired ones included: its version, and when it expires.
 
-    A damaged pin holds nothing. Its reader at worst misses a file, and is told so.
+    A damaged pin holds nothing. Its reader at worst misses a file, and gets an error.
     """
     pins = {}
     for info in repository.store.list(names.PINS):

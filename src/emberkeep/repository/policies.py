@@ -21,7 +21,7 @@ def starts_anew(layout: Layout, sizes: Sequence[float]) -> bool:
     """Whether the next version is a new baseline.
 
     `sizes` are the increments since the baseline, oldest first, each as a fraction of the
-    baseline. An intermittent layout starts anew when what a fresh start costs by the same point
+    baseline. An intermittent layout starts over when what a fresh start costs by the same point
     next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the last increment
     for S. Increments grow, so the next is expected to be larger by as much as the last one was.
     """
@@ -78,7 +78,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridCosts:
-    """What is known when the next version of a grid is begun; times in seconds.
+    """What is known when the next version of a grid is started; times in seconds.
 
     `write_base` and `write_increment`: to save it as a baseline or as an increment. `read_base`: to
     restore a new baseline; `read_more`: what a restore of the grid takes longer than that.

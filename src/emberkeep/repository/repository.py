@@ -102,7 +102,7 @@ class Repository:
         """Puts `repository.json`, with which the root becomes a repository.
 
         It is the first object of a repository: beside those of another, it would make all of them
-        foreign. Whoever has put the others before, as a fork does, says that it is the `last`.
+        foreign. A fork, which has put the others before, says that it is the `last`.
         """
         if not last:
             _check_no_remains(store)

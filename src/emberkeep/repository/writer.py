@@ -101,7 +101,7 @@ class Writer:
         name = names.writer_name(epoch)
         found = create_or_read(repository.store, name, content)
         if is_torn(found, content):
-            # Safe to complete: whoever passed by has sealed this epoch, and commits decide.
+            # Safe to complete: a successor that passed by has sealed this epoch; commits decide.
             repository.store.put(name, content)
         elif found != content:
             raise _lost_the_race(repository)
@@ -144,7 +144,7 @@ class Writer:
         """Finds out what became of a commit whose answer was lost, and completes it.
 
         Returns its manifest, or None if nothing was open. Until the store answers, each call
-        raises `StorageError`: a commit that has begun is never taken back, since the store may
+        raises `StorageError`: a commit that was started is never taken back, since the store may
         still perform it.
         """
         with self._lock:
@@ -227,7 +227,7 @@ class Writer:
     def resume(self, version: VersionId) -> bool:
         """Called when the run goes on from a version; whether its grid may be continued.
 
-        Only the newest version's grid may be: whoever goes on from an older one starts another,
+        Only the newest version's grid may be: to go on from an older one starts another,
         since the versions that came after it, standing or not, have left their deaths in the
         catalog. Until the next version is committed, gc spares this one.
         """
@@ -418,7 +418,7 @@ class Draft:
 class FileWriter:
     """Writes files of a version that another process commits: a shard server writes its own.
 
-    `part` numbers the writers of one version: it keeps their names apart. As a context manager it
+    `part` numbers the writers of one version: their names differ by it. As a context manager it
     removes what it wrote when an error ends the work; whatever is left is gc's.
     """
 
@@ -548,8 +548,8 @@ def _honoured(repository: Repository, history: History) -> frozenset[str]:
     """The marks that stay valid: those that their gc had decided when the history was looked at,
     after the seal. A gc that decides later comes upon the seal.
 
-    Marks of format 1 have no decision. What a tag or a pin holds was spared by whoever wrote them,
-    if it still stands with all that it needs: that is decided here.
+    Marks of format 1 have no decision. What a tag or a pin holds was spared by their collector, if it
+    still stands with all that it needs: that is decided here.
     """
     store, epoch = repository.store, history.listing.epoch
     honoured = set()

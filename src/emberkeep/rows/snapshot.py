@@ -99,8 +99,8 @@ class FrozenRows(Protocol):
 class Cut(list[_T]):
     """What was frozen, with what its tables knew beside their rows at the same instant.
 
-    Read apart, before or after, the step of a table could be another than that of its rows: pushes
-    of other threads and workers do not wait in between.
+    Read before or after, the step of a table could be another than that of its rows: pushes of
+    other threads and workers do not wait in between.
     """
 
     def __init__(self, frozen: Iterable[_T], tables: dict[str, Any]) -> None:
@@ -407,7 +407,7 @@ def _as_chunks(table: TableRange, parts: Sequence[CopiedRows]) -> Iterator[Chunk
             name: np.concatenate([part.planes[name] for part in parts]) for name in table.planes
         }
     if not present.all():
-        # The ids that left a dynamic table are listed apart: a slot may have a new owner by now.
+        # The ids that left a dynamic table have a list of their own: a slot may have a new owner.
         if table.ids is None:
             yield Chunk(table.name, np.sort(ids[~present]), None)
         ids, planes = ids[present], {name: values[present] for name, values in planes.items()}

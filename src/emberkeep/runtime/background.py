@@ -135,8 +135,8 @@ class Worker:
     def do(self, task: Task, ended: Ended) -> None:
         """Returns at once. When the task has ended, `ended` hears the error that it raised, or
         None; the worker holds on to nothing of the task any more. Raises, with the task not
-        begun, where no thread can be started."""
-        if self._pid != os.getpid():  # whoever held the lock is not there to release it
+        started, where no thread can be started."""
+        if self._pid != os.getpid():  # the thread that held the lock is not there
             self._renew(threading.Condition())
         elif self._thread.ending:
             self._renew(self.changed)
@@ -233,7 +233,7 @@ class _Thread(threading.Thread):
         try:
             while self._rest(seconds):
                 seconds = self._run_task() if self.tasks else self._run_step()
-        except BaseException as error:  # of this class itself: nobody would be told
+        except BaseException as error:  # of this class itself: nobody would hear of it
             self.fail(error, final=True)
         _threads.discard(self)
 
@@ -255,7 +255,7 @@ class _Thread(threading.Thread):
         except BaseException as raised:
             error = _without_locals(raised)
             background_failures.count(self.name)
-        # Before anybody is told: what a task held would else be freed while the interpreter
+        # Before anybody hears of it: what a task held would else be freed while the interpreter
         # ends, and a tensor that is freed then ends the process with an abort.
         del task
         try:
@@ -274,7 +274,7 @@ class _Thread(threading.Thread):
         try:
             seconds = step()
         except BaseException as error:
-            del step  # whoever is told may be the last to hold it
+            del step  # `on_error` may be the last to hold it
             retry = self._retry
             limit = 0 if retry is None else retry.limit
             final = isinstance(error, StoppedError)
@@ -321,7 +321,7 @@ _threads: set[_Thread] = set()
 
 @atexit.register
 def _end_threads() -> None:
-    """Nothing of ours runs when the interpreter takes itself apart."""
+    """Nothing of ours runs while the interpreter ends."""
     deadline = time.monotonic() + _PATIENCE_AT_EXIT
     threads = list(_threads)
     for thread in threads:

@@ -75,9 +75,9 @@ def recycled(nbytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """Rows of one plane that stand apart in memory: row i begins at `starts[i]` of `words`.
+    """Rows of one plane, scattered in memory: row i begins at `starts[i]` of `words`.
 
-    Whoever can write rows from where they are saves a copy of them; an array is made by
+    A caller that can write rows from where they are saves a copy of them; an array is made by
     `np.asarray`. Words have the four bytes of the plane's own type.
     """
 

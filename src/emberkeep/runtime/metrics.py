@@ -66,7 +66,7 @@ class Histogram:
 
 
 class MetricsServer:
-    """Answers GET with an exposition, on the loopback interface unless told otherwise."""
+    """Answers GET with an exposition, on the loopback interface unless configured otherwise."""
 
     def __init__(self, read: Callable[[], str], port: int, host: str = "127.0.0.1") -> None:
         class Handler(BaseHTTPRequestHandler):

@@ -240,7 +240,7 @@ def _work(shared: _Shared, nice: int) -> None:
 
 
 class ForkLock:
-    """A re-entrant lock that is fair, and free in a forked child whoever held it in the parent.
+    """A re-entrant lock that is fair, and free in a forked child even if the parent held it.
 
     Fair, because training releases it only to take it again: a saver beside it would wait for a
     chance, step after step. Who waits for the lock holds the gate, where the next one must pass.

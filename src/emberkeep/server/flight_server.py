@@ -81,7 +81,7 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @property
     def address(self) -> str:
-        """What a client is told."""
+        """What a client is sent."""
         return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{self.host}:{self.port}"
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:

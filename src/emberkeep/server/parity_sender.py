@@ -25,9 +25,9 @@ _RETRY = Retry(limit=None, first=timedelta(milliseconds=20), most=timedelta(seco
 class Sender:
     """Sends messages in order, each until the host holds it; a thread of its own.
 
-    `acknowledged(sender, number)` is told what the host holds, `stuck(sender)` that it cannot be
+    `acknowledged(sender, number)` hears what the host holds, `stuck(sender)` that it cannot be
     reached or refuses, or that sending met any other error. A host that is gone is tried until the
-    sender is closed, ever more rarely, and whenever there is something new to send: whoever
+    sender is closed, ever more rarely, and whenever there is something new to send: the caller that
     replaces it closes this one.
     """
 

@@ -199,7 +199,7 @@ class ParityService:
     # -- pushes ----------------------------------------------------------------------------------
 
     def note(self, worker: str, push: int, number: int) -> None:
-        """A push was applied and told under a number of the stream."""
+        """A push was applied and sent under a number of the stream."""
         with self._moved:
             self._pushes.append((number, worker, push))
 
@@ -261,7 +261,7 @@ class ParityService:
     def _decode(self, slab: int, rows: I64) -> None:
         rebuilder = self._rebuilder
         if rebuilder is None:
-            raise PeerError(f"shard {self._shard.index} was not told who its peers are: ask again")
+            raise PeerError(f"shard {self._shard.index} does not know its peers yet: ask again")
         try:
             rebuilder.recover_rows(self._shard.index, slab, rows)
         except (StreamError, ServerError, ShardLostError) as error:
@@ -309,7 +309,7 @@ class ParityService:
 
     def _directory(self, header: Json, arrays: Arrays) -> Answer:
         """Where all shards are: from here on rows can be decoded."""
-        peers = [Peer.from_json(told) for told in header["peers"]]
+        peers = [Peer.from_json(peer) for peer in header["peers"]]
         before = self._rebuilder
         known: dict[Peer, PeerMember] = {}
         for guard in () if before is None else before.guards:
@@ -345,11 +345,11 @@ class ParityService:
     def _standing(self, header: Json, arrays: Arrays) -> Answer:
         its = self.guard.standing()
         streams = [[source, *numbers] for source, numbers in its.streams.items()]
-        told = {
+        reply = {
             "lost": list(its.lost_K), "blind": its.blind, "complete": its.complete,
             "streams": streams,
         }  # fmt: skip
-        return told, _NONE
+        return reply, _NONE
 
     def _attach(self, header: Json, arrays: Arrays) -> Answer:
         peer = Peer.from_json(header["host"])

@@ -81,9 +81,9 @@ class _Step(Generic[_T]):
 class Meeting(Generic[_T]):
     """Where the ranks of a synchronous job meet: nobody goes on before all parts are there.
 
-    The rank that comes last does the work for all. After a partial recovery ranks may be one step
-    apart, as some had been answered when the shard died: the earlier step is lost with the shard,
-    and those who bring it again are told that it is done.
+    The rank that comes last does the work for all. After a partial recovery one rank may be a step
+    ahead, as some had been answered when the shard died: the earlier step is lost with the shard,
+    and a worker that sends it again hears that it is done.
     """
 
     def __init__(self, world: int, last: int = 0) -> None:

@@ -51,7 +51,7 @@ class Metrics:
     def admitted(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def told(self, run: Json) -> None:
+    def follow(self, run: Json) -> None:
         """What the coordinator says of the run with its heartbeat: version, its age, PLS."""
         self._run = {key: float(run[key]) for key in ("version", "version_at", "pls") if key in run}
 

@@ -2,7 +2,7 @@
 
 A server begins empty and knows nothing of tables. A coordinator *admits* it: gives it an epoch,
 its place among the shards and the tables. It then takes rows, from the coordinator or from a
-repository, and *serves* when it is told to. Everything else names the epoch, and is refused when
+repository, and *serves* when asked to. Everything else names the epoch, and is refused when
 it is not the present one.
 """
 
@@ -131,7 +131,7 @@ class ShardService:
     # -- pulls and pushes ------------------------------------------------------------------------
 
     def answer(self, blob: U8, session: Session) -> U8:
-        """The reply to one request; what is refused is told in the reply."""
+        """The reply to one request; a refusal is a reply, too."""
         epoch = self._epoch
         if is_frame(blob):
             return self._hear(blob, epoch)
@@ -180,12 +180,12 @@ class ShardService:
                 raise ProtocolError(f"{kind}: the message is not complete: {error!r}") from error
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        told: Json = {"protocol": PROTOCOL, "life": self.life, "draining": self._draining}
+        status: Json = {"protocol": PROTOCOL, "life": self.life, "draining": self._draining}
         epoch = self._epoch
         if epoch is None:
-            told |= {"epoch": 0, "state": "empty"}
+            status |= {"epoch": 0, "state": "empty"}
         else:
-            told |= {
+            status |= {
                 "epoch": epoch.number,
                 "state": epoch.shard.state,
                 "lapsed": epoch.lapsed,
@@ -202,8 +202,8 @@ class ShardService:
                 "metrics": self.metrics.to_dict(),
             }
             if epoch.parity_service is not None:
-                told["parity"] = epoch.parity_service.status()
-        yield told, _NONE
+                status["parity"] = epoch.parity_service.status()
+        yield status, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins an epoch with an empty shard.
@@ -221,7 +221,7 @@ class ShardService:
                 f"this server is for shard {self._place[0]} of {self._place[1]}, not {index} of "
                 f"{count}: name the addresses of all shards in their order"
             )
-        tables = [table_from(told) for told in header["tables"]]
+        tables = [table_from(table) for table in header["tables"]]
         optimizer = optimizer_from(header["optimizer"])
         with self._lock:
             before = self._epoch
@@ -252,7 +252,7 @@ class ShardService:
         yield {"life": self.life}, _NONE
 
     def _drop(self, epoch: Epoch) -> None:
-        """Lets go of an epoch's memory; what copies rows out of it is told."""
+        """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
         if epoch.parity_service is not None:
             epoch.parity_service.close()
@@ -261,7 +261,7 @@ class ShardService:
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)
         epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
-        self.metrics.told(header.get("run", {}))
+        self.metrics.follow(header.get("run", {}))
         yield {"state": epoch.shard.state, "clock": time.monotonic()}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -455,7 +455,7 @@ class ShardService:
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         if self._job is None or self._job[0] != int(header["epoch"]):
-            raise EpochError(f"no work was begun in epoch {header['epoch']}")
+            raise EpochError(f"no work was started in epoch {header['epoch']}")
         job = self._job[1]
         yield ({"done": True, **job.result()} if job.done() else {"done": False}), _NONE
 
@@ -537,5 +537,5 @@ class ShardService:
 
 
 def _priority(header: Json) -> Priority | None:
-    told = header.get("priority")
-    return None if told is None else Priority(**told)
+    priority = header.get("priority")
+    return None if priority is None else Priority(**priority)

@@ -256,10 +256,10 @@ class RepositoryContract:
         start = threading.Barrier(4)
 
         def open_writer() -> None:
-            mine = Repository.open(store)
+            own = Repository.open(store)
             start.wait()
             try:
-                writers.append(Writer.open(mine))
+                writers.append(Writer.open(own))
             except FencedError:
                 return
 

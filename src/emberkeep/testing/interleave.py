@@ -87,7 +87,7 @@ class Interleaving:
             # Threads of one process take turns, too: one that waits for the baton stops them all.
             with process.lock:
                 if process.ended:
-                    return  # its store is still in use, by whoever checks what came of it
+                    return  # its store is still in use, by the check of what came of it
                 if process.left == 0:
                     self._hand_on()
                     process.baton.acquire()

@@ -117,7 +117,7 @@ def _locked(top: str, exclusive: bool) -> int:
                 if not exclusive:
                     raise TierError(
                         f"the file system of {top} has no locks ({error.strerror}), so two "
-                        "processes could not be kept apart; nothing was created. Use another file "
+                        "processes could use it at once; nothing was created. Use another file "
                         "system, or exclusive=True if one process alone will ever use this tier"
                     ) from error
             if names(path, handle):

@@ -124,7 +124,7 @@ class Loads:
         return False
 
     def _finish(self, load: Load) -> None:
-        if load in self._left:  # nobody has begun to read it
+        if load in self._left:  # nobody has started to read it
             self._left.remove(load)
             self.perform(load)
         load.done.wait()

@@ -82,7 +82,7 @@ class Reads:
     def read(self, records: I64, rows: I64, frames: I64, stamps: I64, layout: Layout) -> None:
         """Brings records to frames of `layout`, their stamps to `stamps[frame]`.
 
-        The caller has begun reading, so that nothing is used again meanwhile.
+        The caller has started reading, so that nothing is used again meanwhile.
         """
         log = self._log
         order = np.argsort(records)

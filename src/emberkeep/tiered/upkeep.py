@@ -32,8 +32,8 @@ def run(slab: TieredSlab) -> bool:
         more = _save(slab) or more
         return _clean(slab) or more
     except EmberkeepError as error:
-        # A file that cannot grow or has failed: whoever needs room next is told. A checkpoint
-        # under way is given up, but never half of one declared whole.
+        # A file that cannot grow or has failed: the next call that needs room
+        # raises it. A checkpoint under way is given up, but never half of one declared whole.
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
             with contextlib.suppress(InvalidStateError):  # given up this very moment
@@ -122,7 +122,7 @@ def _save(slab: TieredSlab) -> bool:
 def _clean(slab: TieredSlab) -> bool:
     """Moves the rows of one segment that is mostly dead, so that it can be used again.
 
-    One that is damaged is left where it is, and told.
+    One that is damaged is left where it is, and reported.
     """
     log = slab.log
     if not log.changed:
@@ -166,7 +166,7 @@ def _move(
 ) -> list[tuple[Extent, np.ndarray, np.ndarray]]:
     """Copies the newest records of a segment to the end of the log, in memory so far.
 
-    The copies are sealed anew, so their blocks are checked before: damage that was moved would
+    The copies are sealed again, so their blocks are checked before: damage that was moved would
     look like rows.
     """
     log = slab.log

@@ -38,7 +38,7 @@ def run_on_ray(settings: RunConfig, *, fresh: bool = False) -> Result:
             )
         try:
             named = replace(settings, cluster=replace(given, name=name))
-            told = ray_cluster.run_workers(
+            reply = ray_cluster.run_workers(
                 work,
                 {"settings": config.to_toml(named), "fresh": fresh},
                 workers=given.workers,
@@ -47,7 +47,7 @@ def run_on_ray(settings: RunConfig, *, fresh: bool = False) -> Result:
             )
         finally:
             ray_cluster.stop(started)
-    return _result(settings, told["result"])
+    return _result(settings, reply["result"])
 
 
 def work(given: dict[str, Any]) -> None:
@@ -60,9 +60,9 @@ def work(given: dict[str, Any]) -> None:
     dist.barrier()  # nobody leaves while rank 0 still looks at rows
 
 
-def _result(settings: RunConfig, told: dict[str, Any]) -> Result:
+def _result(settings: RunConfig, reply: dict[str, Any]) -> Result:
     kinds = {"checkpoints": Costs, "recoveries": Recoveries}
     parts = {
-        key: None if told.get(key) is None else kind(**told[key]) for key, kind in kinds.items()
+        key: None if reply.get(key) is None else kind(**reply[key]) for key, kind in kinds.items()
     }
-    return Result(**{**told, **parts, "settings": settings})
+    return Result(**{**reply, **parts, "settings": settings})

@@ -93,7 +93,7 @@ class Keeping:
             state=state,
             about=about,
             on_event=self._tell,
-            must_exist=given.must_exist,
+            must_exist=given.must_exist or tier.must_exist,
             total_steps=progress.total,
         )
         if self.fresh:
@@ -103,7 +103,11 @@ class Keeping:
         if kept is not None:
             progress.resumed_step = kept.step
             if progress.steps >= progress.total:
-                details = {"version": version_number(kept), "step": kept.step, "anew": restart}
+                details = {
+                    "version": version_number(kept),
+                    "step": kept.step,
+                    "start_over": restart,
+                }
                 self._tell("finished", details)
         return keeper
 
@@ -133,11 +137,11 @@ class _Agreed:
 def _telling(settings: RunConfig) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
     rows and shards are and which of them are made to fail does not."""
-    told: Json = json.loads(json.dumps(settings.to_dict()))
-    del told["checkpoint"], told["failures"], told["tier"]
+    document: Json = json.loads(json.dumps(settings.to_dict()))
+    del document["checkpoint"], document["failures"], document["tier"]
     # Rows are the same bits wherever their shards are; how many ranks add them up is not the same.
-    told["cluster"] = {key: told["cluster"][key] for key in ("shards", "workers")}
-    return told
+    document["cluster"] = {key: document["cluster"][key] for key in ("shards", "workers")}
+    return document
 
 
 def _check_settings(path: str, present: Json) -> None:

@@ -49,8 +49,8 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a metric that does not exist (one class only) is None, not NaN."""
-        told = {**asdict(self), "settings": self.settings.to_dict()}
+        document = {**asdict(self), "settings": self.settings.to_dict()}
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in told.items()
+            for key, value in document.items()
         }

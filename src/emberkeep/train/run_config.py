@@ -231,9 +231,13 @@ class TierSettings:
         "set", default=None)
     exclusive: bool = setting(
         "no other process will ever use path: admits a file system without locks", default=False)
+    must_exist: bool = setting(
+        "refuse to start over where no step is durable: a mount may be missing", default=False)
 
     def __post_init__(self) -> None:
         config.check(self)
+        if self.must_exist and self.every is None:
+            raise ConfigError("must_exist is for a run that is kept in its tier: set every")
         if self.path is None:
             if self.every is not None:
                 raise ConfigError("every needs files: set path")

@@ -155,7 +155,7 @@ class Connection:
         self.due = None
 
     def cancel(self) -> None:
-        """Ends the stream, whoever waits on it; safe from any thread."""
+        """Ends the stream, also for a thread that waits on it; safe from any thread."""
         self.due = None
         if self._reader is not None:
             self._reader.cancel()

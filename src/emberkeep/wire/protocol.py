@@ -218,9 +218,9 @@ def done_reply(
     """
     size = _HEADER.size + sum(8 + 8 * c.positions.size + c.rows_UD.nbytes for c in changed)
     blob = np.empty(size, np.uint8)
-    told = number if settled is None else settled
+    held = number if settled is None else settled
     _HEADER.pack_into(
-        blob.data, 0, _MAGIC, DONE, len(changed), int(waiting), 1, epoch, told, number, 0.0
+        blob.data, 0, _MAGIC, DONE, len(changed), int(waiting), 1, epoch, held, number, 0.0
     )
     at = _HEADER.size
     for part in changed:
@@ -261,10 +261,10 @@ def unpack_done(blob: U8, dims_G: Sequence[int]) -> list[Changed]:
 
 def refusal(error: BaseException, epoch: int) -> U8:
     """An error as a reply."""
-    told = json.dumps(describe_error(error)).encode()
-    blob = np.empty(_HEADER.size + len(told), np.uint8)
+    document = json.dumps(describe_error(error)).encode()
+    blob = np.empty(_HEADER.size + len(document), np.uint8)
     _HEADER.pack_into(blob.data, 0, _MAGIC, REFUSED, 0, 0, 1, epoch, 0, 0, 0.0)
-    blob[_HEADER.size :] = np.frombuffer(told, np.uint8)
+    blob[_HEADER.size :] = np.frombuffer(document, np.uint8)
     return blob
 
 
@@ -291,14 +291,14 @@ def _expect(blob: U8, kind: int) -> int:
 def pack_frame(header: Json, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> bytes:
     """A JSON header and named arrays as one message."""
     arrays = arrays or {}
-    told = json.dumps(
+    document = json.dumps(
         {
             "header": header,
             "arrays": [[name, a.dtype.name, list(a.shape)] for name, a in arrays.items()],
         }
     ).encode()
-    parts: list[bytes] = [_FRAME.pack(_FRAME_MAGIC, len(told)), told]
-    at = len(parts[0]) + len(told)
+    parts: list[bytes] = [_FRAME.pack(_FRAME_MAGIC, len(document)), document]
+    at = len(parts[0]) + len(document)
     for values in arrays.values():
         gap = -at % _ALIGNMENT
         content = np.ascontiguousarray(values).tobytes()
@@ -315,8 +315,8 @@ def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
     magic, length = _FRAME.unpack_from(blob.data)
     if magic != _FRAME_MAGIC or length > blob.size - _FRAME.size:
         raise ProtocolError(f"this is not a frame of emberkeep's protocol {PROTOCOL}")
-    told = _json(blob[_FRAME.size : _FRAME.size + length].tobytes())
-    header, specs = told.get("header"), told.get("arrays")
+    document = _json(blob[_FRAME.size : _FRAME.size + length].tobytes())
+    header, specs = document.get("header"), document.get("arrays")
     if not isinstance(header, dict) or not isinstance(specs, list):
         raise ProtocolError("a frame has a header and arrays")
     at = _FRAME.size + length
@@ -374,12 +374,12 @@ def describe_error(error: BaseException) -> Json:
     return {"error": "EmberkeepError", "message": f"the server failed: {error!r}"}
 
 
-def error_from(told: Json) -> EmberkeepError:
+def error_from(reply: Json) -> EmberkeepError:
     """The inverse of `describe_error`; a class that is unknown here becomes the root."""
-    kind = getattr(errors, str(told.get("error")), EmberkeepError)
+    kind = getattr(errors, str(reply.get("error")), EmberkeepError)
     if not (isinstance(kind, type) and issubclass(kind, EmberkeepError)):
         kind = EmberkeepError
-    return kind(str(told.get("message")))
+    return kind(str(reply.get("message")))
 
 
 def describe_table(table: Table) -> Json:
@@ -391,10 +391,10 @@ def describe_table(table: Table) -> Json:
     }
 
 
-def table_from(told: Json) -> Table:
+def table_from(document: Json) -> Table:
     """The inverse of `describe_table`."""
     try:
-        settings = dict(told)
+        settings = dict(document)
         init = dict(settings.pop("init"))
         kind: type[Normal] | type[Uniform] = Normal if init.pop("kind") == "normal" else Uniform
         return Table(settings.pop("name"), init=kind(**init), **settings)

@@ -227,17 +227,17 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
             # Where the outcome of the last batch could not be recorded.
             self.abandon_tiers(beside=beside)
             nonce, home = secrets.token_hex(8), decisions.home_of(self._tier_files(beside))
-            begun: list[Future[Any]] = []
+            started: list[Future[Any]] = []
             try:
                 for shard in shards:
                     for slab in shard.tiers():
                         way = decisions.way_to(home, slab)
-                        begun.append(slab.checkpoint(batch, shard.table_state(), nonce, way))
+                        started.append(slab.checkpoint(batch, shard.table_state(), nonce, way))
             except BaseException:  # under way in all of them, or in none
                 with suppress(EmberkeepError):  # said above: the next one tries again
                     self.abandon_tiers(beside=beside)
                 raise
-            return begun
+            return started
 
     def commit_tiers(self, *, beside: Sequence[LocalCluster] = ()) -> None:
         """Makes the batch that every file has prepared the one to come back to.

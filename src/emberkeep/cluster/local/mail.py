@@ -16,7 +16,7 @@ from emberkeep.runtime.background import Worker
 Letter: TypeAlias = tuple[int, Message]
 """A message and who is to receive it."""
 
-# A window is delivered in milliseconds; whoever waits longer waits for something that hangs.
+# A window is delivered in milliseconds; a longer wait is for something that hangs.
 _PATIENCE = timedelta(minutes=5)
 
 

@@ -17,7 +17,7 @@ class Leases:
     that it can end.
 
     A renewal that fails, whatever the error, is tried again for as long as the lease is wanted: if
-    it stays without one, whoever pulls or pushes next finds out, and has the shard replaced.
+    it stays without one, the next pull or push finds out, and has the shard replaced.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Leases:
         renewal.worker.wake()
 
     def rest(self, index: int) -> None:
-        """Lets a shard's lease run out: whoever has it is about to be replaced."""
+        """Lets a shard's lease run out: its server is about to be replaced."""
         self._renewals[index].meant = None
 
     def stop(self) -> None:

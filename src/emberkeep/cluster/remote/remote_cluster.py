@@ -96,7 +96,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     # -- beginning and ending --------------------------------------------------------------------
 
     def _take_over(self, parity: Parity | None) -> None:
-        """Begins the run on the servers, or joins the one that its coordinator has begun."""
+        """Begins the run on the servers, or joins the one that its coordinator has started."""
         try:
             if self.coordinates:
                 self._begin()

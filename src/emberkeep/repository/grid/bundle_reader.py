@@ -1,4 +1,4 @@
-"""Bytes of bundles: pieces that stand near each other are read together."""
+"""Bytes of bundles: neighbouring pieces are read together."""
 
 from __future__ import annotations
 

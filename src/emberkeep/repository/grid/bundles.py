@@ -3,7 +3,7 @@
 A *piece* holds rows with equal birth and death and the same form. Pieces are many and small, so a
 stream of records for each would cost more than its rows: here a piece is its columns, one after
 the other, and where they begin follows from the number of rows. What names the rows, the *head*,
-stands apart, all heads together at the end of the file: whoever wants to know which rows there
+is separate, all heads together at the end of the file: a reader that wants to know which rows there
 are reads little. `docs/format.md` accounts for every byte.
 
 Rows are stored as codecs encoded them and move from file to file without being decoded.
@@ -123,7 +123,7 @@ class Bundle:
 
     @classmethod
     def described(cls, file: FileRef, about: Json) -> Bundle:
-        """A file whose pieces are described apart from it."""
+        """A file whose pieces are described elsewhere."""
         try:
             families = [tuple(Form(*form) for form in family) for family in about["families"]]
             if not {len(each) for each in about["pieces"]} <= {len(Piece._fields)}:
@@ -245,7 +245,7 @@ def encoded(
             kinds[buffers["raw_rows"]] |= 1 << number
     found = (0,) if not kinds.any() else np.unique(kinds).tolist()
     for kind in found:
-        mine = None if len(found) == 1 else np.flatnonzero(kinds == kind)
+        kind_rows = None if len(found) == 1 else np.flatnonzero(kinds == kind)
         family: list[Form] = []
         columns: list[U8] = []
         for number, (plane, codec, values, buffers) in enumerate(stored):
@@ -254,8 +254,8 @@ def encoded(
             family.append(Form(plane, values.shape[1], values.dtype.name, spec, coded))
             names = codec.columns(values.shape[1], values.dtype)
             kept = [buffers[name] for name in names] if coded else [values]
-            columns.extend(_bytes_of_rows(column, mine) for column in kept)
-        some = slice(None) if mine is None else mine
+            columns.extend(_bytes_of_rows(column, kind_rows) for column in kept)
+        some = slice(None) if kind_rows is None else kind_rows
         yield EncodedRows(birth, None, tuple(family), tables[some], chunk.ids[some], tuple(columns))
 
 

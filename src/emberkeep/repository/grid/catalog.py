@@ -12,7 +12,7 @@ writer removes anything that an earlier one wrote, it makes a generation of its 
 
 - Births are never rewritten. A recorded death is never earlier than the true one: where it is
   later, or not known yet, two births of a row are read and the newer counts.
-- A grid is linear. Whoever goes on from a version that is not its newest starts another; one that
+- A grid is linear. To go on from a version that is not its newest starts another; one that
   was continued twice is damaged, since deaths of one continuation hide rows of the other.
 """
 
@@ -285,8 +285,8 @@ def uncovered(repository: Repository, manifest: Manifest, covered: int) -> list[
         if before is not None and before.number < covered:
             raise DamageError(
                 f"version {current.version} goes on from version {before}, but its grid was "
-                f"continued to version {covered} before: its rows cannot be told apart from those "
-                "of the other continuation; restore another version",
+                f"continued to version {covered} before: its rows cannot be distinguished from "
+                "those of the other continuation; restore another version",
                 name=current.name,
             )
         if before is None or before.number == covered:

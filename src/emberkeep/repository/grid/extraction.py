@@ -55,7 +55,7 @@ from emberkeep.repository.writer import Writer
 # Versions whose ids are remembered for pieces that were not compared with them yet.
 _MOST_UNSEEN = 16
 _ROUND_NBYTES = 256 * 2**20
-# A file of which less than this is used is written anew.
+# A file of which less than this is used is rewritten.
 _LEAST_USED = 0.5
 _SMALLEST_BLOOM_WORDS = 8
 _ATTEMPTS = 3
@@ -90,12 +90,12 @@ class Keys:
 
     def may_meet(self, other: Keys) -> bool:
         """Whether a table has ids of both in one range."""
-        _, mine, theirs = np.intersect1d(
+        _, own, others = np.intersect1d(
             self.present, other.present, assume_unique=True, return_indices=True
         )
         return bool(
             (
-                (self.lows[mine] <= other.highs[theirs]) & (other.lows[theirs] <= self.highs[mine])
+                (self.lows[own] <= other.highs[others]) & (other.lows[others] <= self.highs[own])
             ).any()
         )
 
@@ -240,12 +240,12 @@ class Extractor:
             before = self.read_nbytes, self.written_nbytes
             gone = frozenset(key for key, _ in batch)
             own = [b for b in (_without(bundle, gone) for bundle in taken) if b is not None]
-            mine = {bundle.name for bundle in taken}
+            taken_names = {bundle.name for bundle in taken}
             files: list[str] = []
             try:
                 new = self._split(batch, files)
                 change = Change(
-                    moved=frozenset(key for key in gone if key[0] not in mine),
+                    moved=frozenset(key for key in gone if key[0] not in taken_names),
                     new=(*own, *new),
                     covered=(following.covered, covered),
                 )

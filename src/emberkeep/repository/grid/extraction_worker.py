@@ -26,9 +26,9 @@ class ExtractionWorker:
     must. After each, `collect` removes what is not needed any more. The next save waits for
     neither.
 
-    A round that fails, whatever the error, is warned of, told as `extraction_failed`, and done
-    again with the next version that is committed, once for each: nothing depends on it. Whoever
-    waits for a round waits no longer than it takes, however it ends.
+    A round that fails, whatever the error, is warned of, reported as `extraction_failed`, and done
+    again with the next version that is committed, once for each: nothing depends on it. A wait for
+    a round is no longer than the round, however it ends.
     """
 
     def __init__(
@@ -146,18 +146,18 @@ class ExtractionWorker:
         assert newest is not None
         grid = grid_of(newest)
         assert grid is not None
-        mine = [manifest for manifest in waiting if grid_of(manifest) == grid]
-        newest = mine[-1] if mine else newest
+        own = [manifest for manifest in waiting if grid_of(manifest) == grid]
+        newest = own[-1] if own else newest
         if self._extractor is None or self._extractor.grid != grid:
             self._extractor = Extractor(self._writer, grid, self.rules)
         # Never twice in a row: the dead that are passed over would pile up.
-        many = len(mine) > self.rules.most_behind and self._passed_over is None
+        many = len(own) > self.rules.most_behind and self._passed_over is None
         split = self.rules.behind == "wait" or not many
         start = time.perf_counter()
         extracted = self._extractor.settle(newest, split=split)
         self._passed_over = None if split else newest
         self._tell("extracted", _details(extracted, time.perf_counter() - start))
-        return len(mine)
+        return len(own)
 
     def _failed(self, error: BaseException) -> None:
         with self._changed:
@@ -168,10 +168,10 @@ class ExtractionWorker:
             return
         self.failed_in_a_row += 1
         what = "damage" if isinstance(error, DamageError) else "a failure"
-        told = str(error) if isinstance(error, EmberkeepError) else repr(error)
-        self._tell("extraction_failed", {"error": told, "in_a_row": self.failed_in_a_row})
+        message = str(error) if isinstance(error, EmberkeepError) else repr(error)
+        self._tell("extraction_failed", {"error": message, "in_a_row": self.failed_in_a_row})
         warnings.warn(
-            f"extraction ended with {what}, {self.failed_in_a_row} in a row by now: {told}; no "
+            f"extraction ended with {what}, {self.failed_in_a_row} in a row by now: {message}; no "
             "version is in danger, and the next one tries again",
             stacklevel=1,
         )

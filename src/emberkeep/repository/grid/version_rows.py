@@ -67,7 +67,7 @@ def rows_of_plan(
     """
     bundles = planned.bundles if after is None else planned.since(after)
     try:
-        for rows, _ in _rows(repository, bundles, pool, tables, apart=False):
+        for rows, _ in _rows(repository, bundles, pool, tables, scattered=False):
             for table, start, stop in rows.by_table():
                 planes = rows.planes and {name: v[start:stop] for name, v in rows.planes.items()}
                 yield Chunk(
@@ -81,11 +81,11 @@ def rows_of_plan(
 def scattered_rows(
     repository: Repository, planned: GridPlan, pool: Pool
 ) -> Iterator[tuple[ScatteredTables, int]]:
-    """`rows_of_plan` for whoever can write rows from where they stand: those that are stored as
+    """`rows_of_plan` for a caller that can write rows from where they stand: those stored as
     they are need not be copied together first. Tombstones are left out. With each, how many
     threads are busy with what comes next."""
     try:
-        for rows, busy in _rows(repository, planned.bundles, pool, None, apart=True):
+        for rows, busy in _rows(repository, planned.bundles, pool, None, scattered=True):
             if rows.planes is not None:
                 yield rows, busy
     except DamageError as error:
@@ -136,7 +136,7 @@ class _Run:
 
 def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
-    tables: Collection[str] | None, *, apart: bool,
+    tables: Collection[str] | None, *, scattered: bool,
 ) -> Iterator[tuple[ScatteredTables, int]]:  # fmt: skip
     schema = repository.schema["tables"]
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
@@ -150,7 +150,7 @@ def _rows(
         return [
             found
             for family in np.unique(listed.family_P[pieces]).tolist()
-            if (found := _taken(chosen, names, pieces, bodies, data, family, pool, apart))
+            if (found := _taken(chosen, names, pieces, bodies, data, family, pool, scattered))
         ]
 
     with ThreadPoolExecutor(_READERS) as readers:
@@ -234,22 +234,22 @@ def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tupl
 
 def _taken(
     chosen: Chosen, names: Sequence[str], pieces: I64, bodies: I64, data: U8, family: int,
-    pool: Pool, apart: bool,
+    pool: Pool, scattered: bool,
 ) -> ScatteredTables | None:  # fmt: skip
     """The chosen rows of the pieces of one family in a batch; None if there are none."""
     from emberkeep.kernels import gather
 
     listed = chosen.listed
     forms = listed.families[family]
-    mine = listed.family_P[pieces] == family
-    pieces, bodies = pieces[mine], bodies[mine]
+    chosen_rows = listed.family_P[pieces] == family
+    pieces, bodies = pieces[chosen_rows], bodies[chosen_rows]
     counts_T = np.zeros(len(names), np.int64)
     gather.count_kept(
         pieces, chosen.groups_P, chosen.firsts_P, chosen.tables_G, chosen.kept_G, counts_T
     )
     ends_T = np.cumsum(counts_T)
     rows = int(ends_T[-1])
-    if not forms or not rows:  # tombstones were told before
+    if not forms or not rows:  # tombstones were handed out before
         return None
     widths_C = np.array(widths_of(forms))
     if (listed.nbytes_P[pieces] != listed.rows_P[pieces] * widths_C.sum()).any():
@@ -270,18 +270,20 @@ def _taken(
     for form in forms:
         count = len(form.columns())
         some = slice(column, column + count)
-        planes[form.plane] = _plane(form, data, starts_CU[some], widths_C[some], pool, apart)
+        planes[form.plane] = _plane(form, data, starts_CU[some], widths_C[some], pool, scattered)
         column += count
     present = np.flatnonzero(counts_T)
     offsets = [*(ends_T - counts_T)[present].tolist(), rows]
     return ScatteredTables([names[table] for table in present.tolist()], offsets, ids_U, planes)
 
 
-def _plane(form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, apart: bool) -> Values:
+def _plane(
+    form: Form, data: U8, starts_CU: I64, widths_C: I64, pool: Pool, scattered: bool
+) -> Values:
     """One plane of rows: where they begin, or its columns, copied together and decoded."""
     from emberkeep.kernels import gather
 
-    if apart and not form.coded and np.dtype(form.dtype).itemsize == 4:
+    if scattered and not form.coded and np.dtype(form.dtype).itemsize == 4:
         (starts_U,) = starts_CU
         if not np.bitwise_or.reduce(starts_U) & 3:
             return ScatteredRows(
@@ -310,7 +312,7 @@ def rows_of_bundle(repository: Repository, bundle: Bundle, pool: Pool) -> Iterat
             family = bundle.families[piece.family]
             columns = columns_of(bundle, piece, data[at : at + piece.nbytes])
             for table in np.unique(tables).tolist():
-                mine = np.flatnonzero(tables == table)
-                mine = mine[np.argsort(rows.ids[mine], kind="stable")]
-                planes = decoded(family, [column[mine] for column in columns], pool)
-                yield Chunk(names[table], rows.ids[mine], planes if family else None)
+                chosen_rows = np.flatnonzero(tables == table)
+                chosen_rows = chosen_rows[np.argsort(rows.ids[chosen_rows], kind="stable")]
+                planes = decoded(family, [column[chosen_rows] for column in columns], pool)
+                yield Chunk(names[table], rows.ids[chosen_rows], planes if family else None)

@@ -109,7 +109,7 @@ class Collector:
                     names.mark_name(key, decision=decision) for decision in (False, True)
                 ]
                 put_mark(self._store, self._repository.id, key, condemned, decision=False)
-                # Once more, for pins and tags put since. Whoever comes later sees the mark.
+                # Once more, for pins and tags put since. A later one sees the mark.
                 condemned -= self._keep(history, doomed, oldest)
                 put_mark(self._store, self._repository.id, key, condemned, decision=True)
                 removed |= condemned

@@ -229,7 +229,7 @@ class _Check:
                 if before is not None and before < earlier:
                     problem = (
                         f"goes on from version {before}, although version {earlier} of the same "
-                        "grid came between: rows of the two cannot be told apart"
+                        "grid came between: rows of the two cannot be distinguished"
                     )
                     self._blame(later.manifest_name, problem, (later,))
 
