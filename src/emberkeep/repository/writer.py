@@ -548,8 +548,8 @@ def _honoured(repository: Repository, history: History) -> frozenset[str]:
     """The marks that stay valid: those that their gc had decided when the history was looked at,
     after the seal. A gc that decides later comes upon the seal.
 
-    Marks of format 1 have no decision. What a tag or a pin holds was spared by their collector, if it
-    still stands with all that it needs: that is decided here.
+    Marks of format 1 have no decision. What a tag or a pin holds was spared by their collector, if
+    it still stands with all that it needs: that is decided here.
     """
     store, epoch = repository.store, history.listing.epoch
     honoured = set()
