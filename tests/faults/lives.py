@@ -124,7 +124,7 @@ def end_at_step(number: int, *, before: bool, by: int = signal.SIGKILL) -> None:
     def count(*_: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), by)
+            signal.raise_signal(by)
 
     register = (
         optimizer.register_optimizer_step_pre_hook

@@ -198,7 +198,7 @@ def test_a_run_over_several_tiers_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_sigterm_saves_all_of_them(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
     run.train(1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         run.train(1)
     bits = run.bits()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -906,7 +904,7 @@ def test_sigterm_finishes_the_step_saves_and_exits(capsys: pytest.CaptureFixture
         on_event=lambda name, details: events.append((name, details)),
     )
     run.step(keeper)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         run.step(keeper)
     assert stopped.value.code == 75
@@ -918,14 +916,6 @@ def test_sigterm_finishes_the_step_saves_and_exits(capsys: pytest.CaptureFixture
     assert manifest is not None
     assert manifest.step == 2
     assert fresh.bits() == run.bits()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[Any]:
-    """Sends SIGINT as Ctrl-C does, also where this process was started to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: os.kill(os.getpid(), signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_saves_as_sigterm_does(ctrl_c: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -986,7 +976,7 @@ def test_a_signal_after_the_last_step_is_not_forgotten(ctrl_c: Any, number: int)
     store, run = MemoryStore(), Run()
     keeper = run.keeper(store, strategy=ek.incremental(every=1000))
     run.step(keeper)
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         keeper.close()
     assert [v.number for v in Repository.open(store).versions()] == [1]
@@ -1010,7 +1000,7 @@ def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:
     run = Run()
     keeper = run.keeper(Slow(), grace=timedelta(milliseconds=50))
     run.step(keeper)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         run.step(keeper)
     release.set()

@@ -3,10 +3,9 @@ that very step or refused, and signals, lost shards and refusals are those of an
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -184,21 +183,13 @@ def test_dense_state_may_be_of_any_size() -> None:
 # -- as any keeper -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[], None]]:
-    """Sends SIGINT as Ctrl-C does, also where this process was started to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: os.kill(os.getpid(), signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
 def test_sigterm_saves_the_step_and_exits_as_a_repository_run_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, events = signal.getsignal(signal.SIGTERM), []
     run = Run(tmp_path / "t", on_event=lambda name, details: events.append((name, details)))
     run.train(2)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         run.train(1)
     assert ended.value.code == 75
@@ -209,10 +200,10 @@ def test_sigterm_saves_the_step_and_exits_as_a_repository_run_does(
     assert resumed(tmp_path / "t") == 3
 
 
-def test_ctrl_c_saves_the_step_too(tmp_path: Path, interrupt: Callable[[], None]) -> None:
+def test_ctrl_c_saves_the_step_too(tmp_path: Path, ctrl_c: Callable[[], None]) -> None:
     run = Run(tmp_path / "t")
     run.train(1)
-    interrupt()
+    ctrl_c()
     with pytest.raises(KeyboardInterrupt):
         run.train(1)
     run.end()
