@@ -237,7 +237,7 @@ def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
         target=_coordinate_and_die, args=([hosts.address(0), hosts.address(1)], str(where))
     )
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     store = LocalStore(where)
     assert any("0000000002" in info.name for info in store.list("data"))  # the shards had written

@@ -261,7 +261,7 @@ def test_a_prefetched_pull_is_what_a_pull_would_be(seed: int) -> None:
                     threads.submit(ranks[rank].push, wanted, grads_of(ranks[rank], grads), lr=0.1)
                 )
             for one in done:
-                one.result(timeout=30)
+                one.result(timeout=120)
             for rank in range(2):
                 assert ranks[rank]._ahead is not None
                 ahead = ranks[rank].pull(following[rank])
@@ -667,7 +667,7 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
     while "emberkeep_pls" not in servers.served[1].exposition() and time.monotonic() < until:
         time.sleep(0.02)  # it comes with the next renewal of the lease
     exporter = MetricsServer(servers.served[1].exposition, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as answer:
         told = answer.read().decode()
     exporter.close()
     for line in (

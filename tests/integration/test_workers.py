@@ -48,7 +48,7 @@ class Signs(Hook):
 
 
 def work(rank: int, addresses: list[str], where: str, more: list[str]) -> None:
-    faulthandler.dump_traceback_later(45, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     import torch.distributed as dist
 
     from emberkeep.train import build
@@ -75,7 +75,7 @@ def trained(
         process.start()
     beside()
     for process in processes:
-        process.join(90)
+        process.join(360)
     assert [process.exitcode for process in processes] == [0, 0]
     return [json.loads(Path(f"{where}.{rank}").read_text()) for rank in range(2)]
 
