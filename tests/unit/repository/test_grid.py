@@ -7,7 +7,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.memory import ScatteredRows, lazy_zeros
+from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.repositories import Run
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)
@@ -359,6 +360,10 @@ class SlowExtractor:
         return Extracted(covered=newest.version.number, generation=1, skipped=not split)
 
 
+CLOCK = VirtualClock(pace=1e6)
+WRITER: Any = SimpleNamespace(repository=SimpleNamespace(clock=CLOCK))
+
+
 @pytest.mark.parametrize("behind", ["skip", "wait"])
 def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
@@ -367,7 +372,7 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
     collected: list[int] = []
     rules = Grid(most_behind=2, behind=behind)
     rounds = ExtractionWorker(
-        cast(Any, None), rules, lambda name, _: told.append(name), lambda: collected.append(1),
+        WRITER, rules, lambda name, _: told.append(name), lambda: collected.append(1),
         nice=0,
     )  # fmt: skip
 
@@ -403,7 +408,7 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
 
 
 def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
-    rounds: Any = ExtractionWorker(cast(Any, None), Grid(), lambda *_: None, lambda: None, nice=0)
+    rounds: Any = ExtractionWorker(WRITER, Grid(), lambda *_: None, lambda: None, nice=0)
     grid = VersionId(1, 1)
     rounds._extractor = SimpleNamespace(
         grid=grid, catalog=SimpleNamespace(nbytes=900), living=(500, 100), read_seconds=1.0,
