@@ -19,7 +19,7 @@ import emberkeep as ek
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import VersionSpec
 from emberkeep.cli import app
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, DeadlineError
 from emberkeep.inspect.picture import as_html, as_text, picture
 from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
@@ -360,8 +360,7 @@ class SlowExtractor:
         return Extracted(covered=newest.version.number, generation=1, skipped=not split)
 
 
-CLOCK = VirtualClock(pace=1e6)
-WRITER: Any = SimpleNamespace(repository=SimpleNamespace(clock=CLOCK))
+WRITER: Any = SimpleNamespace(repository=SimpleNamespace(clock=VirtualClock()))
 
 
 @pytest.mark.parametrize("behind", ["skip", "wait"])
@@ -403,6 +402,28 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
         assert False not in [a or b for a, b in pairwise(splits)]
     else:
         assert all(split for _, split in SlowExtractor.asked)
+    while SlowExtractor.go.acquire(blocking=False):
+        pass
+
+
+def test_nobody_waits_for_ever_for_a_round_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
+    clock = VirtualClock(pace=1e6)
+    writer: Any = SimpleNamespace(repository=SimpleNamespace(clock=clock))
+    rounds = ExtractionWorker(
+        writer, Grid(most_behind=1, behind="wait"), lambda *_: None, lambda: None, nice=0
+    )
+    for number in (1, 2):
+        manifest: Any = SimpleNamespace(
+            version=VersionId(number, 1), layout={"grid": str(VersionId(1, 1))}
+        )
+        rounds.arrived(manifest)
+    with pytest.raises(DeadlineError, match="extraction, which is 2 versions behind"):
+        rounds.make_room()
+    assert clock.monotonic() >= 3600
+    SlowExtractor.go.release(2)
+    rounds._worker.close()  # which ends after the rounds: they go on as if nobody had waited
+    assert not rounds._busy
     while SlowExtractor.go.acquire(blocking=False):
         pass
 
