@@ -166,7 +166,7 @@ class TierSaver:
     ) -> None:
         name = _name(saving.step)
         for future in prepared:
-            future.result()  # upkeep, which is supervised, always ends it
+            future.result()  # upkeep ends it, also when it fails; `join` has a deadline
         saving.copied.set_result(None)
         content = tier_state.encode(name, dense, beside)
         saving.nbytes = sum(len(piece) for piece in content)
