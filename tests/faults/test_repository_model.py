@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +31,7 @@ from emberkeep.repository import (
 )
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from emberkeep.testing.contracts import check_content, save
+from emberkeep.testing.virtual_clock import VirtualClock
 
 POLICIES = [KeepLast(n=1), KeepLast(n=2) | KeepNamed(), KeepEvery(m=3) | KeepNamed(), KeepAll()]
 # Our stores never tear under a name; the scripted faults cover a store that does.
@@ -40,7 +41,7 @@ FAULTS = [Fault.FAIL, Fault.LOSE, Fault.DELAY, Fault.DIE_BEFORE, Fault.DIE_AFTER
 class Process:
     """One process with its own view of the store; may be asleep for a long time."""
 
-    def __init__(self, memory: MemoryStore, clock) -> None:
+    def __init__(self, memory: MemoryStore, clock: VirtualClock) -> None:
         self.store = FaultStore(memory)
         self.repository = Repository.open(self.store, clock=clock)
         self.writer: Writer | None = None
@@ -55,17 +56,14 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = MemoryStore()
-        self.now = datetime.now(timezone.utc) + timedelta(days=1)
+        self.clock = VirtualClock()
+        self.memory = MemoryStore(self.clock)
         Repository.create(self.memory, schema={}, clock=self.clock)
         self.clean = Repository.open(self.memory, clock=self.clock)
         self.processes = [Process(self.memory, self.clock) for _ in range(2)]
         self.acknowledged: dict[VersionId, Manifest] = {}
         self.newest: VersionId | None = None
         self.steps = 0
-
-    def clock(self) -> datetime:
-        return self.now
 
     def attempt(self, process: Process, action) -> object:
         """Runs an action; a death replaces the process, failures are nobody's loss."""
@@ -148,7 +146,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([1, 90]))
     def pass_time(self, minutes: int) -> None:
-        self.now += timedelta(minutes=minutes)
+        self.clock.advance(timedelta(minutes=minutes))
 
     @rule(which=st.integers(0, 1), name=st.sampled_from(["a", "b"]), index=st.integers(0, 5))
     def tag(self, which: int, name: str, index: int) -> None:
@@ -186,7 +184,7 @@ class Model(RuleBasedStateMachine):
                 check_content(self.clean, self.acknowledged[version])
         for process in self.processes:
             for pin in process.pins:
-                if pin._expires is not None and pin._expires > self.now:
+                if pin._expires is not None and pin._expires > self.clock.now():
                     for manifest in self.clean.chain(pin.version):
                         check_content(self.clean, self.acknowledged.get(manifest.version, manifest))
 
@@ -195,7 +193,7 @@ class Model(RuleBasedStateMachine):
             process.store.deliver()
         writer = Writer.open(self.clean)
         manifest = save(writer, 1000)
-        self.now += timedelta(days=1)
+        self.clock.advance(timedelta(days=1))
         for name in ("a", "b"):
             self.clean.untag(name)
         Collector(writer, policy=KeepLast(n=1), grace=timedelta(0)).collect()

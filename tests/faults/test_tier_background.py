@@ -10,11 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from emberkeep.blobs.local_store import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster
-from emberkeep.errors import StoppedError, TierError
+from emberkeep.errors import DeadlineError, StoppedError, TierError
+from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.tiered import durable_open, upkeep
 from emberkeep.tiered import log as logs
 from tests.contracts.engine import state
@@ -92,6 +94,38 @@ def check_ended(cluster: LocalCluster, error: BaseException) -> None:
     with pytest.raises(TierError, match="ended") as told:
         cluster.close()
     assert told.value.__cause__ is error
+
+
+def test_nobody_waits_for_ever_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    cluster = start(tmp_path / "t")
+    train(cluster, 0)
+    train(cluster, 1)
+    (slab,) = cluster.shards[0].tiers()
+    slab._upkeep.close()
+    slab.log.clock = clock = VirtualClock(pace=1e6)
+    before = state(cluster)
+    with slab.lock:
+        while slab.flushes.finish_one():
+            pass
+        (bound,) = np.nonzero(slab.frames.row_of >= 0)
+        flush = slab.flushes.begin(bound, evict=True)
+        assert flush is not None
+        with pytest.raises(DeadlineError, match=r"rows to be written to .*t/"):
+            slab.flushes.finish_one()
+    assert clock.monotonic() >= 600
+    slab.flushes.write(flush)
+    with slab.lock:
+        assert slab.flushes.finish_one()
+        load = slab.loads.begin(gone := np.flatnonzero(slab.positions)[:8])
+        with pytest.raises(DeadlineError, match=r"rows to be read from .*t/"):
+            slab.loads.finish_one()
+        slab.loads.perform(load)
+        assert slab.loads.finish_one()
+        assert (slab.frames.frame_of[gone] >= 0).all()
+    assert state(cluster) == before
+    with slab.log.using(), pytest.raises(DeadlineError, match="to end before it is closed"):
+        slab.log.close()
+    cluster.close()
 
 
 def test_a_keeper_over_upkeep_that_failed_closes_with_the_error(

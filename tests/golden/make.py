@@ -27,6 +27,7 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, Extras, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, Repository
+from emberkeep.runtime.clock import SystemClock
 from emberkeep.tables import Adagrad, Adam, Normal, Optimizer, RowWiseAdagrad, Table, Uniform
 from tests.contracts.engine import grads_of, wanted_of
 
@@ -131,13 +132,19 @@ def contents(cluster: LocalCluster) -> dict[str, Any]:
     return found
 
 
+class EveryMinute(SystemClock):
+    """A minute passes from one look at the date to the next."""
+
+    def __init__(self) -> None:
+        self._moments = itertools.count()
+
+    def now(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(minutes=next(self._moments))
+
+
 def make(golden: Golden, where: Path) -> None:
     """Writes a repository of three versions, and what each must restore to."""
-    moments = itertools.count()
-
-    def clock() -> datetime:
-        return datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(minutes=next(moments))
-
+    clock = EveryMinute()
     random = np.random.default_rng(SEED)
     store = LocalStore(where / golden.name)
     settings = SaveSettings(retention=KeepAll(), grace=timedelta(0), threads=1)

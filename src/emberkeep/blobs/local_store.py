@@ -20,7 +20,6 @@ import secrets
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TypeVar
 
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
 from emberkeep.errors import MissingObjectError, StorageError, UnsupportedStoreError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 if sys.platform == "darwin":
     import fcntl
@@ -171,7 +171,13 @@ class LocalStore:
     the file first and filling it later would let a crash leave a torn object under the name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        disk: Disk | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         try:
             self._root = os.path.abspath(os.fspath(path))
         except OSError as error:
@@ -181,6 +187,7 @@ class LocalStore:
             ) from error
         self._staging = os.path.join(self._root, _STAGING)
         self._disk = disk or Disk()
+        self._clock = clock
         self._durable_directories: set[str] = set()
         self._lock = threading.Lock()
 
@@ -275,7 +282,7 @@ class LocalStore:
                 )
 
     def sweep(self, *, older_than: timedelta) -> int:
-        latest = time.time() - older_than.total_seconds()
+        latest = self._clock.now().timestamp() - older_than.total_seconds()
         removed = 0
         for entry in self._call(_STAGING, self._disk.entries, self._staging) or ():
             path = os.path.join(self._staging, entry)

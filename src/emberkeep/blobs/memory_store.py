@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range
 from emberkeep.errors import MissingObjectError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class MemoryStore:
     """A dictionary with the guarantees of a store, except that it dies with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._objects: dict[str, tuple[bytes, datetime]] = {}
         self._lock = threading.Lock()
 
@@ -25,7 +27,7 @@ class MemoryStore:
         check_name(name)
         content = b"".join(as_buffers(data))
         with self._lock:
-            self._objects[name] = (content, datetime.now(timezone.utc))
+            self._objects[name] = (content, self._clock.now())
         return len(content)
 
     def put_if_absent(self, name: str, data: Buffer) -> bool:
@@ -33,7 +35,7 @@ class MemoryStore:
         with self._lock:
             if name in self._objects:
                 return False
-            self._objects[name] = (bytes(data), datetime.now(timezone.utc))
+            self._objects[name] = (bytes(data), self._clock.now())
         return True
 
     def get(self, name: str) -> bytes:

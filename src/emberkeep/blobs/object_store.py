@@ -12,7 +12,6 @@ or file that fails, a listing that ends in an error are errors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +23,7 @@ from emberkeep.errors import (
     StorageError,
     UnsupportedStoreError,
 )
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     import obstore.store
@@ -47,8 +47,14 @@ class ObjectStore:
     """
 
     def __init__(
-        self, store: obstore.store.ObjectStore, *, url: str, deadline: timedelta = _DEADLINE
+        self,
+        store: obstore.store.ObjectStore,
+        *,
+        url: str,
+        deadline: timedelta = _DEADLINE,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._store = store
         self._url = url
         self._deadline = deadline
@@ -231,7 +237,7 @@ class ObjectStore:
 
     def _repeated(self, name: str, operation: Callable[[], _Result]) -> _Result:
         """Runs an operation that may safely run twice, until it answers or time is up."""
-        give_up = time.monotonic() + self._deadline.total_seconds()
+        give_up = self._clock.monotonic() + self._deadline.total_seconds()
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -239,9 +245,9 @@ class ObjectStore:
             except UnsupportedStoreError:
                 raise
             except StorageError as error:
-                if not _may_pass(error.__cause__) or time.monotonic() + pause > give_up:
+                if not _may_pass(error.__cause__) or self._clock.monotonic() + pause > give_up:
                     raise
-            time.sleep(pause)
+            self._clock.sleep(pause)
             pause *= 2
 
     def _look(self, name: str, operation: Callable[[], _Result]) -> _Result:

@@ -65,13 +65,13 @@ class Hold:
         self._pin: Pin | None = None
         with suppress(StorageError):
             self._pin = Pin(repository, version, lifetime=_PIN_LIFETIME)
-        self._since = self._clock()
+        self._since = self._clock.now()
 
     def renew(self) -> None:
-        if self._pin is not None and self._clock() - self._since > _PIN_LIFETIME / 4:
+        if self._pin is not None and self._clock.now() - self._since > _PIN_LIFETIME / 4:
             with suppress(StorageError, NoVersionError):
                 self._pin.renew()
-            self._since = self._clock()
+            self._since = self._clock.now()
 
     def __enter__(self) -> Hold:
         return self

@@ -8,11 +8,10 @@ does not know: in-process shards and plain torch modules are saved by the same c
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -47,9 +46,12 @@ from emberkeep.repository.policies import Grid, resets, starts_anew
 from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import Clock, Event
 from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
+# A version may be terabytes; one that takes longer hangs.
+_PATIENCE = timedelta(hours=6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +70,15 @@ class Extras:
 class Saving:
     """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
 
-    def __init__(self, step: int, pause: timedelta, *, whole: bool = True) -> None:
+    def __init__(self, step: int, pause: timedelta, clock: Clock, *, whole: bool = True) -> None:
         self.step = step
         self.pause = pause
         self.whole = whole
-        self.started = time.perf_counter()
+        self.started = clock.monotonic()
         self.copied: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
         self.cancelled = threading.Event()
-        self.ended = threading.Event()
+        self.ended = Event(clock)
         # Whether a newer save may not give it up.
         self.spared = False
 
@@ -149,6 +151,7 @@ class Checkpointer:
         if self.spec.layout != "grid":  # whose rows this process writes
             check_holders(repository, subject)
         self.writer = Writer.open(repository)
+        self._clock = repository.clock
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
@@ -156,7 +159,7 @@ class Checkpointer:
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._saving: Saving | None = None
-        self._worker = Worker("emberkeep-save", nice=self.settings.nice)
+        self._worker = Worker("emberkeep-save", nice=self.settings.nice, clock=self._clock)
         self._failures: list[BaseException] = []
         self._cancelled = 0
         self._cancelled_since_version = False
@@ -212,13 +215,13 @@ class Checkpointer:
         since = self._since(spec)
         if not whole and not self.due_whole:
             since = PRIORITISED
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         # Until the write has them, which ends them.
         with closed_if_raised() as taken:
             frozen = self.subject.freeze(since, self.settings.buffer_nbytes)
             taken.extend(rows for shard in frozen for rows in shard)
-            pause = timedelta(seconds=time.perf_counter() - start)
-            saving = Saving(step, pause, whole=since != PRIORITISED)
+            pause = timedelta(seconds=self._clock.monotonic() - start)
+            saving = Saving(step, pause, self._clock, whole=since != PRIORITISED)
             saving.spared = self._cancelled_since_version
             save = _Save(
                 saving=saving, frozen=frozen, extras=extras or Extras(), since=since,
@@ -274,9 +277,13 @@ class Checkpointer:
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no save is under way, however it ends; False if that takes longer."""
-        if self._saving is None:
+        saving = self._saving
+        if saving is None:
             return True
-        return self._saving.ended.wait(None if timeout is None else timeout.total_seconds())
+        if timeout is not None:
+            return saving.ended.wait(timeout)
+        saving.ended.require(f"the save of step {saving.step} to its repository", _PATIENCE)
+        return True
 
     def wait(self) -> Manifest | None:
         """Waits for the save under way; returns its manifest. Raises if it failed."""
@@ -389,7 +396,7 @@ class Checkpointer:
                 counters=extras.counters,
             )
         self._follow(manifest)
-        seconds = time.perf_counter() - saving.started
+        seconds = self._clock.monotonic() - saving.started
         self._write_seconds_per_byte = seconds / max(1, manifest.nbytes)
         self._increment_nbytes = manifest.nbytes
         return manifest
@@ -473,7 +480,7 @@ class Checkpointer:
                 "kind": manifest.layout["kind"],
                 "nbytes": manifest.nbytes,
                 "pause_ms": saving.pause.total_seconds() * 1e3,
-                "commit_ms": (time.perf_counter() - saving.started) * 1e3,
+                "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
             },
         )
 
@@ -552,15 +559,11 @@ class Checkpointer:
                     raise
                 lost.append(target)
                 continue
-            if lost:
-                restored = Restored(
-                    manifest=restored.manifest, dense=restored.dense, lost=tuple(lost)
-                )
-            return restored
+            return replace(restored, lost=tuple(lost))
         return None
 
     def _restore(self, target: VersionId, fits: Fits | None) -> Restored:
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         with Pin(self.repository, target):
             restored = load(self.repository, target, self.subject, self._pool, fits)
         self.repository.record_restore(target)
@@ -576,7 +579,7 @@ class Checkpointer:
         newest = self.writer.resume(target)
         planned = plan(self.repository, manifest)
         if planned is not None:
-            self._rounds.restored(time.perf_counter() - start, planned.nbytes)
+            self._rounds.restored(self._clock.monotonic() - start, planned.nbytes)
             if not newest:
                 self._chain = _Chain()
         return restored

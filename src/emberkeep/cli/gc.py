@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -89,7 +89,7 @@ def _refuse_if_active(repository: Repository) -> None:
     writer = newest_writer(repository)
     if writer is None:
         return
-    idle = datetime.now(timezone.utc) - writer.last_seen
+    idle = repository.clock.now() - writer.last_seen
     if idle < _ACTIVE:
         minutes = max(0, int(idle.total_seconds() // 60))
         ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberkeep.data.sources import Batch, Cursor, Mark, Source, Window
-from emberkeep.errors import ConfigError, StateError
+from emberkeep.errors import ConfigError, DeadlineError, StateError
 
 STATE_VERSION = 1
+# A batch is megabytes; one that takes longer hangs.
+_PATIENCE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,8 +329,8 @@ class _Prefetcher:
     def take(self, allowance: int) -> _Item | None:
         """The next batch, waited for; from then on up to `allowance` may lie ready."""
         with self._changed:
-            while not self._ready:
-                self._changed.wait()
+            if not self._changed.wait_for(lambda: self._ready, _PATIENCE_SECONDS):
+                raise _late("read the next batch")
             item = self._ready.popleft()
             self._allowance = allowance
             self._changed.notify_all()
@@ -351,7 +353,9 @@ class _Prefetcher:
 
     def join(self) -> None:
         if self._pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_PATIENCE_SECONDS)
+            if self._thread.is_alive():
+                raise _late("ended")
 
     def _produce(self) -> None:
         try:
@@ -371,6 +375,13 @@ class _Prefetcher:
 
     def _wait_for_room(self) -> bool:
         with self._changed:
-            while not self._stopped and len(self._ready) >= self._allowance:
-                self._changed.wait()
+            # Without a bound, as training may rest: a reader that is forgotten ends it.
+            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._allowance)
             return not self._stopped
+
+
+def _late(what: str) -> DeadlineError:
+    return DeadlineError(
+        f"the thread that reads ahead has not {what} within {_PATIENCE_SECONDS:g} s: the source "
+        "does not answer; check the files that it reads and where they are mounted"
+    )

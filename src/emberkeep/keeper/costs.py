@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from emberkeep.erasure.status import ParityStatus
 from emberkeep.keeper.torch_tables import Hook
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import exposition
 
 
@@ -42,7 +42,8 @@ class Costs:
 class Ledger:
     """Counts. Safe to use from the thread that trains and the one that writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._pauses_ms: list[float] = []
         self._commits_ms: list[float] = []
@@ -60,11 +61,11 @@ class Ledger:
     @contextmanager
     def stalling(self) -> Iterator[None]:
         """A body in which training stands still."""
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         try:
             yield
         finally:
-            self.stall_seconds += time.perf_counter() - start
+            self.stall_seconds += self._clock.monotonic() - start
 
     def timed(self, hook: Hook) -> Hook:
         def timed(*given: Any) -> None:

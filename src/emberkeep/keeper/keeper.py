@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from emberkeep.keeper.run_state import Captured, RunState, check_reader
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
 from emberkeep.repository import Manifest, VersionId
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.strategies import Strategy, incremental
 
@@ -69,6 +69,7 @@ class Keeper:
     - `batches_per_step` is how many batches the loop takes for each `step`.
     - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
     - `total_steps` is how long the job is, which a strategy that recovers partially must know.
+    - `clock` is where time comes from; tests hand in another.
 
     Shards that are lost come back as the strategy says: partially while a pull or push waits, and
     the loop does not notice; fully with `recover`, or in a loop over `batches` whose body is
@@ -94,19 +95,22 @@ class Keeper:
         batches_per_step: int = 1,
         metrics_port: int | None = None,
         total_steps: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_reader(reader)
+        self._clock = clock
         self.steps = 0
         self.reader = reader
         self._strategy = strategy or incremental()
         self._settings = settings or SaveSettings()
         self._grace = grace
         self._on_event = on_event
-        self._ledger = Ledger()
+        self._ledger = Ledger(clock)
         self._ranks = Ranks()
         self._pace = Pace(
-            self._strategy.schedule, self._ranks, reader, batches_per_step=batches_per_step
-        )
+            self._strategy.schedule, self._ranks, reader, batches_per_step=batches_per_step,
+            clock=clock,
+        )  # fmt: skip
         self._parts = find_parts(
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
         )
@@ -120,18 +124,19 @@ class Keeper:
                     "its tier: leave them out, or give the keeper a repository"
                 )
             self._saver = TierSaver(
-                self._parts, self._strategy, must_exist=must_exist, on_event=self._hear
-            )
+                self._parts, self._strategy, must_exist=must_exist, on_event=self._hear,
+                clock=clock,
+            )  # fmt: skip
         elif self._ranks.leads:
             self._saver = RepositorySaver(
                 self._store, self._parts.subject, self._strategy, about=about or {},
                 settings=self._settings, exclusive=exclusive, must_exist=must_exist,
-                on_event=self._hear,
+                on_event=self._hear, clock=clock,
             )  # fmt: skip
         self._recoverer = make_recoverer(
             self._strategy, self._parts.subject.homes(), self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
-            tell=self._tell,
+            tell=self._tell, clock=clock,
         )  # fmt: skip
         self._went_back = False
         self._warned_of_data = False
@@ -315,7 +320,7 @@ class Keeper:
         before the next, there is one."""
         if self._strategy.recovery is None or self._store is None:
             return
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         state = self._capture()  # of every rank, whichever writes
         if self._saver is None:
             return
@@ -397,7 +402,7 @@ class Keeper:
                 assert self._store is not None
                 returned = bring_back_beside(
                     self._store, VersionId(number, epoch), self._parts.subject,
-                    self._settings.threads, self._state.fit,
+                    self._settings.threads, self._state.fit, self._clock,
                 )  # fmt: skip
             self._state.load()
         kept, passed_over = returned.kept, list(returned.passed_over)
@@ -478,7 +483,7 @@ class Keeper:
             self._saver.check()
             whole = whole or self._saver.due_whole
         whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         return self._cut(self._capture() if whole else None, start, whole=whole)
 
     def _cut(self, state: Captured | None, start: float, *, whole: bool) -> Cut | None:
@@ -487,7 +492,7 @@ class Keeper:
         if self._saver is None:
             return None
         cut = self._saver.cut(self.steps, state, self._counters(), whole=whole)
-        self._ledger.paused((time.perf_counter() - start) * 1e3)
+        self._ledger.paused((self._clock.monotonic() - start) * 1e3)
         return cut
 
     def _capture(self) -> Captured | None:
@@ -512,11 +517,13 @@ class Keeper:
 
     def _stop(self, asked: int) -> NoReturn:
         """Saves within the grace period and ends the process; every rank, together."""
-        deadline = time.monotonic() + self._grace.total_seconds()
+        deadline = self._clock.monotonic() + self._grace.total_seconds()
         state = self._capture()
         saved: int | None = None
         if self._saver is not None:
-            saved = save_until(deadline, self._saver, self.steps, state, self._counters())
+            saved = save_until(
+                deadline, self._saver, self.steps, state, self._counters(), self._clock
+            )
         self._ranks.barrier()
         self._release()
         self._leave(asked, saved)
@@ -537,7 +544,7 @@ class Keeper:
         if event in ("saved", "resumed", "recovered"):
             run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
             if event == "saved":
-                run |= {"version": details["version"], "version_at": time.time()}
+                run |= {"version": details["version"], "version_at": self._clock.now().timestamp()}
             for home in self._parts.subject.homes():
                 home.cluster.tell(**run)
         if self._on_event is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
 from emberkeep.errors import ConfigError
 from emberkeep.keeper.ranks import Ranks
+from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Every
 
 
@@ -15,10 +15,11 @@ class Pace:
     """Asks the schedule as seldom as it allows; all ranks at the same steps."""
 
     def __init__(
-        self, schedule: Every, ranks: Ranks, reader: Any, *, batches_per_step: int
+        self, schedule: Every, ranks: Ranks, reader: Any, *, batches_per_step: int, clock: Clock
     ) -> None:
         if batches_per_step < 1:
             raise ConfigError(f"batches_per_step must be 1 or more, not {batches_per_step}")
+        self._clock = clock
         self._schedule = schedule
         self._ranks = ranks
         self._reader = reader
@@ -27,11 +28,11 @@ class Pace:
 
     def restart(self, step: int) -> None:
         """The state is that of `step`, as if it had just been saved."""
-        self._saved_at = self._looked_at = time.monotonic()
+        self._saved_at = self._looked_at = self._clock.monotonic()
         self._looked_step = self._next_look = step
 
     def saved(self) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at = self._clock.monotonic()
 
     def looks(self, step: int) -> bool:
         """Whether the schedule is asked after this step; then `look_ahead` ends the step."""
@@ -42,7 +43,7 @@ class Pace:
 
     def look_ahead(self, step: int) -> None:
         """Decides when to decide next, and tells the reader: nothing is read past that point."""
-        now, taken = time.monotonic(), step - self._looked_step
+        now, taken = self._clock.monotonic(), step - self._looked_step
         per_step = timedelta(seconds=(now - self._looked_at) / taken) if taken else None
         ahead = self._schedule.steps_ahead(step, self._since_saved(), per_step)
         (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
@@ -63,4 +64,4 @@ class Pace:
             self._reader.lend(None)
 
     def _since_saved(self) -> timedelta:
-        return timedelta(seconds=time.monotonic() - self._saved_at)
+        return timedelta(seconds=self._clock.monotonic() - self._saved_at)

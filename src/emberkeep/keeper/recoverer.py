@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from emberkeep.checkpoint.recovery import (
 from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
 from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
 from emberkeep.repository import Manifest
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.strategies import Strategy
 
 
@@ -84,7 +84,9 @@ class Recoverer:
         go_back: Callable[[], Kept | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
         patience: timedelta = timedelta(minutes=15),
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._patience = patience
         self._homes = homes
         self._saver = saver
@@ -110,7 +112,7 @@ class Recoverer:
         """Whether the shards serve again. A full recovery is left to the caller, who can rewind."""
         if self._busy:
             return False
-        if self._plan(time.perf_counter()).scope == "partial":
+        if self._plan(self._clock.monotonic()).scope == "partial":
             self.recover()
             return not self._lost()
         return False
@@ -119,7 +121,7 @@ class Recoverer:
         """Recovers what is lost, however often more is lost meanwhile; None if nothing is."""
         if not self._lost() and not self._going_back:
             return None
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         self._busy = True
         lost: set[int] = set()
         try:
@@ -177,7 +179,7 @@ class Recoverer:
             step=self._steps(),
             repeated_steps=step - self._steps(),
             pls=self.losses.pls,
-            seconds=time.perf_counter() - start,
+            seconds=self._clock.monotonic() - start,
             reason=decided.reason,
         )
 
@@ -191,7 +193,7 @@ class Recoverer:
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
         """Raises when a recovery that began at `start` has lost shards for too long."""
-        if time.perf_counter() - start > self._patience.total_seconds():
+        if self._clock.monotonic() - start > self._patience.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
                 f"shards keep being lost while they are recovered, for {self._patience} by now, "
@@ -273,6 +275,7 @@ def make_recoverer(
     strategy: Strategy, homes: Sequence[Home], saver: RunSaver | None, *,
     total_steps: int | None, steps: Callable[[], int],
     go_back: Callable[[], Kept | None] | None, tell: Callable[[str, dict[str, Any]], None],
+    clock: Clock,
 ) -> Recoverer | None:  # fmt: skip
     """What a strategy asks for, with parity started; None without shards or on a rank that does not
     write. What cannot be done for these tables is refused."""
@@ -299,5 +302,6 @@ def make_recoverer(
     if saver is None or not homes:
         return None
     return Recoverer(
-        homes, saver, recovery, total_steps=total_steps, steps=steps, go_back=go_back, tell=tell
-    )
+        homes, saver, recovery, total_steps=total_steps, steps=steps, go_back=go_back, tell=tell,
+        clock=clock,
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.run_saver import Hear, Returned
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Strategy
 
@@ -35,9 +36,10 @@ class RepositorySaver(Checkpointer):
     def __init__(
         self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
         settings: SaveSettings, exclusive: bool, must_exist: bool, on_event: Hear,
+        clock: Clock,
     ) -> None:  # fmt: skip
         if Repository.exists(store):
-            repository = Repository.open(store)
+            repository = Repository.open(store, clock=clock)
         elif must_exist:
             raise NoRepositoryError(
                 f"{store.url} holds no repository, and this run must exist: nothing was "
@@ -46,7 +48,7 @@ class RepositorySaver(Checkpointer):
             )
         else:
             schema = subject.schema()
-            repository = Repository.create(store, schema=schema, exclusive=exclusive)
+            repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
         if must_exist and repository.latest() is None:
             raise NoVersionError(
                 f"{store.url} has no version, and this run must exist: nothing was started "
@@ -102,10 +104,10 @@ def kept_nbytes(store: BlobStore) -> int:
 
 
 def bring_back_beside(
-    store: BlobStore, version: VersionId, subject: Subject, threads: int, fits: Fits
+    store: BlobStore, version: VersionId, subject: Subject, threads: int, fits: Fits, clock: Clock
 ) -> Returned:
     """The version that the writing rank has brought back, into another rank."""
-    repository, pool = Repository.open(store), Pool(threads)
+    repository, pool = Repository.open(store, clock=clock), Pool(threads)
     return _returned(load(repository, version, subject, pool, lambda found: fits(_captured(found))))
 
 

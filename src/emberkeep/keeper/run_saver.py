@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
+from emberkeep.runtime.clock import Clock
 
 
 class DurableStep(int):
@@ -113,15 +113,16 @@ class RunSaver(Protocol):
 
 
 def save_until(
-    deadline: float, saver: RunSaver, step: int, state: Captured | None, counters: Json
-) -> int | None:
-    """Saves this step before `deadline`, of the monotonic clock; the step that is saved by then.
+    deadline: float, saver: RunSaver, step: int, state: Captured | None, counters: Json,
+    clock: Clock,
+) -> int | None:  # fmt: skip
+    """Saves this step before `deadline`, by `clock.monotonic`; the step that is saved by then.
 
     A save under way has half of that time: then it is given up for this one.
     """
 
     def left(share: float = 1.0) -> timedelta:
-        return timedelta(seconds=max(0.0, deadline - time.monotonic()) * share)
+        return timedelta(seconds=max(0.0, deadline - clock.monotonic()) * share)
 
     if not saver.join(left(0.5)):
         saver.cancel()

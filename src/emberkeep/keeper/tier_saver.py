@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,7 +26,6 @@ from emberkeep.errors import (
     CancelledError,
     ConfigError,
     DamageError,
-    DeadlineError,
     EmberkeepError,
     MissingObjectError,
     NoVersionError,
@@ -38,6 +36,7 @@ from emberkeep.keeper.plain_state import Packed, pack
 from emberkeep.keeper.run_saver import DurableStep, Hear, Returned
 from emberkeep.keeper.run_state import Captured
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import Clock, Event
 from emberkeep.strategies import Strategy, incremental
 
 _STATES = "step-"
@@ -50,12 +49,12 @@ class _Saving:
     """A checkpoint under way: `copied` when every file has prepared it."""
 
     step: int
+    ended: Event
     pause_ms: float = 0.0
     nbytes: int = 0
     cancelled: bool = False
     copied: Future[None] = field(default_factory=Future)
     committed: Future[DurableStep] = field(default_factory=Future)
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class TierSaver:
@@ -68,7 +67,7 @@ class TierSaver:
     exact = due_whole = True
 
     def __init__(
-        self, parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear
+        self, parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear, clock: Clock
     ) -> None:
         _check_strategy(strategy)
         (self._cluster, *self._beside), self._paths = _tiered(parts)
@@ -77,9 +76,10 @@ class TierSaver:
         self.url = " and ".join(self._paths)
         self._check_one_step()
         self._tell = on_event
+        self._clock = clock
         self._saving: _Saving | None = None
         self._error: BaseException | None = None
-        self._worker = Worker("emberkeep-tier-commit")
+        self._worker = Worker("emberkeep-tier-commit", clock=clock)
         # Who holds it decides the batch under way: it is committed, or given up.
         self._deciding = threading.Lock()
         self._cancelled = 0
@@ -140,15 +140,15 @@ class TierSaver:
         self.make_room()
         self.check()
         assert state is not None
-        saving, started = _Saving(step), time.monotonic()
+        saving, started = _Saving(step, Event(self._clock)), self._clock.monotonic()
         losses = Losses.from_dict(counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
         prepared = self._cluster.prepare_tiers(step, beside=self._beside)
-        saving.pause_ms = (time.monotonic() - started) * 1e3
+        saving.pause_ms = (self._clock.monotonic() - started) * 1e3
         try:
             self._worker.do(
                 partial(self._finish, saving, prepared, state.dense, beside),
-                partial(self._ended, saving, time.monotonic()),
+                partial(self._ended, saving, self._clock.monotonic()),
             )
         except BaseException:  # the system has no thread to give: nobody would ever commit
             with suppress(EmberkeepError):
@@ -166,7 +166,7 @@ class TierSaver:
     ) -> None:
         name = _name(saving.step)
         for future in prepared:
-            future.result()
+            future.result()  # upkeep ends it, also when it fails; `join` has a deadline
         saving.copied.set_result(None)
         content = tier_state.encode(name, dense, beside)
         saving.nbytes = sum(len(piece) for piece in content)
@@ -187,7 +187,7 @@ class TierSaver:
             self._tell("saved", {
                 "version": None, "step": saving.step, "kind": "tier",
                 "nbytes": saving.nbytes, "pause_ms": saving.pause_ms,
-                "commit_ms": (time.monotonic() - started) * 1e3,
+                "commit_ms": (self._clock.monotonic() - started) * 1e3,
             })  # fmt: skip
         finally:
             saving.ended.set()
@@ -229,14 +229,12 @@ class TierSaver:
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no checkpoint is under way, however it ends; False if that takes longer."""
         saving = self._saving
-        if saving is None or saving.ended.wait((timeout or _PATIENCE).total_seconds()):
+        if saving is None:
             return True
-        if timeout is None:
-            raise DeadlineError(
-                f"the checkpoint of step {saving.step} did not end within {_PATIENCE}: its disk "
-                "does not answer"
-            )
-        return False
+        if timeout is not None:
+            return saving.ended.wait(timeout)
+        saving.ended.require(f"the checkpoint of step {saving.step} in {self.url}", _PATIENCE)
+        return True
 
     def check(self) -> None:
         error, self._error = self._error, None

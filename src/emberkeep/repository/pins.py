@@ -49,7 +49,7 @@ class Pin:
 
     def renew(self) -> None:
         """Restarts the lifetime; too late once the pin has expired, for gc may have acted."""
-        now = self._repository.clock()
+        now = self._repository.clock.now()
         if self._expires is not None and now >= self._expires:
             raise NoVersionError(
                 f"the pin of version {self.version} expired at {self._expires}: pin it again, with "

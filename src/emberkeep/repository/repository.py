@@ -7,8 +7,7 @@ reader who takes long should hold a pin. Writing is `Writer`'s alone.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from collections.abc import Iterator
 from typing import Any
 
 from emberkeep._types import Json
@@ -38,22 +37,17 @@ from emberkeep.repository.history import (
 from emberkeep.repository.manifest import FileRef, Manifest, needed_by
 from emberkeep.repository.marks import read_marks
 from emberkeep.repository.names import VersionId
-
-Clock = Callable[[], datetime]
-
-
-def utc_now() -> datetime:
-    return datetime.now(timezone.utc)
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class Repository:
     """The versions of one run below one root. Use `create` or `open`.
 
     No method returns a byte that differs from what was committed: what does not match its digest
-    is `DamageError`, naming the object.
+    is `DamageError`, naming the object. All that is done with it reads time from its `clock`.
     """
 
-    def __init__(self, store: BlobStore, description: Json, *, clock: Clock = utc_now) -> None:
+    def __init__(self, store: BlobStore, description: Json, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.store: BlobStore = ExclusiveStore(store) if description["exclusive"] else store
         self.id: str = description["repository"]
         self.schema: Json = description["schema"]
@@ -74,7 +68,7 @@ class Repository:
         *,
         schema: Json,
         exclusive: bool = False,
-        clock: Clock = utc_now,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> Repository:
         """Starts an empty repository; refuses a root that holds one, or what is left of one.
 
@@ -119,7 +113,7 @@ class Repository:
             identity or secrets.token_hex(16),
             {
                 "release": "0.1.0",
-                "created": clock().isoformat(),
+                "created": clock.now().isoformat(),
                 "schema": documents.plain("schema", schema),
                 "exclusive": not capable,
                 "lineage": (lineage or Lineage()).to_json(),
@@ -135,7 +129,7 @@ class Repository:
         return cls.open(store, clock=clock)
 
     @classmethod
-    def open(cls, store: BlobStore, *, clock: Clock = utc_now) -> Repository:
+    def open(cls, store: BlobStore, *, clock: Clock = SYSTEM_CLOCK) -> Repository:
         """Opens what is there; a newer format is refused, naming the release that reads it."""
         try:
             content = store.get(names.REPOSITORY)
@@ -364,7 +358,7 @@ class Repository:
 
     def record_restore(self, version: VersionId) -> None:
         """Counts a restore, for the choice of the bit-width."""
-        body = {"version": str(version), "at": self.clock().isoformat()}
+        body = {"version": str(version), "at": self.clock.now().isoformat()}
         name = f"{names.RESTORES}/{secrets.token_hex(8)}.json"
         self.store.put(name, self.encode(name, "restore", body))
 

@@ -93,7 +93,7 @@ class Writer:
             lineage=lineage,
             honoured=_honoured(repository, history),
             details={
-                "started": repository.clock().isoformat(),
+                "started": repository.clock.now().isoformat(),
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             },
@@ -378,7 +378,7 @@ class Draft:
                 version=self.version,
                 nonce=self.nonce,
                 step=step,
-                created=self._writer.repository.clock(),
+                created=self._writer.repository.clock.now(),
                 parent=self.parent,
                 baseline=baseline,
                 needs=self.needs,

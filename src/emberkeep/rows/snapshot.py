@@ -9,10 +9,10 @@ once, with all its planes from the instant of the freeze.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock
 
@@ -31,6 +32,8 @@ _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
+# A save takes a few megabytes at a time; one that takes nothing for that long hangs.
+_PATIENCE = timedelta(hours=1)
 _NONE: U64 = np.empty(0, np.uint64)
 _T = TypeVar("_T")
 
@@ -158,9 +161,15 @@ class Snapshot:
     """
 
     def __init__(
-        self, holder: RowHolder, since: str | None, buffer_nbytes: int, chosen: U64 | None = None
+        self,
+        holder: RowHolder,
+        since: str | None,
+        buffer_nbytes: int,
+        chosen: U64 | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         assert holder.tracker is not None
+        self._clock = clock
         self.holder = holder
         self.waits = 0
         self._since = since
@@ -234,12 +243,18 @@ class Snapshot:
             self._room.notify_all()
 
     def wait_for_room(self) -> None:
-        """Called by writers before they take the lock: holds them while the buffer is full."""
+        """Called by writers before they take the lock: holds them while the buffer is full.
+
+        `DeadlineError`, with no row changed, if nobody takes anything from it.
+        """
         if self._saved_nbytes <= self._buffer_nbytes or self._done:
             return
         self.waits += 1
         with self._room:
-            self._room.wait_for(lambda: self._saved_nbytes <= self._buffer_nbytes or self._done)
+            wait_in_time(
+                self._room, lambda: self._saved_nbytes <= self._buffer_nbytes or self._done,
+                "a save to take rows that a push is about to change", _PATIENCE, self._clock,
+            )  # fmt: skip
 
     # -- the reader ------------------------------------------------------------------------------
 
@@ -271,9 +286,9 @@ class Snapshot:
         planes = self._empty(table, limit)
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
-            asked = time.perf_counter()
+            asked = self._clock.monotonic()
             with self.holder.lock:
-                began = time.perf_counter()
+                began = self._clock.monotonic()
                 # After a long wait for training the copy may delay it a little longer: else the
                 # snapshot would last for as many steps as it has slices.
                 until = began + (began - asked) * _SHARE_OF_WAIT
@@ -291,7 +306,11 @@ class Snapshot:
                         later.append(copy)
                     ids[part] = table.ids_of(rows)
                     count += taken
-                    if word >= last or count + _SLICE_ROWS > limit or time.perf_counter() >= until:
+                    if (
+                        word >= last
+                        or count + _SLICE_ROWS > limit
+                        or self._clock.monotonic() >= until
+                    ):
                         break
             for copy in later:
                 copy()
@@ -433,8 +452,9 @@ def closed_if_raised() -> Iterator[list[Any]]:
 
 
 def freeze(
-    holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20
-) -> list[Snapshot]:
+    holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20,
+    clock: Clock = SYSTEM_CLOCK,
+) -> list[Snapshot]:  # fmt: skip
     """Freezes several slabs at one instant: the caller keeps pushes out between them.
 
     `since=None` selects every touched row, a cursor's name the rows that changed for it. If one
@@ -445,6 +465,6 @@ def freeze(
             with holder.lock:
                 if holder.snapshot is not None:
                     raise AssertionError("a slab has one snapshot at a time")
-                holder.snapshot = Snapshot(holder, since, buffer_nbytes)
+                holder.snapshot = Snapshot(holder, since, buffer_nbytes, clock=clock)
                 taken.append(holder.snapshot)
     return taken

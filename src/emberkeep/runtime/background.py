@@ -322,13 +322,13 @@ _threads: set[_Thread] = set()
 @atexit.register
 def _end_threads() -> None:
     """Nothing of ours runs while the interpreter ends."""
-    deadline = time.monotonic() + _PATIENCE_AT_EXIT
+    deadline = SYSTEM_CLOCK.monotonic() + _PATIENCE_AT_EXIT
     threads = list(_threads)
     for thread in threads:
         thread.end()
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - SYSTEM_CLOCK.monotonic()))
 
 
 os.register_at_fork(after_in_child=_threads.clear)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Protocol
+
+from emberkeep.errors import DeadlineError
 
 
 class Clock(Protocol):
@@ -50,3 +52,47 @@ class SystemClock:
 
 
 SYSTEM_CLOCK: Clock = SystemClock()
+
+
+def wait_in_time(
+    changed: threading.Condition,
+    until: Callable[[], bool],
+    what: str,
+    deadline: timedelta,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Returns once `until` holds, looked at whenever `changed`, which the caller holds, is
+    notified. Nobody waits for ever: after `deadline` it is a `DeadlineError` about `what`."""
+    seconds = deadline.total_seconds()
+    if not clock.wait_for(changed, until, seconds):
+        raise DeadlineError(
+            f"waited {seconds:g} s for {what}; it is still under way, or hangs: look at what it "
+            "works on, and try again"
+        )
+
+
+class Event:
+    """A `threading.Event` whose waits are on a clock, and bounded."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        with self._changed:
+            self._set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether it is set in time."""
+        with self._changed:
+            return self._clock.wait_for(self._changed, self.is_set, timeout.total_seconds())
+
+    def require(self, what: str, deadline: timedelta) -> None:
+        """Waits for `what`, which sets it; `DeadlineError` if that takes longer."""
+        with self._changed:
+            wait_in_time(self._changed, self.is_set, what, deadline, self._clock)

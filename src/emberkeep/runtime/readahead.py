@@ -38,6 +38,7 @@ class Ahead(Iterator[_T]):
                 self._ready.append(item)
                 del item
                 self._worker.changed.notify_all()
+                # Without a bound, as the caller may rest: leaving its block ends this.
                 self._worker.changed.wait_for(
                     lambda: self._given_up or len(self._ready) < self._depth
                 )

@@ -22,6 +22,7 @@ from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
 from emberkeep.rows.slab import Slab
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.tiered import directory, upkeep
@@ -46,7 +47,7 @@ DISK = Disk
 
 def open_slab(
     tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
-    seed: int, pool: Pool, lock: ForkLock,
+    seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK,
 ) -> Slab:  # fmt: skip
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
@@ -78,7 +79,7 @@ def open_slab(
     slab = TieredSlab(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
-        open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive),
+        open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive, clock),
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
@@ -209,7 +210,7 @@ def _decided(
 
 
 def _open_log(
-    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool
+    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool, clock: Clock
 ) -> RowLog:
     """The file at `path`, made if need be. One that never had a durable batch is made again."""
     disk = DISK()
@@ -224,7 +225,7 @@ def _open_log(
             if not durable_points(os.path.dirname(path), files, disk):
                 area_nbytes = layout.segment_blocks(SEGMENT_NBYTES) * layout.block_nbytes
                 head, sequence = create(path, wanted, SEGMENT_NBYTES, area_nbytes, disk)
-            return RowLog(path, head, sequence, layout, disk, claim)
+            return RowLog(path, head, sequence, layout, disk, claim, clock)
         except BaseException:
             claim.release()
             raise

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
+from emberkeep.runtime.clock import Event
 from emberkeep.tiered.frames import FLUSHING, Frames
-from emberkeep.tiered.log import Extent, RowLog
+from emberkeep.tiered.log import PATIENCE, Extent, RowLog
 
 # Copies for a checkpoint that may wait to be written before a push writes them itself.
 _MOST_WAITING_NBYTES = 64 * 2**20
@@ -26,7 +26,7 @@ class Flush:
     frames: I64
     used: I64
     evict: bool
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Event
     settled: bool = False
 
 
@@ -63,7 +63,10 @@ class Flushes:
             self._number += 1
             self._frames.busy[unsaved] |= FLUSHING
             self._frames.flush_of[unsaved] = self._number
-            flush = Flush(self._number, extents, unsaved, self._frames.used[unsaved], evict)
+            flush = Flush(
+                self._number, extents, unsaved, self._frames.used[unsaved], evict,
+                Event(self._log.clock),
+            )  # fmt: skip
             self._under_way.append(flush)
         return flush
 
@@ -104,7 +107,7 @@ class Flushes:
         """Waits for one of the flushes under way, if there is any."""
         if self._under_way:
             flush = self._under_way[0]
-            flush.done.wait()
+            flush.done.require(f"rows to be written to {self._log.path}", PATIENCE)
             self.settle(flush)
             return True
         return False

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import Event
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.tiered.frames import LOADING, Frames
-from emberkeep.tiered.log import RowLog
+from emberkeep.tiered.log import PATIENCE, RowLog
 from emberkeep.tiered.reads import Reads
 
 
@@ -24,7 +24,7 @@ class Load:
     rows: I64
     frames: I64
     turn: int
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Event
     error: BaseException | None = None
     settled: bool = False
 
@@ -42,7 +42,9 @@ class Loads:
         self._left: list[Load] = []
         self._reading: Load | None = None
         # Not repeated: the rows of a load that is half done are in nobody's hands.
-        self._reader = Worker("emberkeep-tier-read", self._read_left, on_error=self._fail)
+        self._reader = Worker(
+            "emberkeep-tier-read", self._read_left, on_error=self._fail, clock=log.clock
+        )
 
     @property
     def error(self) -> BaseException | None:
@@ -63,7 +65,8 @@ class Loads:
         frames = self._frames.bind(missing)
         self._frames.busy[frames] |= LOADING
         records = self._positions[missing].astype(np.int64) - 1
-        load = Load(records, missing, frames, self._log.begin_reading())
+        done = Event(self._log.clock)
+        load = Load(records, missing, frames, self._log.begin_reading(), done)
         self._under_way.append(load)
         return load
 
@@ -127,5 +130,5 @@ class Loads:
         if load in self._left:  # nobody has started to read it
             self._left.remove(load)
             self.perform(load)
-        load.done.wait()
+        load.done.require(f"rows to be read from {self._log.path}", PATIENCE)
         self.settle(load)

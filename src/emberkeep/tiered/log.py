@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from emberkeep._types import I64, U8, U64, Bools, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.record_layout import BLOCK, Layout, aligned, bytes_of
@@ -52,6 +54,10 @@ MOST_ROWS = _MOST_RECORDS // 2
 """Rows of one file: until a batch is committed, its records stand beside those of the last one."""
 
 
+PATIENCE = timedelta(minutes=10)
+"""A read or write is a few megabytes; one that takes longer hangs."""
+
+
 @dataclass(slots=True)
 class Extent:
     """Whole blocks of one segment that are about to be written."""
@@ -68,7 +74,7 @@ class Extent:
 
 
 class RowLog:
-    """One file, which `claim` makes ours.
+    """One file, which `claim` makes ours. Its slab reads time from its `clock`.
 
     The slab's lock covers every method but `write`, `read` and `sync`.
     """
@@ -81,7 +87,9 @@ class RowLog:
         layout: Layout,
         disk: Disk,
         claim: Claim,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self.clock = clock
         self.path = path
         self._claim = claim
         self.disk = disk
@@ -148,7 +156,8 @@ class RowLog:
         """
         with self._idle:
             self.failed = self.failed or TierError("it was closed")
-            self._idle.wait_for(lambda: not self._users)
+            what = f"reads and writes of {self.path} to end before it is closed"
+            wait_in_time(self._idle, lambda: not self._users, what, PATIENCE, self.clock)
             handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)

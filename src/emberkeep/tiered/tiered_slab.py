@@ -128,15 +128,19 @@ class TieredSlab(Slab):
         self.batch: int | None = None
         self._upkeep_round = upkeep
         # Not repeated: after an error nobody knows what the file holds.
-        self._upkeep = Worker("emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail)
+        self._upkeep = Worker(
+            "emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail, clock=self.log.clock
+        )
 
     @property
     def direct(self) -> bool:
         return False
 
     def drop(self, lost: ShardLostError) -> None:
-        self._let_go()
-        super().drop(lost)
+        try:
+            self._let_go()
+        finally:  # also where its disk hangs
+            super().drop(lost)
 
     def close(self) -> None:
         """Lets the file go; what is not durable is lost. Raises what ended the work beside it."""

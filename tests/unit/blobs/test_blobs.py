@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import obstore.store
@@ -17,6 +17,7 @@ from emberkeep.errors import ConfigError, MissingObjectError, StorageError, Unsu
 from emberkeep.repository import Repository, Writer
 from emberkeep.testing import RepositoryContract, StoreContract
 from emberkeep.testing.contracts import check_content, save
+from emberkeep.testing.virtual_clock import VirtualClock
 
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
@@ -151,9 +152,10 @@ def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
         return real_put(*args, **kwargs)
 
     monkeypatch.setattr(obstore, "put", flaky)
-    monkeypatch.setattr("emberkeep.blobs.object_store.time.sleep", lambda seconds: None)
-    store = ObjectStore(obstore.store.MemoryStore(), url="memory")
+    clock = VirtualClock()
+    store = ObjectStore(obstore.store.MemoryStore(), url="memory", clock=clock)
     store.put("a", b"x")
+    assert clock.monotonic() == pytest.approx(0.2 + 0.4)
     failures[0] = 1
     assert store.put_if_absent("b", b"y") is True
     # A stream cannot be rewound: its failure is the caller's.
@@ -161,6 +163,11 @@ def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(StorageError):
         store.put("c", iter([bytes(9 << 20)]))
     assert {info.name for info in store.list()} == {"a", "b"}
+    # A store that stays silent is given up when another pause would end after the deadline.
+    failures[0], start = 1000, clock.monotonic()
+    with pytest.raises(StorageError, match="timed out"):
+        store.put("d", b"z")
+    assert 60 < clock.monotonic() - start <= 120
 
 
 def test_exclusive_changes_nothing_on_a_capable_store() -> None:
@@ -235,13 +242,14 @@ def test_a_file_system_that_cannot_decide_is_refused(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_are_swept(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    clock = VirtualClock(datetime.now(timezone.utc))  # files have the system's times
+    store = LocalStore(tmp_path, clock=clock)
     store.put("a", b"x")
     leftover = tmp_path / ".incomplete" / "4711-0123456789abcdef"
     leftover.write_bytes(b"half")
     assert [info.name for info in store.list()] == ["a"]
     assert store.sweep(older_than=timedelta(hours=1)) == 0
-    os.utime(leftover, (0, 0))
+    clock.advance(timedelta(minutes=61))
     assert store.sweep(older_than=timedelta(hours=1)) == 1
     assert not leftover.exists()
 

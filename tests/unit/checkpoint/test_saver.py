@@ -16,6 +16,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import (
     ConfigError,
     DamageError,
+    DeadlineError,
     FencedError,
     SaveError,
     StateError,
@@ -24,6 +25,7 @@ from emberkeep.errors import (
 from emberkeep.repository import KeepAll, KeepLast, Repository
 from emberkeep.repository.policies import Grid
 from emberkeep.tables import SGD, Adam, Table
+from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, state, wanted_of
 
 TABLES = [
@@ -256,6 +258,45 @@ def test_retention_removes_old_versions_and_keeps_what_the_rest_needs() -> None:
     fresh = opened()
     begun(fresh, keeper.repository.store).restore()
     assert state(fresh) == state(cluster)
+
+
+def test_old_versions_stay_for_the_grace_period() -> None:
+    clock, cluster = VirtualClock(), opened()
+    store = MemoryStore(clock)
+    repository = Repository.create(store, schema=cluster.schema(), clock=clock)
+    settings = SaveSettings(retention=KeepLast(n=1), grace=timedelta(hours=1))
+    keeper = Checkpointer(repository, cluster, spec=VersionSpec(layout="full"), settings=settings)
+    random, kept = np.random.default_rng(2), []
+    for step in range(1, 6):
+        train(cluster, random)
+        keeper.save(step)
+        keeper.wait()
+        kept.append([version.number for version in repository.versions()])
+        clock.advance(timedelta(minutes=29))
+    assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
+def test_nobody_waits_for_ever_for_a_store_that_hangs() -> None:
+    release, hangs, clock, cluster = threading.Event(), [True], VirtualClock(pace=1e7), opened()
+
+    class Hanging(MemoryStore):
+        def put(self, name: str, data: Any) -> int:
+            if hangs[0] and name.startswith("data/"):
+                assert release.wait(60)
+            return super().put(name, data)
+
+    repository = Repository.create(Hanging(), schema=cluster.schema(), clock=clock)
+    keeper = Checkpointer(repository, cluster, settings=KEEP)
+    train(cluster, np.random.default_rng(0))
+    saving = keeper.save(7)
+    assert not keeper.join(timedelta(seconds=1))
+    with pytest.raises(DeadlineError, match="the save of step 7"):
+        keeper.wait()
+    assert clock.monotonic() >= 6 * 3600
+    hangs[0] = False
+    release.set()
+    assert saving.committed.result(60).step == 7  # it has gone on
+    keeper.close()
 
 
 class Flaky(MemoryStore):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.data import Batch, Mark, Reader, Synthetic, Window
-from emberkeep.errors import ConfigError, DataError, StateError
+from emberkeep.errors import ConfigError, DataError, DeadlineError, StateError
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,24 @@ def test_an_error_of_the_thread_comes_in_its_place_and_can_be_retried() -> None:
             assert reader.state_dict()["samples"] == 9
         source.fails_at.clear()
         assert numbers_of(list(reader)) == list(range(9, 15))
+
+
+def test_nobody_waits_for_ever_for_a_source_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    honest = _NumbersCursor.read
+
+    def read(self: _NumbersCursor, count: int) -> Batch:
+        assert release.wait(60)
+        return honest(self, count)
+
+    monkeypatch.setattr(_NumbersCursor, "read", read)
+    reader = Reader(Numbers(20), batch_size=5)
+    with monkeypatch.context() as patched:
+        patched.setattr("emberkeep.data.reader._PATIENCE_SECONDS", 0.01)
+        with pytest.raises(DeadlineError, match="has not read the next batch within"):
+            next(reader)
+    release.set()
+    assert numbers_of(list(reader)) == list(range(20))  # nothing was skipped
 
 
 def test_close_ends_the_thread_and_reading_may_go_on_afterwards() -> None:

@@ -36,6 +36,7 @@ from emberkeep.errors import (
 )
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.repository import KeepAll, Repository
+from emberkeep.testing.virtual_clock import VirtualClock
 
 ROWS, DIM = 300, 4
 EACH = ek.incremental(every=1, keep="all")
@@ -811,17 +812,16 @@ def test_a_reader_of_ones_own_with_tensors_in_its_state() -> None:
     assert torch.equal(other.place, torch.tensor([1, 2]))
 
 
-def test_versions_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("emberkeep.keeper.keeper.time.monotonic", lambda: now[0])
-    run, saved = Run(), []
+def test_versions_by_time() -> None:
+    run, saved, clock = Run(), [], VirtualClock()
     keeper = run.keeper(
         MemoryStore(),
         strategy=ek.incremental(every="60s"),
         on_event=lambda name, details: saved.append(details["step"]),
+        clock=clock,
     )
     for _ in range(40):
-        now[0] += 5.0
+        clock.sleep(5)
         run.step(keeper)
         keeper.wait()
     assert saved == [12, 24, 36]
@@ -989,7 +989,7 @@ def test_an_ignored_sigint_stays_ignored(ctrl_c: Any) -> None:
 
 
 def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:
-    release = threading.Event()
+    release, clock = threading.Event(), VirtualClock(pace=100)
 
     class Slow(MemoryStore):
         def put(self, name: str, data: Any) -> int:
@@ -998,11 +998,12 @@ def test_sigterm_does_not_wait_longer_than_the_grace_period() -> None:
             return super().put(name, data)
 
     run = Run()
-    keeper = run.keeper(Slow(), grace=timedelta(milliseconds=50))
+    keeper = run.keeper(Slow(), grace=timedelta(seconds=25), clock=clock)
     run.step(keeper)
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         run.step(keeper)
+    assert 25 <= clock.monotonic() < 26
     release.set()
 
 

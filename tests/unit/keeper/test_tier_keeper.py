@@ -22,12 +22,14 @@ from emberkeep.errors import (
     CancelledError,
     ConfigError,
     DamageError,
+    DeadlineError,
     NoVersionError,
     ShardLostError,
     StateError,
 )
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.plain_state import pack
+from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.tiered import durable_open
 from tests.contracts.engine import state as rows
 
@@ -265,6 +267,24 @@ def test_a_checkpoint_that_is_given_up_is_no_failure(
     assert events == ["save_cancelled", "saved"]
     run.end()
     assert resumed(tmp_path / "t") == 2
+
+
+def test_nobody_waits_for_ever_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, late = Run(tmp_path / "t", clock=VirtualClock(pace=1e6)), Future[None]()
+    honest = LocalCluster.prepare_tiers
+    monkeypatch.setattr(
+        LocalCluster, "prepare_tiers", lambda self, batch, beside=(): [late, *honest(self, batch)]
+    )
+    run.train(1)
+    cut = run.keeper.save()
+    assert cut is not None
+    with pytest.raises(DeadlineError, match=r"the checkpoint of step 1 in .*t;"):
+        run.keeper.wait()
+    late.set_result(None)
+    assert cut.committed.result(60) == 1  # it has gone on
+    run.end()
 
 
 def test_what_cannot_be_saved_is_refused_when_the_keeper_is_made(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import emberkeep as ek
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import VersionSpec
 from emberkeep.cli import app
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, DeadlineError
 from emberkeep.inspect.picture import as_html, as_text, picture
 from emberkeep.kernels import first_rows, gather, scatter
 from emberkeep.kernels import grid_arrays as kernels
@@ -31,6 +31,7 @@ from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.memory import ScatteredRows, lazy_zeros
+from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.repositories import Run
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40, unique=True)
@@ -359,6 +360,9 @@ class SlowExtractor:
         return Extracted(covered=newest.version.number, generation=1, skipped=not split)
 
 
+WRITER: Any = SimpleNamespace(repository=SimpleNamespace(clock=VirtualClock()))
+
+
 @pytest.mark.parametrize("behind", ["skip", "wait"])
 def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
@@ -367,7 +371,7 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
     collected: list[int] = []
     rules = Grid(most_behind=2, behind=behind)
     rounds = ExtractionWorker(
-        cast(Any, None), rules, lambda name, _: told.append(name), lambda: collected.append(1),
+        WRITER, rules, lambda name, _: told.append(name), lambda: collected.append(1),
         nice=0,
     )  # fmt: skip
 
@@ -402,8 +406,30 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
         pass
 
 
+def test_nobody_waits_for_ever_for_a_round_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
+    clock = VirtualClock(pace=1e6)
+    writer: Any = SimpleNamespace(repository=SimpleNamespace(clock=clock))
+    rounds = ExtractionWorker(
+        writer, Grid(most_behind=1, behind="wait"), lambda *_: None, lambda: None, nice=0
+    )
+    for number in (1, 2):
+        manifest: Any = SimpleNamespace(
+            version=VersionId(number, 1), layout={"grid": str(VersionId(1, 1))}
+        )
+        rounds.arrived(manifest)
+    with pytest.raises(DeadlineError, match="extraction, which is 2 versions behind"):
+        rounds.make_room()
+    assert clock.monotonic() >= 3600
+    SlowExtractor.go.release(2)
+    rounds._worker.close()  # which ends after the rounds: they go on as if nobody had waited
+    assert not rounds._busy
+    while SlowExtractor.go.acquire(blocking=False):
+        pass
+
+
 def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
-    rounds: Any = ExtractionWorker(cast(Any, None), Grid(), lambda *_: None, lambda: None, nice=0)
+    rounds: Any = ExtractionWorker(WRITER, Grid(), lambda *_: None, lambda: None, nice=0)
     grid = VersionId(1, 1)
     rounds._extractor = SimpleNamespace(
         grid=grid, catalog=SimpleNamespace(nbytes=900), living=(500, 100), read_seconds=1.0,

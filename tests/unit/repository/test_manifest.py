@@ -25,6 +25,7 @@ from emberkeep.repository.history import Lineage
 from emberkeep.repository.names import data_name, parse_data, parse_version, tag_name
 from emberkeep.testing import RecordingStore
 from emberkeep.testing.contracts import save
+from emberkeep.testing.virtual_clock import VirtualClock
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -266,16 +267,16 @@ def test_drafts_are_used_once_and_one_at_a_time() -> None:
 
 
 def test_an_expired_pin_cannot_be_renewed() -> None:
-    now = [datetime.now(timezone.utc)]
-    repository = Repository.create(MemoryStore(), schema={}, clock=lambda: now[0])
+    clock = VirtualClock()
+    repository = Repository.create(MemoryStore(), schema={}, clock=clock)
     with pytest.raises(NoVersionError, match="no version yet"):
         Pin(repository)
     save(Writer.open(repository), 1)
     pin = Pin(repository, lifetime=timedelta(hours=1))
-    now[0] += timedelta(minutes=59)
+    clock.advance(timedelta(minutes=59))
     pin.renew()
-    now[0] += timedelta(minutes=59)
+    clock.advance(timedelta(minutes=59))
     pin.renew()
-    now[0] += timedelta(minutes=61)
+    clock.advance(timedelta(minutes=61))
     with pytest.raises(NoVersionError, match="expired"):
         pin.renew()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 
 import pytest
 
@@ -23,6 +23,7 @@ from emberkeep.repository import (
     Writer,
 )
 from emberkeep.testing.contracts import check_content, save
+from emberkeep.testing.virtual_clock import VirtualClock
 
 
 def history(numbers: list[int], named: dict[int, str] | None = None) -> list[VersionFacts]:
@@ -70,13 +71,13 @@ class KeepNothing:
 
 
 @pytest.fixture
-def now() -> list[datetime]:
-    return [datetime.now(timezone.utc) + timedelta(hours=1)]
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture
-def repository(now: list[datetime]) -> Repository:
-    return Repository.create(MemoryStore(), schema={}, clock=lambda: now[0])
+def repository(clock: VirtualClock) -> Repository:
+    return Repository.create(MemoryStore(clock), schema={}, clock=clock)
 
 
 def numbers(repository: Repository) -> list[int]:
@@ -100,7 +101,7 @@ def test_the_newest_version_stays_whatever_the_policy_says(repository: Repositor
     assert collected.nbytes == nbytes
 
 
-def test_the_young_are_spared(repository: Repository, now: list[datetime]) -> None:
+def test_the_young_are_spared(repository: Repository, clock: VirtualClock) -> None:
     writer = Writer.open(repository)
     collector = Collector(writer, policy=KeepLast(n=1), grace=timedelta(hours=2))
     manifests = [save(writer, step) for step in (1, 2, 3)]
@@ -110,24 +111,24 @@ def test_the_young_are_spared(repository: Repository, now: list[datetime]) -> No
     save(writer, 4)
     assert collector.collect().removed == ()
     assert len(list(repository.store.list("data"))) == 9
-    now[0] += timedelta(hours=2)
+    clock.advance(timedelta(hours=2))
     collector.collect()
     assert numbers(repository) == [4]
     assert len(list(repository.store.list("data"))) == 2
     assert manifests[0].version not in repository.versions()
 
 
-def test_pins_hold_until_they_expire(repository: Repository, now: list[datetime]) -> None:
+def test_pins_hold_until_they_expire(repository: Repository, clock: VirtualClock) -> None:
     writer = Writer.open(repository)
     collector = Collector(writer, policy=KeepLast(n=1), grace=timedelta(0))
     baseline = save(writer, 1)
     top = save(writer, 2, needs=[baseline.version])
     Pin(repository, top.version, lifetime=timedelta(minutes=30))
     save(writer, 3)
-    now[0] += timedelta(minutes=29)
+    clock.advance(timedelta(minutes=29))
     collector.collect()
     assert numbers(repository) == [1, 2, 3]
-    now[0] += timedelta(minutes=1)
+    clock.advance(timedelta(minutes=1))
     collector.collect()
     assert numbers(repository) == [3]
     assert list(repository.store.list("pins")) == []

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import CancelledError
+from emberkeep.errors import CancelledError, DeadlineError
 from emberkeep.rows import snapshot as snapshots
 from emberkeep.rows.snapshot import Chunk, Snapshot, freeze
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
+from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, wanted_of
 
 Rows = dict[str, dict[int, dict[str, bytes]]]
@@ -155,6 +156,24 @@ def test_the_buffer_of_saved_rows_is_bounded_by_waiting() -> None:
     pusher.join()
     assert apply({"t": {}}, read) == state
     assert taken.waits == 1
+    taken.close([])
+
+
+def test_a_push_does_not_wait_for_ever_for_a_save_that_hangs() -> None:
+    cluster = local(threads=1).open([Table("t", rows=640, dim=8)], Adam(lr=0.1), seed=0)
+    slab = cluster.shards[0].slabs[0]
+    slab.track()
+    everything, grads = wanted_of(cluster, {"t": list(range(640))}), np.ones((640, 8), np.float32)
+    cluster.push(everything, [grads], lr=0.1)
+    clock = VirtualClock(pace=1e6)
+    (taken,) = freeze([slab], since=None, buffer_nbytes=1000, clock=clock)
+    cluster.push(everything, [grads], lr=0.1)  # fills the buffer
+    state = rows_of(cluster)
+    with pytest.raises(DeadlineError, match="a save to take rows that a push is about to change"):
+        cluster.push(everything, [grads], lr=0.1)
+    assert rows_of(cluster) == state
+    list(taken.chunks(4096))
+    cluster.push(everything, [grads], lr=0.1)
     taken.close([])
 
 

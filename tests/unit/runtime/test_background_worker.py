@@ -87,18 +87,17 @@ def test_who_is_told_finds_the_work_gone() -> None:
 
 
 def test_close_joins_the_thread_and_work_may_go_on() -> None:
-    before = threading.active_count()
-    worker = Worker("test")
+    worker = Worker("joined")
     numbers: list[int] = []
     for number in range(100):
         worker.do(lambda number=number: numbers.append(number), lambda _: None)
     worker.close()
     assert numbers == list(range(100))
-    assert threading.active_count() == before
+    assert "joined" not in [thread.name for thread in threading.enumerate()]
     worker.close()
     assert done(worker, Work()) is None
     worker.close()
-    assert threading.active_count() == before
+    assert "joined" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_forgotten_worker_takes_its_thread_with_it() -> None:

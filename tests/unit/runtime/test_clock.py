@@ -7,7 +7,8 @@ from datetime import timedelta, timezone
 
 import pytest
 
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.errors import DeadlineError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Event
 from emberkeep.testing.virtual_clock import VirtualClock
 
 AN_HOUR = timedelta(hours=1)
@@ -67,3 +68,23 @@ def test_virtual_time_passes_only_when_it_is_advanced() -> None:
         clock.advance(AN_HOUR)
     thread.join()
     assert ended == [False]
+
+
+def test_while_somebody_waits_virtual_time_passes_at_its_pace() -> None:
+    clock, changed = VirtualClock(pace=1e6), threading.Condition()
+    with changed:
+        assert not clock.wait_for(changed, lambda: False, AN_HOUR.total_seconds())
+    assert clock.monotonic() >= 3600
+
+
+def test_an_event_is_waited_for_in_time(clock: Clock) -> None:
+    event = Event(clock)
+    assert not event.wait(timedelta(0))
+    with pytest.raises(DeadlineError, match="waited 0 s for the moon; it is still under way"):
+        event.require("the moon", timedelta(0))
+    thread = threading.Thread(target=event.set)
+    thread.start()
+    event.require("the thread", AN_HOUR)
+    assert event.is_set()
+    assert event.wait(timedelta(0))
+    thread.join()

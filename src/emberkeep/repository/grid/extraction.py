@@ -15,7 +15,6 @@ times at worst.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -395,9 +394,10 @@ class Extractor:
         return tuple(new)
 
     def _divide(self, wanted: Range, dead: list[EncodedRows], alive: list[EncodedRows]) -> None:
-        start = time.perf_counter()
+        clock = self.writer.repository.clock
+        start = clock.monotonic()
         data = memoryview(read_range(self.writer.repository, wanted))
-        self.read_seconds += time.perf_counter() - start
+        self.read_seconds += clock.monotonic() - start
         self.read_nbytes += wanted.length
         for piece, at in wanted.pieces:
             bundle = wanted.bundle

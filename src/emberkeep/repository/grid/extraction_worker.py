@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,7 +44,8 @@ class ExtractionWorker:
         self.failed_in_a_row = 0
         self._writer = writer
         self._tell = tell
-        self._worker = Worker("emberkeep-extract", nice=nice)
+        self._clock = writer.repository.clock
+        self._worker = Worker("emberkeep-extract", nice=nice, clock=self._clock)
         self._changed = self._worker.changed
         self._waiting: list[Manifest] = []
         self._passed_over: Manifest | None = None
@@ -68,13 +68,13 @@ class ExtractionWorker:
         """Called before a version is saved: waits while extraction is too far behind."""
         if self.rules.behind == "skip" or len(self._waiting) <= self.rules.most_behind:
             return
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         behind = len(self._waiting)
         self._worker.wait(
             lambda: not self._busy or len(self._waiting) <= self.rules.most_behind,
             f"extraction, which is {behind} versions behind,", _PATIENCE,
         )  # fmt: skip
-        waited = (time.perf_counter() - start) * 1e3
+        waited = (self._clock.monotonic() - start) * 1e3
         self._tell("extraction_behind", {"versions": behind, "waited_ms": waited})
 
     def join(self) -> None:
@@ -153,10 +153,10 @@ class ExtractionWorker:
         # Never twice in a row: the dead that are passed over would pile up.
         many = len(own) > self.rules.most_behind and self._passed_over is None
         split = self.rules.behind == "wait" or not many
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         extracted = self._extractor.settle(newest, split=split)
         self._passed_over = None if split else newest
-        self._tell("extracted", _details(extracted, time.perf_counter() - start))
+        self._tell("extracted", _details(extracted, self._clock.monotonic() - start))
         return len(own)
 
     def _failed(self, error: BaseException) -> None:

@@ -84,7 +84,7 @@ class Collector:
         that must be kept has a damaged manifest; then nothing more is deleted."""
         self._writer.check()
         self._writer.start_collecting()
-        oldest = self._repository.clock() - self._grace
+        oldest = self._repository.clock.now() - self._grace
         self._covered = {}
         newest = self._writer.newest
         history = self._repository.history()
@@ -286,7 +286,7 @@ class Collector:
 
     def _held_grids(self, catalogs: Iterable[VersionId]) -> frozenset[VersionId]:
         """Grids with a pinned version: readers may have planned with an older catalog."""
-        now = self._repository.clock()
+        now = self._repository.clock.now()
         pinned = {v for v, expires in read_pins(self._repository).values() if expires > now}
         return frozenset(
             grid

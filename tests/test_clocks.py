@@ -1,0 +1,231 @@
+"""Time comes from a clock that was handed in: every guarded module is parsed for other sources.
+
+What reads the machine's clock, or waits on a lock without one, cannot run on virtual time: its
+leases, graces and deadlines could be tested by waiting for them alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
+WHERE = "tests/test_clocks.py"
+
+GUARDED = [
+    "blobs", "checkpoint", "cluster", "erasure", "keeper", "repository", "server", "tiered", "wire",
+]  # fmt: skip
+
+# Modules that still read the machine's clock. Entries go away, none is added.
+NOT_YET: set[str] = {
+    "cluster.local.local_parity",
+    "cluster.local.mail",
+    "cluster.remote.launcher",
+    "cluster.remote.processes",
+    "cluster.remote.remote_cluster",
+    "cluster.remote.remote_parity",
+    "cluster.remote.remote_shard",
+    "server.epoch",
+    "server.parity_service",
+    "server.pushes",
+    "server.ray.local_ray",
+    "server.ray.ray_cluster",
+    "server.server_metrics",
+    "server.shard_service",
+    "wire.connection",
+}
+
+# Functions that read or spend the machine's time, by the module or class that has them.
+READS = {
+    "time": {
+        "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep",
+    },
+    "datetime.datetime": {"now", "utcnow", "today"},
+    "datetime.date": {"today"},
+}  # fmt: skip
+WAITERS = {"Event", "Condition", "Barrier"}
+WAITS = {"wait", "wait_for"}
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """What each name stands for that the module imports."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def full_name(node: ast.AST, names: dict[str, str]) -> str:
+    """`time.sleep`, whatever the module calls it; empty for what is no plain name."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        inner = full_name(node.value, names)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def last_name(node: ast.AST) -> str:
+    """`changed` of `self._worker.changed`, of `changed` and of `changed()`."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_waiter(node: ast.AST | None, names: dict[str, str]) -> bool:
+    """Whether an expression makes one of threading's objects, or an annotation names one."""
+    return node is not None and any(
+        full_name(inner, names).removeprefix("threading.") in WAITERS for inner in ast.walk(node)
+    )
+
+
+def bindings(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    """Every variable, attribute, parameter and property, with what it is or is declared to be."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from ((last_name(target), node.value) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign):
+            yield last_name(node.target), node.annotation
+            yield last_name(node.target), node.value
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.annotation
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name, node.returns
+
+
+def waiters_of(trees: Iterable[ast.AST]) -> set[str]:
+    """The names that hold an `Event`, a `Condition` or a `Barrier` of `threading`, made in place,
+    declared, or taken from another such name."""
+    found, aliases = set[str](), list[tuple[str, str]]()
+    for tree in trees:
+        names = imported(tree)
+        for name, value in bindings(tree):
+            if is_waiter(value, names):
+                found.add(name)
+            elif isinstance(value, ast.Name | ast.Attribute):
+                aliases.append((name, last_name(value)))
+    while more := {name for name, source in aliases if source in found} - found:
+        found |= more
+    return found - {""}
+
+
+def violations(source: str, waiters: set[str]) -> Iterator[str]:
+    """What a module does past the clock, one line each."""
+    tree = ast.parse(source)
+    names = imported(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute | ast.Name):
+            continue
+        owner, _, called = full_name(node, names).rpartition(".")
+        if called in READS.get(owner, ()):
+            yield f"line {node.lineno}: {owner}.{called} is the machine's; use the clock handed in"
+        elif isinstance(node, ast.Attribute) and node.attr in WAITS:
+            waiter = last_name(node.value)
+            if waiter in waiters or is_waiter(node.value, names):
+                yield (
+                    f"line {node.lineno}: {waiter}.{node.attr} waits on the machine's time; use "
+                    "clock.wait_for, runtime.clock.Event or Worker.wait"
+                )
+
+
+def sources(*packages: str) -> dict[str, str]:
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for package in packages
+        for path in sorted((PACKAGE / package).rglob("*.py"))
+    }
+
+
+@cache
+def found() -> dict[str, list[str]]:
+    """Every guarded module that does something past the clock, and what."""
+    guarded = sources(*GUARDED)
+    # Of `Worker` and others below: `changed` is theirs.
+    below = sources("runtime").values()
+    waiters = waiters_of(ast.parse(source) for source in (*guarded.values(), *below))
+    listed = {module: list(violations(source, waiters)) for module, source in guarded.items()}
+    return {module: lines for module, lines in listed.items() if lines}
+
+
+def test_time_comes_from_a_clock() -> None:
+    assert [
+        f"emberkeep.{module}, {line}"
+        for module, lines in found().items()
+        if module not in NOT_YET
+        for line in lines
+    ] == []
+
+
+def test_the_list_of_exceptions_shrinks() -> None:
+    clean = NOT_YET - set(found())
+    assert not clean, f"these use the clock by now, take them out of NOT_YET in {WHERE}: {clean}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\nstart = time.monotonic()",
+        "import time as t\nt.sleep(1)",
+        "from time import perf_counter as now\nnow()",
+        "import time\nDelays = dict(sleep=time.sleep)",
+        "from datetime import datetime\ndatetime.now()",
+        "import datetime\ndatetime.datetime.utcnow()",
+        "import threading\nthreading.Event().wait(1)",
+        "from threading import Event\nstop = Event()\nstop.wait()",
+        "import threading\ndef f(stop: threading.Event | None):\n    stop.wait(3)",
+        """
+import threading
+class A:
+    def f(self):
+        self.first = threading.Condition()
+        self.second = self.first
+        self.second.wait_for(bool)
+""",
+        """
+import threading
+from dataclasses import field
+class A:
+    done: object = field(default_factory=threading.Event)
+def f(a):
+    a.done.wait()
+""",
+        """
+import threading
+class A:
+    @property
+    def changed(self) -> threading.Condition: ...
+def f(a):
+    a.worker.changed.wait(1)
+""",
+    ],
+)
+def test_a_violation_is_caught(source: str) -> None:
+    waiters = waiters_of([ast.parse(source)])
+    assert len(list(violations(source, waiters))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ntime.strftime('%Y', time.gmtime())",
+        "from datetime import datetime\ndatetime.fromisoformat('2026-01-01')",
+        "clock.sleep(clock.monotonic())\nself._clock.now()",
+        "import threading\nchanged = threading.Condition()\nclock.wait_for(changed, bool, 1.0)",
+        "from emberkeep.runtime.clock import Event\ndone = Event()\ndone.wait(patience)",
+        "import threading\nlock = threading.Lock()\nself._worker.wait(bool, 'a', patience)",
+    ],
+)
+def test_what_a_clock_gives_is_allowed(source: str) -> None:
+    assert list(violations(source, waiters_of([ast.parse(source)]))) == []
