@@ -16,6 +16,7 @@ from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EpochError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
@@ -170,4 +171,32 @@ def test_a_server_that_was_cut_off_is_silent_beside_its_replacement() -> None:
         former.act("read_all", {"epoch": epoch, "table": "fixed"}, deadline=SECOND)
     assert hosts.address(2) != "server-2"
     cluster.push(*ones(cluster), lr=0.1)
+    cluster.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("at", [8, 23])
+def test_lost_servers_come_back_from_parity_with_every_row(background: bool, at: int) -> None:
+    """Servers send parity to each other through the same network. An answer that is lost in the
+    midst of a recovery makes it start over, and not give up."""
+    lost = Rule(how="lose", kind="parity", at={at})
+    network = LocalNetwork(VirtualClock(), rules=[lost, Rule(how="repeat", kind="push")])
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, FIXED, parity=Parity(k=2, r=1, background=background))
+    twin = twin_of(FIXED)
+    for step in range(12):
+        if step in (3, 6, 9):
+            hosts.kill(step // 3 - 1)
+        for one in cluster, twin:
+            one.push(*ones(one), lr=0.1)
+        if step in (3, 6, 9):
+            cluster.rebuild()
+    cluster.rebuild()
+    assert cluster.parity is not None
+    assert cluster.parity.recoveries >= 3
+    assert cluster.parity.protected
+    assert state(cluster) == state(twin)
+    sent = [event for event in network.events if event.kind == "parity"]
+    assert {event.sender for event in sent} == {f"server-{shard}" for shard in range(SHARDS)}
+    assert "lose" in {event.outcome for event in sent}
     cluster.close()

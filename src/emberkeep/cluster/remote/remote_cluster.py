@@ -333,6 +333,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                             stacklevel=2,
                         )
                         return False
+                    if isinstance(error, PeerError):
+                        # A server that could not reach another is resting before it tries again:
+                        # all attempts would be over before it does.
+                        self._clock.sleep(_POLL_SECONDS)
             return True
 
     def _give_up(self, shards: Sequence[int]) -> None:
