@@ -21,23 +21,7 @@ GUARDED = [
 ]  # fmt: skip
 
 # Modules that still read the machine's clock. Entries go away, none is added.
-NOT_YET: set[str] = {
-    "cluster.local.local_parity",
-    "cluster.local.mail",
-    "cluster.remote.launcher",
-    "cluster.remote.processes",
-    "cluster.remote.remote_cluster",
-    "cluster.remote.remote_parity",
-    "cluster.remote.remote_shard",
-    "server.epoch",
-    "server.parity_service",
-    "server.pushes",
-    "server.ray.local_ray",
-    "server.ray.ray_cluster",
-    "server.server_metrics",
-    "server.shard_service",
-    "wire.connection",
-}
+NOT_YET: set[str] = set()
 
 # Functions that read or spend the machine's time, by the module or class that has them.
 READS = {

@@ -38,8 +38,9 @@ from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import Adagrad
 from emberkeep.tiered import durable_open, upkeep
-from emberkeep.wire import connection as connections
+from emberkeep.wire import flight_transport
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 from tests.contracts.parity import PLAIN, ones
 from tests.faults.test_tier_faults import start, train
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
@@ -233,7 +234,7 @@ def test_a_sender_repeats_whatever_it_met(
 class FakeConnection:
     """A connection on which nothing is sent: what sends is replaced, too."""
 
-    def __init__(self, address: str, _: Security) -> None:
+    def __init__(self, address: str, security: Security, transport: Transport) -> None:
         self.address = address
 
     def open(self, _: timedelta) -> None:
@@ -296,18 +297,19 @@ def test_deadlines_are_kept_after_whatever_their_watcher_met(error: BaseExceptio
     counted, cancelled = errors_of("emberkeep-deadlines"), threading.Event()
 
     class Overdue:
-        due = 0.0
-
         def __init__(self, cancel: Callable[[], object]) -> None:
             self.cancel = cancel
 
+        def overdue(self) -> bool:
+            return True
+
     bad: Any = Overdue(Failing(error))
     good: Any = Overdue(cancelled.set)
-    connections._watch(bad)
-    connections._watch(good)
+    flight_transport._watch(bad)
+    flight_transport._watch(good)
     try:
         assert cancelled.wait(60)
-        connections._deadlines.wait(lambda: counted() > 0, "the failure", SOON)
+        flight_transport._deadlines.wait(lambda: counted() > 0, "the failure", SOON)
     finally:
         del bad, good
 

@@ -388,7 +388,7 @@ def _send_raw(connection: Connection, kind: str, content: bytes) -> None:
 
     try:
         options = connection._call_options(SECONDS)
-        for result in connection._client.do_action(flight.Action(kind, content), options):
+        for result in connection._channel._client.do_action(flight.Action(kind, content), options):
             unpack_frame(result.body)
     except flight.FlightError as error:
         raise ServerError(str(error)) from None
@@ -424,8 +424,10 @@ def test_a_record_batch_is_refused_and_ends_its_stream() -> None:
     served, address, before = _victim()
     connection = Connection(address, Security())
     connection.open(SECONDS)
-    connection._writer.begin(pa.schema([("message", pa.uint8())]))
-    connection._writer.write_batch(pa.record_batch({"message": pa.array([1, 2], pa.uint8())}))
+    connection._channel._writer.begin(pa.schema([("message", pa.uint8())]))
+    connection._channel._writer.write_batch(
+        pa.record_batch({"message": pa.array([1, 2], pa.uint8())})
+    )
     with pytest.raises(ProtocolError, match="no record batch"):
         check_reply(connection.receive())
     with pytest.raises(ServerError):

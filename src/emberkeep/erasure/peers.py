@@ -16,7 +16,9 @@ from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
 from emberkeep.erasure.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.wire.connection import Connection
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -43,8 +45,9 @@ class PeerMember:
     `ShardLostError`; what it refuses comes out as it is."""
 
     def __init__(
-        self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int]
-    ) -> None:
+        self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int], *,
+        transport: Transport = FLIGHT,
+    ) -> None:  # fmt: skip
         self.peer = peer
         self.host = PeerHost(self, stripes)
         self.source = PeerSource(self)
@@ -54,6 +57,7 @@ class PeerMember:
         """Where the hosts that may be attached are."""
         self._security = security
         self._deadline = deadline
+        self._transport = transport
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
@@ -69,7 +73,9 @@ class PeerMember:
         try:
             with self._lock:
                 if self._connection is None:
-                    self._connection = Connection(self.peer.address, self._security)
+                    self._connection = Connection(
+                        self.peer.address, self._security, transport=self._transport
+                    )
                 connection = self._connection
             return connection.act("guard", header, arrays, deadline=self._deadline)
         except ServerError:

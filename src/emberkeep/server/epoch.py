@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import ParityService
@@ -53,7 +53,7 @@ class Epoch:
 
     def __init__(
         self, number: int, shard: Shard, *, shards: int, coordinator: str, lease_seconds: float,
-        patience_seconds: float, pool: Pool, tables: list[Json],
+        patience_seconds: float, pool: Pool, tables: list[Json], clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self.number = number
         self.tables = tables
@@ -61,7 +61,8 @@ class Epoch:
         self.shards = shards
         self.coordinator = coordinator
         self.lease_seconds = lease_seconds
-        self.heard = time.monotonic()
+        self._clock = clock
+        self.heard = clock.monotonic()
         self.shape = Shape(
             tuple(len(group) for group in shard.groups),
             tuple(shard.tables[group[0]].dim for group in shard.groups),
@@ -99,11 +100,16 @@ class Epoch:
             raise EpochError(
                 f"shard {self.shard.index} is coordinated by another process: this one was replaced"
             )
-        self.heard = max(self.heard, min(since, time.monotonic()))
+        self.heard = max(self.heard, min(since, self._clock.monotonic()))
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long its coordinator is not known to be alive."""
+        return self._clock.monotonic() - self.heard
 
     @property
     def lapsed(self) -> bool:
-        return time.monotonic() - self.heard > self.lease_seconds
+        return self.silent_seconds > self.lease_seconds
 
     def check(self, epoch: int) -> None:
         """Refuses what is meant for another epoch, and everything once the lease has lapsed."""
@@ -114,7 +120,7 @@ class Epoch:
         if self.lapsed:
             raise EpochError(
                 f"shard {self.shard.index} has not heard of its coordinator for "
-                f"{time.monotonic() - self.heard:.1f} s: it may have been replaced, and is silent"
+                f"{self.silent_seconds:.1f} s: it may have been replaced, and is silent"
             )
 
     def check_serving(self, epoch: int) -> None:
@@ -191,7 +197,7 @@ class Epoch:
     def _meeting_of(self, world: int) -> Meeting[RowGradients]:
         with self._push_lock:
             if self._meeting is None:
-                self._meeting = Meeting(world, self._applied_together)
+                self._meeting = Meeting(world, self._applied_together, self._clock)
             if self._meeting.world != world:
                 raise ProtocolError(
                     f"{world} ranks push where {self._meeting.world} have met: they are of two runs"

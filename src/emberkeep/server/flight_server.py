@@ -17,17 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from emberkeep.errors import EmberkeepError, ProtocolError, SecurityError, ServerError
+from emberkeep.errors import ProtocolError, SecurityError, ServerError
 from emberkeep.server.epoch import Session
 from emberkeep.server.shard_service import ShardService
-from emberkeep.wire.connection import blob_of
-from emberkeep.wire.protocol import (
-    check_protocol,
-    describe_error,
-    pack_frame,
-    refusal,
-    unpack_frame,
-)
+from emberkeep.wire.flight_transport import blob_of
+from emberkeep.wire.protocol import check_protocol, refusal
 from emberkeep.wire.security import HEADER, Security, read_pem
 
 MAX_STREAMS = 256
@@ -130,14 +124,8 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
         if not self._actions.acquire(blocking=False):
             raise flight.FlightUnavailableError("too many actions are under way on this server")
         try:
-            header, arrays = unpack_frame(action.body)
-            for answer, its in self.served.act(action.type, header, arrays):
-                yield flight.Result(pack_frame(answer, its))
-        except EmberkeepError as error:
-            yield flight.Result(pack_frame(describe_error(error)))
-        except Exception as error:
-            self.served.failed(error)
-            yield flight.Result(pack_frame(describe_error(error)))
+            for frame in self.served.answer_action(action.type, action.body):
+                yield flight.Result(frame)
         finally:
             self._actions.release()
 

@@ -12,9 +12,12 @@ from emberkeep.erasure.peers import Peer
 from emberkeep.erasure.stream_frames import pack_messages
 from emberkeep.errors import StreamError
 from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import error_from, unpack_frame
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 # Messages that wait travel together, up to about so many bytes.
 _BATCH_NBYTES = 2**23
@@ -40,6 +43,8 @@ class Sender:
         deadline: timedelta,
         acknowledged: Callable[[Sender, int], object],
         stuck: Callable[[Sender], object],
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.peer = peer
         self.trouble = ""
@@ -50,13 +55,18 @@ class Sender:
         self._placement = placement
         self._security = security
         self._deadline = deadline
+        self._transport = transport
         self._acknowledged = acknowledged
         self._stuck = stuck
         self._queue: deque[Message] = deque()
         self._connection: Connection | None = None
         self._closed = False
         self._worker = Worker(
-            "emberkeep-parity", self._send_next, on_error=self._failed, retry=_RETRY
+            "emberkeep-parity",
+            self._send_next,
+            on_error=self._failed,
+            retry=_RETRY,
+            clock=clock,
         )
         self._changed = self._worker.changed
 
@@ -95,7 +105,9 @@ class Sender:
         if not batch:
             return None
         if self._connection is None:
-            self._connection = Connection(self.peer.address, self._security)
+            self._connection = Connection(
+                self.peer.address, self._security, transport=self._transport
+            )
             self._connection.open(self._deadline)
         held = self._send(self._connection, batch)
         self.trouble = ""

@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -48,10 +46,13 @@ from emberkeep.errors import (
     StreamError,
 )
 from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
 from emberkeep.server.parity_sender import Sender
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import pack_frame, unpack_frame
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
@@ -78,6 +79,8 @@ class ParityService:
         start: tuple[int, Point] | None = None,
         lost: bool = False,
         complete: bool = True,
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.spec = spec
         self.placement = Placement(shards, spec.k, spec.r)
@@ -87,6 +90,8 @@ class ParityService:
         self._shard = shard
         self._security = security
         self._deadline = deadline
+        self._transport = transport
+        self._clock = clock
         self._senders: dict[int, Sender] = {}
         self._ended: list[Sender] = []
         self._moved = threading.Condition()
@@ -110,13 +115,13 @@ class ParityService:
             lock=shard.lock,
             post=self._post,
         )
-        self._threads = ThreadPoolExecutor(max(1, shards - 1), "emberkeep-peer")
+        self._threads = transport.executor(max(1, shards - 1), "emberkeep-peer")
         self._rebuilder: Rebuilder[MemberSide] | None = None
         self._numbers = _numbers()
         self._hurry = False
         # Peers are asked again for what they did not send, whatever was the reason.
         self._rebuilds = Worker(
-            "emberkeep-rebuild", self._rebuild_and_rest, nice=_NICE, retry=Retry()
+            "emberkeep-rebuild", self._rebuild_and_rest, nice=_NICE, retry=Retry(), clock=clock
         )
         self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
             "directory": self._directory,
@@ -208,18 +213,12 @@ class ParityService:
 
         False where a host does not answer: the push must be sent again once it is replaced.
         """
-        number, patience = self._source.number, self._deadline.total_seconds() / 2
+        number = self._source.number
         with self._moved:
             if self.spec.background:
-                self._moved.wait_for(
-                    lambda: self._closed or self._waiting_nbytes() <= self.spec.window_nbytes
-                    or bool(self._trouble()), patience,
-                )  # fmt: skip
+                self._await(lambda: self._waiting_nbytes() <= self.spec.window_nbytes)
                 return True
-            self._moved.wait_for(
-                lambda: self._closed or self._source.settled >= number or bool(self._trouble()),
-                patience,
-            )
+            self._await(lambda: self._source.settled >= number)
             return self._source.settled >= number
 
     def settled_push(self, worker: str) -> int:
@@ -235,15 +234,20 @@ class ParityService:
         """Returns when every host holds everything that was said before."""
         number = self._source.number
         with self._moved:
-            self._moved.wait_for(
-                lambda: self._closed or self._source.settled >= number or bool(self._trouble()),
-                self._deadline.total_seconds() / 2,
-            )
+            self._await(lambda: self._source.settled >= number)
             if self._source.settled < number:
                 raise PeerError(
                     f"shard {self._shard.index} cannot tell a host of its parity: "
                     f"{self._trouble() or 'it does not answer'}"
                 )
+
+    def _await(self, enough: Callable[[], bool]) -> None:
+        """Until hosts hold enough, one of them is in trouble, or half of the deadline has passed.
+        Called with `_moved` held."""
+        self._clock.wait_for(
+            self._moved, lambda: self._closed or enough() or bool(self._trouble()),
+            self._deadline.total_seconds() / 2,
+        )  # fmt: skip
 
     def _waiting_nbytes(self) -> int:
         return sum(sender.waiting_nbytes for sender in self._senders.values())
@@ -288,7 +292,7 @@ class ParityService:
         raise PeerError("others have yet to get the rows back that they are to send")
 
     def _rebuild_and_rest(self) -> float | None:
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         try:
             more = self._rebuild_chunk()
         except PeerError:
@@ -296,7 +300,7 @@ class ParityService:
         if not more:
             self._hurry = False
             return None
-        taken = time.perf_counter() - start
+        taken = self._clock.monotonic() - start
         return 0 if self._hurry else taken * (1 / self.spec.rebuild_share - 1)
 
     # -- what is asked of it ---------------------------------------------------------------------
@@ -321,10 +325,7 @@ class ParityService:
                 guards.append(self.guard)
             else:
                 made_before = known.pop(peer, None)
-                guards.append(
-                    made_before
-                    or PeerMember(peer, self._security, self._deadline, self._host.stripes)
-                )
+                guards.append(made_before or self._member(peer))
         made = Rebuilder(
             self.placement, guards, self._flush, each=self._each,
             numbers=self._numbers,
@@ -336,6 +337,11 @@ class ParityService:
             replaced.close()
         self._rebuilds.wake()
         return {}, _NONE
+
+    def _member(self, peer: Peer) -> PeerMember:
+        return PeerMember(
+            peer, self._security, self._deadline, self._host.stripes, transport=self._transport
+        )
 
     def _each(self, calls: Calls) -> list[Any]:
         futures = [self._threads.submit(call) for call in calls[1:]]
@@ -355,7 +361,8 @@ class ParityService:
         peer = Peer.from_json(header["host"])
         sender = Sender(
             peer, self.placement, security=self._security, deadline=self._deadline,
-            acknowledged=self._acknowledged, stuck=self._stuck,
+            acknowledged=self._acknowledged, stuck=self._stuck, transport=self._transport,
+            clock=self._clock,
         )  # fmt: skip
         with self._shard.lock:
             trained = any(bool(slab.touched.any()) for slab in self._shard.slabs)
@@ -495,8 +502,9 @@ def _numbers() -> Iterator[int]:
 
 
 def parity_service_from(
-    header: Json, shard: Shard, shards: int, *, security: Security
-) -> ParityService:
+    header: Json, shard: Shard, shards: int, *, security: Security, transport: Transport,
+    clock: Clock,
+) -> ParityService:  # fmt: skip
     """What a cluster's request to protect a shard asks for."""
     start = header.get("start")
     return ParityService(
@@ -508,4 +516,6 @@ def parity_service_from(
         start=None if start is None else (int(start["number"]), unpack_point(start)),
         lost=bool(header["lost"]),
         complete=bool(header["complete"]),
+        transport=transport,
+        clock=clock,
     )

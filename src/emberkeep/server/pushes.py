@@ -15,6 +15,7 @@ import numpy as np
 from emberkeep._types import F32, RowIds
 from emberkeep.errors import EmberkeepError, ProtocolError, RankError
 from emberkeep.rows.lookup import merge
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 
 _T = TypeVar("_T")
@@ -86,10 +87,11 @@ class Meeting(Generic[_T]):
     and a worker that sends it again hears that it is done.
     """
 
-    def __init__(self, world: int, last: int = 0) -> None:
+    def __init__(self, world: int, last: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
         self.world = world
         self._step = _Step[_T]()
         self._last = last
+        self._clock = clock
         self._passed: dict[int, int] = {}
         self._changed = threading.Condition()
 
@@ -106,9 +108,10 @@ class Meeting(Generic[_T]):
             step.parts[rank] = (number, part)
             if len(step.parts) == self.world:
                 self._meet(step, work)
-            if not self._changed.wait_for(
-                lambda: step.over or self._passed.get(rank, 0) >= number, patience_seconds
-            ):
+            if not self._clock.wait_for(
+                self._changed, lambda: step.over or self._passed.get(rank, 0) >= number,
+                patience_seconds,
+            ):  # fmt: skip
                 absent = sorted({*range(self.world)} - {*step.parts})
                 raise RankError(
                     f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world} "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from emberkeep._types import Json
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Histogram, Sample, exposition
 
 _STATES = ("empty", "recovering", "serving", "lost")
@@ -16,7 +16,8 @@ _STATES = ("empty", "recovering", "serving", "lost")
 class Metrics:
     """Counts of one server process. Increments may race: they are figures, not accounts."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.pulls = Histogram("pull_seconds", "from the request's arrival to the reply")
         self.pushes = Histogram("push_seconds", "from the request's arrival to the reply")
         self.rows_pulled = 0
@@ -40,13 +41,13 @@ class Metrics:
 
     @contextmanager
     def _timed(self, histogram: Histogram) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         self.waiting += 1
         try:
             yield
         finally:
             self.waiting -= 1
-            histogram.add(time.perf_counter() - start)
+            histogram.add(self._clock.monotonic() - start)
 
     def admitted(self, epoch: int) -> None:
         self.epoch = epoch
@@ -84,7 +85,8 @@ class Metrics:
             *more,
         ]
         if "version" in self._run:
-            age = time.time() - self._run.get("version_at", time.time())
+            now = self._clock.now().timestamp()
+            age = now - self._run.get("version_at", now)
             samples += [
                 ("version", "gauge", "the newest version", self._run["version"]),
                 ("version_age_seconds", "gauge", "since it was saved", age),

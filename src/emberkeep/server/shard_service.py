@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,11 +39,13 @@ from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.tables import optimizer_from
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
@@ -59,9 +60,11 @@ from emberkeep.wire.protocol import (
     pack_frame,
     refusal,
     table_from,
+    unpack_frame,
     unpack_request,
 )
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
@@ -73,7 +76,8 @@ _NONE: dict[str, npt.NDArray[Any]] = {}
 class ShardService:
     """One shard of a cluster, as messages see it. Safe to call from many threads.
 
-    With `place`, (index, count), it takes no other place among the shards.
+    With `place`, (index, count), it takes no other place among the shards. `transport` is what it
+    reaches the other servers by.
     """
 
     def __init__(
@@ -82,12 +86,16 @@ class ShardService:
         threads: int | None = None,
         place: tuple[int, int] | None = None,
         on_event: OnEvent | None = None,
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._place = place
+        self._transport = transport
+        self._clock = clock
         self.life = secrets.token_hex(8)
         self.security = Security()
         """What this server brings when it talks to others."""
-        self.metrics = Metrics()
+        self.metrics = Metrics(clock)
         self._pool = Pool(threads)
         self._tell = on_event or (lambda _event, _details: None)
         self._lock = threading.RLock()
@@ -99,7 +107,7 @@ class ShardService:
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
-        self._worker = Worker("emberkeep-job")
+        self._worker = Worker("emberkeep-job", clock=clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -168,6 +176,18 @@ class ShardService:
 
     # -- actions ---------------------------------------------------------------------------------
 
+    def answer_action(self, kind: str, content: Any) -> Iterator[bytes]:
+        """The frames that answer an action, packed; an error is one of them."""
+        try:
+            header, arrays = unpack_frame(content)
+            for answer in self.act(kind, header, arrays):
+                yield pack_frame(*answer)
+        except EmberkeepError as error:
+            yield pack_frame(describe_error(error))
+        except Exception as error:  # a bug must end one action, not the server
+            self.failed(error)
+            yield pack_frame(describe_error(error))
+
     def act(self, kind: str, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The frames that answer an action. Malformed arguments are `ProtocolError`."""
         action = self._actions.get(kind)
@@ -228,7 +248,7 @@ class ShardService:
             if before is not None and number <= before.number:
                 raise EpochError(f"epoch {number} is over: this server has {before.number}")
             if before is not None and before.coordinator != coordinator and not before.lapsed:
-                left = before.lease_seconds - (time.monotonic() - before.heard)
+                left = before.lease_seconds - before.silent_seconds
                 raise ServerError(
                     f"shard {before.shard.index} serves another run, whose coordinator is alive: "
                     f"stop that run, or try again in {left:.0f} s if it is dead"
@@ -243,7 +263,7 @@ class ShardService:
                 number, shard, shards=count, coordinator=coordinator,
                 lease_seconds=float(header["lease_seconds"]),
                 patience_seconds=float(header["patience_seconds"]), pool=self._pool,
-                tables=header["tables"],
+                tables=header["tables"], clock=self._clock,
             )  # fmt: skip
         if before is not None:
             self._drop(before)
@@ -262,7 +282,7 @@ class ShardService:
         epoch = self._of(header)
         epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
         self.metrics.follow(header.get("run", {}))
-        yield {"state": epoch.shard.state, "clock": time.monotonic()}, _NONE
+        yield {"state": epoch.shard.state, "clock": self._clock.monotonic()}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The run is over: the rows are let go, and the next coordinator need not wait."""
@@ -287,7 +307,12 @@ class ShardService:
         epoch = self._checked(header)
         if epoch.parity_service is not None:
             raise ServerError(f"shard {epoch.shard.index} has parity already")
-        epoch.guard(parity_service_from(header, epoch.shard, epoch.shards, security=self.security))
+        epoch.guard(
+            parity_service_from(
+                header, epoch.shard, epoch.shards, security=self.security,
+                transport=self._transport, clock=self._clock,
+            )
+        )  # fmt: skip
         yield {}, _NONE
 
     def _guard(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -431,7 +456,7 @@ class ShardService:
     def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
         """Long work in a thread of its own; `work` tells what became of it."""
         job: Future[Json] = Future()
-        started = time.perf_counter()
+        started = self._clock.monotonic()
         done: list[Json] = []
 
         def run() -> None:
@@ -444,7 +469,7 @@ class ShardService:
                 self._tell("failed", {"what": event, "error": str(error)})
                 return
             job.set_result(done.pop())
-            seconds = round(time.perf_counter() - started, 3)
+            seconds = round(self._clock.monotonic() - started, 3)
             self._tell(event, {"version": header["version"], "seconds": seconds})
 
         with self._lock:
@@ -484,7 +509,7 @@ class ShardService:
         self._draining = True
         self._tell("draining", {})
         with self._idle:
-            return self._idle.wait_for(lambda: self._at_work == 0, patience_seconds)
+            return self._clock.wait_for(self._idle, lambda: self._at_work == 0, patience_seconds)
 
     @contextmanager
     def _working(self, *, always: bool = False) -> Iterator[None]:

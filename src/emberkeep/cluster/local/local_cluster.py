@@ -25,6 +25,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
@@ -113,6 +114,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         shards: int = 1,
         seed: int = 0,
         pool: pools.Pool,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         made: list[Shard] = []
         try:
@@ -124,6 +126,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
                 shard.kill()
             raise
         super().__init__(tables, optimizer, made, seed=seed, pool=pool)
+        self._clock = clock
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)
@@ -272,7 +275,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
     # -- parity ----------------------------------------------------------------------------------
 
     def _new_protection(self, parity: Parity) -> LocalParity:
-        return LocalParity(parity, self.shards, self.pool)
+        return LocalParity(parity, self.shards, self.pool, self._clock)
 
     def close(self) -> None:
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -19,6 +19,7 @@ from emberkeep.erasure.source import Source
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
 from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 
 Renew = Callable[[int], Shard]
@@ -36,7 +37,9 @@ class LocalParity:
     through them.
     """
 
-    def __init__(self, spec: Parity, shards: Sequence[Shard], pool: Pool) -> None:
+    def __init__(
+        self, spec: Parity, shards: Sequence[Shard], pool: Pool, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         for table in shards[0].tables:
             if table.tier is not None:
                 raise ConfigError(
@@ -47,17 +50,20 @@ class LocalParity:
         self.placement = Placement(len(shards), spec.k, spec.r)
         self.lost: set[int] = set()
         self._pool = pool
+        self._clock = clock
         self._shapes = shapes_of([shard.slabs for shard in shards])
-        self._mail = Mail(len(shards), self._receive, window_nbytes=spec.window_nbytes)
+        self._mail = Mail(len(shards), self._receive, window_nbytes=spec.window_nbytes, clock=clock)
         self._shards = list(shards)
         self._degraded_reads = 0
         self._recoveries = 0
         # Rows are decoded again from the start; `rebuild_chunk` sees to what cannot be repeated.
-        self._rebuilds = Worker("emberkeep-rebuild", self._rebuild_and_rest, retry=Retry())
+        self._rebuilds = Worker(
+            "emberkeep-rebuild", self._rebuild_and_rest, retry=Retry(), clock=clock
+        )
         self._rebuilding = False
         # When training last took part in a rebuild, what it may spend on it, and what it has spent
         # since on rows that it asked for.
-        self._along_at = 0.0
+        self._along_at = -math.inf
         self._credit_seconds = 0.0
         self._degraded_seconds = 0.0
         trained = any(slab.touched.any() for shard in shards for slab in shard.slabs)
@@ -172,7 +178,7 @@ class LocalParity:
                 shard = self._shards[index]
                 shard.bring_back = partial(self._bring_back, index)
             self._recoveries += len(lost)
-        self._along_at = time.perf_counter()
+        self._along_at = self._clock.monotonic()
         self._credit_seconds = self._degraded_seconds = 0.0
         self._sweep()
 
@@ -205,14 +211,14 @@ class LocalParity:
         guard = self.rebuilder.guards[shard]
         if guard.unknown(slab, "records", rows).any():
             self._degraded_reads += 1
-            began = time.perf_counter()
+            began = self._clock.monotonic()
             with self.rebuilder.lock:
                 if self.lost:
                     raise ShardLostError(sorted(self.lost))
                 for start in range(0, rows.size, self.spec.chunk_rows):
                     part = rows[start : start + self.spec.chunk_rows]
                     self.rebuilder.recover_rows(shard, slab, part)
-            self._degraded_seconds += time.perf_counter() - began
+            self._degraded_seconds += self._clock.monotonic() - began
 
     # -- rebuilding ------------------------------------------------------------------------------
 
@@ -253,24 +259,24 @@ class LocalParity:
         if not self._rebuilding:
             return
         share = self.spec.rebuild_share
-        passed = time.perf_counter() - self._along_at
+        passed = self._clock.monotonic() - self._along_at
         due = passed * share - self._degraded_seconds
         self._degraded_seconds = 0.0
         self._credit_seconds = min(self._credit_seconds + due, _MOST_ALONG_SECONDS)
         while True:
-            start = time.perf_counter()
+            start = self._clock.monotonic()
             try:
                 more = self.rebuild_chunk()
             except Exception:  # not the fault of the push, which is done: the thread will tell
                 more = False
             if not more:
-                self._along_at = 0.0
+                self._along_at = -math.inf
                 self._rebuilds.wake()  # it looks whether anything is left
                 return
-            self._credit_seconds -= (time.perf_counter() - start) * (1 - share)
+            self._credit_seconds -= (self._clock.monotonic() - start) * (1 - share)
             if self._credit_seconds <= 0:
                 break
-        self._along_at = time.perf_counter()
+        self._along_at = self._clock.monotonic()
 
     def _sweep(self) -> None:
         self._rebuilding = True
@@ -278,16 +284,16 @@ class LocalParity:
 
     def _rebuild_and_rest(self) -> float | None:
         """Rebuilds while nobody pushes, until all is whole."""
-        start = time.perf_counter()
+        start = self._clock.monotonic()
         self._rebuilding = more = self._accompanied() or self.rebuild_chunk()
         if not more:
             return None
-        taken = time.perf_counter() - start
+        taken = self._clock.monotonic() - start
         return _ALONE_SECONDS if self._accompanied() else taken * (1 / self.spec.rebuild_share - 1)
 
     def _accompanied(self) -> bool:
         """Whether somebody pushes, who rebuilds along with it."""
-        return time.perf_counter() - self._along_at < _ALONE_SECONDS
+        return self._clock.monotonic() - self._along_at < _ALONE_SECONDS
 
     def close(self) -> None:
         """Ends the threads; raises what has ended protection."""

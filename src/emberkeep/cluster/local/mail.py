@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import TypeAlias
 from emberkeep.erasure.messages import Message
 from emberkeep.errors import StoppedError
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 Letter: TypeAlias = tuple[int, Message]
 """A message and who is to receive it."""
@@ -33,11 +33,13 @@ class Mail:
     """
 
     def __init__(
-        self, receivers: int, receive: Callable[[Sequence[Letter]], object], *, window_nbytes: int
-    ) -> None:
+        self, receivers: int, receive: Callable[[Sequence[Letter]], object], *, window_nbytes: int,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self.messages = 0
         self.sent_nbytes = 0
         self._receive = receive
+        self._clock = clock
         self._window_nbytes = window_nbytes
         self._queues: list[deque[Message]] = [deque() for _ in range(receivers)]
         self._delivering = threading.Lock()
@@ -45,7 +47,7 @@ class Mail:
         self.failed_since: float | None = None
         self._failure: BaseException | None = None
         # Not repeated, for the same reason.
-        self._worker = Worker("emberkeep-parity", self._deliver_and_rest)
+        self._worker = Worker("emberkeep-parity", self._deliver_and_rest, clock=clock)
         self._counting = self._worker.changed
         self._starts = False
 
@@ -92,7 +94,7 @@ class Mail:
         """Nothing more is delivered: parity is not what the rows are."""
         with self._counting:
             if self._failure is None:
-                self._failure, self.failed_since = error, time.time()
+                self._failure, self.failed_since = error, self._clock.now().timestamp()
             self._counting.notify_all()
 
     def _take(self) -> list[Letter]:

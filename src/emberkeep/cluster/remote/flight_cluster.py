@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 
 import numpy as np
@@ -26,7 +26,9 @@ from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostEr
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
@@ -40,6 +42,7 @@ from emberkeep.wire.protocol import (
     unpack_done,
 )
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 # Numbers of pushes start over, above all earlier ones, when a push was given up.
 _ROUND = 2**32
@@ -87,10 +90,12 @@ class FlightCluster(RemoteCluster):
         world: int = 1,
         coordinate: bool = True,
         parity: Parity | None = None,
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(
             tables, optimizer, hosts, seed=seed, pool=pool, security=security, timing=timing,
-            coordinate=coordinate,
+            coordinate=coordinate, transport=transport, clock=clock,
         )  # fmt: skip
         self.rank = rank
         self.world = world
@@ -102,7 +107,7 @@ class FlightCluster(RemoteCluster):
             np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
         ]
         self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
-        self._reader = ThreadPoolExecutor(1, "emberkeep-prefetch")
+        self._reader = transport.executor(1, "emberkeep-prefetch")
         # Pushes that parity in the background may yet lose with a shard: number, parts, lr.
         self._unsettled: deque[tuple[int, Routed, Sequence[F32], float]] = deque()
         self._take_over(parity)

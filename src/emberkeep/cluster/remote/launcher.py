@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
 from emberkeep.errors import ConfigError, EmberkeepError, ServerError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security, split_address
+from emberkeep.wire.transport import Transport
 
 _POLL_SECONDS = 0.1
 
@@ -45,7 +47,13 @@ class FixedAddresses:
     """
 
     def __init__(
-        self, addresses: Sequence[str], security: Security, *, patience: timedelta
+        self,
+        addresses: Sequence[str],
+        security: Security,
+        *,
+        patience: timedelta,
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if not addresses:
             raise ConfigError("connect() needs the address of every shard server, in order")
@@ -55,6 +63,8 @@ class FixedAddresses:
         self._addresses = tuple(addresses)
         self._security = security
         self._patience = patience
+        self._transport = transport
+        self._clock = clock
 
     @property
     def count(self) -> int:
@@ -65,9 +75,9 @@ class FixedAddresses:
 
     def replace(self, shard: int, life: str) -> str:
         address = self._addresses[shard]
-        until = time.monotonic() + self._patience.total_seconds()
-        while time.monotonic() < until:
-            connection = Connection(address, self._security)
+        until = self._clock.monotonic() + self._patience.total_seconds()
+        while self._clock.monotonic() < until:
+            connection = Connection(address, self._security, transport=self._transport)
             try:
                 status, _ = connection.act("status", deadline=timedelta(seconds=2))
             except EmberkeepError:
@@ -77,7 +87,7 @@ class FixedAddresses:
                     return address
             finally:
                 connection.close()
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
         raise ServerError(
             f"shard {shard} at {address} is gone and nobody started it again within "
             f"{self._patience.total_seconds():g} s: start emberkeep serve there"

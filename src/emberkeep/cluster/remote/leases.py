@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 
 class Leases:
@@ -21,12 +25,14 @@ class Leases:
     """
 
     def __init__(
-        self, coordinator: str, shards: Sequence[RemoteShard], security: Security, timing: Timing
-    ) -> None:
+        self, coordinator: str, shards: Sequence[RemoteShard], security: Security, timing: Timing,
+        *, transport: Transport = FLIGHT, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self.run: dict[str, float] = {}
         self.coordinator = coordinator
+        dial = partial(Connection, security=security, transport=transport)
         self._renewals = {
-            shard.index: _Renewal(coordinator, self.run, security, timing.lease / 4)
+            shard.index: _Renewal(coordinator, self.run, dial, timing.lease / 4, clock)
             for shard in shards
         }
         for shard in shards:
@@ -52,40 +58,41 @@ class _Renewal:
     """Renews the lease of one server, four times while it lasts."""
 
     def __init__(
-        self, coordinator: str, run: dict[str, float], security: Security, pause: timedelta
-    ) -> None:
+        self, coordinator: str, run: dict[str, float], dial: Callable[[str], Connection],
+        pause: timedelta, clock: Clock,
+    ) -> None:  # fmt: skip
         self.meant: tuple[str, int] | None = None
         self.over = False
         self._header: Json = {"coordinator": coordinator, "run": run}
-        self._security = security
+        self._dial = dial
         self._pause = pause
         self._connection: Connection | None = None
         # What the server's clock said in its last answer: the lease runs from there, so that a
         # renewal which is read late renews nothing.
         self._known: tuple[str, int] | None = None
-        self._clock = 0.0
+        self._heard = 0.0
         self.worker = Worker(
             "emberkeep-lease", self._renew, on_error=self._failed,
-            retry=Retry(limit=None, first=pause, most=pause),
+            retry=Retry(limit=None, first=pause, most=pause), clock=clock,
         )  # fmt: skip
 
     def _renew(self) -> float | None:
         meant = self.meant
         if meant != self._known:
             self._disconnect()
-            self._known, self._clock = meant, 0.0
+            self._known, self._heard = meant, 0.0
         if meant is None:
             if self.over:
                 self.worker.stop()
             return None
         address, epoch = meant
         if self._connection is None:
-            self._connection = Connection(address, self._security)
-        header = {**self._header, "epoch": epoch, "clock": self._clock}
+            self._connection = self._dial(address)
+        header = {**self._header, "epoch": epoch, "clock": self._heard}
         reply, _ = self._connection.act(
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
-        self._clock = float(reply["clock"])
+        self._heard = float(reply["clock"])
         return self._pause.total_seconds()
 
     def _failed(self, _: BaseException) -> None:

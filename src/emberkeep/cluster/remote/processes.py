@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security, read_token
 
@@ -147,7 +147,11 @@ def connect(
 class ProcessLauncher:
     """Servers of this machine, children of this process: they end with it, however it ends."""
 
-    def __init__(self, shards: int, *, spares: int = 1, threads: int | None = None) -> None:
+    def __init__(
+        self, shards: int, *, spares: int = 1, threads: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self._clock = clock
         self._threads = threads or max(1, pools.default_threads() // shards)
         self._lock = threading.Lock()
         self._closed = False
@@ -190,9 +194,9 @@ class ProcessLauncher:
             processes = [*self._servers, *self._spares]
         for process in processes:
             process.ask_to_end()
-        until = time.monotonic() + _END_SECONDS
+        until = self._clock.monotonic() + _END_SECONDS
         for process in processes:
-            process.end(until)
+            process.end(until - self._clock.monotonic())
 
 
 class _Process:
@@ -249,9 +253,9 @@ class _Process:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def end(self, until: float) -> None:
+    def end(self, seconds: float) -> None:
         try:
-            self._process.wait(max(0.0, until - time.monotonic()))
+            self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             self.kill()
         self._close_pipes()

@@ -5,12 +5,11 @@ Pulls and pushes are the business of `flight_cluster`.
 
 from __future__ import annotations
 
+import math
 import secrets
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
@@ -34,9 +33,12 @@ from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import PROTOCOL, describe_table
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 _T = TypeVar("_T")
 
@@ -67,21 +69,27 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         security: Security | None,
         timing: Timing | None,
         coordinate: bool,
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.hosts = hosts
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
+        self._over: Json = {"transport": transport, "clock": clock}
+        self._clock = clock
         self._incarnation = secrets.randbits(63)
         shards = [
-            RemoteShard(i, hosts.address(i), self.security, self.timing, self._incarnation)
+            RemoteShard(
+                i, hosts.address(i), self.security, self.timing, self._incarnation, **self._over
+            )
             for i in range(hosts.count)
         ]
         super().__init__(tables, optimizer, shards, seed=seed, pool=pool)
         if self.tiered:
             raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
-        self._threads = ThreadPoolExecutor(len(shards), "emberkeep-shard")
-        self._silent_since = 0.0
+        self._threads = transport.executor(len(shards), "emberkeep-shard")
+        self._silent_since = -math.inf
         self._coordinator = secrets.token_hex(8)
         self._leases: Leases | None = None
 
@@ -112,7 +120,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def _begin(self) -> None:
         """Takes the servers over: a new epoch on each, all rows at their beginning."""
-        until = time.monotonic() + 1.5 * self.timing.lease.total_seconds()
+        until = self._clock.monotonic() + 1.5 * self.timing.lease.total_seconds()
         while True:
             try:
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
@@ -121,11 +129,13 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 break
             except ServerError:
                 # A coordinator that died holds the lease for a while; a server may be starting.
-                if time.monotonic() > until:
+                if self._clock.monotonic() > until:
                     raise
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
         self._each([shard.serve for shard in self.handles])
-        self._leases = Leases(self._coordinator, self.handles, self.security, self.timing)
+        self._leases = Leases(
+            self._coordinator, self.handles, self.security, self.timing, **self._over
+        )
         self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
 
     def _reach(self, shard: RemoteShard) -> Json:
@@ -152,7 +162,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """A worker follows what the coordinator does: waits until every shard serves."""
         self._drop_ahead()
         patience = self.timing.joining.total_seconds()
-        until = time.monotonic() + patience
+        until = self._clock.monotonic() + patience
         expected = [describe_table(table) for table in self.tables]
         while True:
             try:
@@ -164,12 +174,12 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 pass
             if all(shard.state == "serving" for shard in self.handles):
                 break
-            if time.monotonic() > until:
+            if self._clock.monotonic() > until:
                 raise ServerError(
                     f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s: "
                     "is the coordinator alive?"
                 )
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
         for shard in self.handles:
             if shard.tables != expected:
                 raise StateError(f"{shard.address} serves other tables than this model has")
@@ -287,6 +297,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
+            **self._over,
         )  # fmt: skip
 
     @surviving
@@ -322,6 +333,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                             stacklevel=2,
                         )
                         return False
+                    if isinstance(error, PeerError):
+                        # A server that could not reach another is resting before it tries again:
+                        # all attempts would be over before it does.
+                        self._clock.sleep(_POLL_SECONDS)
             return True
 
     def _give_up(self, shards: Sequence[int]) -> None:
@@ -334,12 +349,12 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if not self._bring_back(ShardLostError(dead)):
                 raise ShardLostError(dead) from error
             return
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now - self._silent_since > 2 * self.timing.deadline.total_seconds():
             self._silent_since = now
         elif now - self._silent_since > self.timing.deadline.total_seconds():
             raise error
-        time.sleep(_POLL_SECONDS / 5)
+        self._clock.sleep(_POLL_SECONDS / 5)
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

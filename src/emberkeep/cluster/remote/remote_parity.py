@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +16,10 @@ from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 Renew = Callable[[int], object]
 
@@ -40,6 +42,8 @@ class RemoteParity:
         timing: Timing,
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
+        transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.spec = spec
         self.placement = Placement(len(shards), spec.k, spec.r)
@@ -49,6 +53,8 @@ class RemoteParity:
         self._timing = timing
         self._stripes = stripes
         self._each = each
+        self._transport = transport
+        self._clock = clock
         self._peers: dict[int, Peer] = {}
         # What replaced servers had counted.
         self._counted: dict[str, int] = {}
@@ -86,7 +92,9 @@ class RemoteParity:
             },
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
-        guard = PeerMember(peer, self._security, self._timing.deadline, self._stripes)
+        guard = PeerMember(
+            peer, self._security, self._timing.deadline, self._stripes, transport=self._transport
+        )
         guard.hosts = self._peers
         return guard
 
@@ -149,7 +157,7 @@ class RemoteParity:
             self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
             if enough(self.status()):
                 return
-            time.sleep(pause)
+            self._clock.sleep(pause)
             pause = min(0.2, pause * 1.2)
 
     def close(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,9 +27,12 @@ from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
+from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
 from emberkeep.wire.security import Security
+from emberkeep.wire.transport import Transport
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -75,8 +77,9 @@ class RemoteShard:
     """
 
     def __init__(
-        self, index: int, address: str, security: Security, timing: Timing, incarnation: int
-    ) -> None:
+        self, index: int, address: str, security: Security, timing: Timing, incarnation: int, *,
+        transport: Transport = FLIGHT, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self.index = index
         self.epoch = 0
         self.state: State = "lost"
@@ -86,6 +89,8 @@ class RemoteShard:
         self._security = security
         self._timing = timing
         self._incarnation = incarnation
+        self._transport = transport
+        self._clock = clock
         self._connection: Connection | None = None
         self._waiting = 0
         self._lock = threading.RLock()
@@ -96,12 +101,15 @@ class RemoteShard:
         """A new connection; returns what the server says of itself."""
         self.disconnect()
         self.address = address or self.address
-        self._connection = Connection(self.address, self._security, self._incarnation)
+        self._connection = self._dial(self._incarnation)
         try:
             return self._connection.open(min(self._timing.deadline, _GREETING))
         except BaseException:
             self.disconnect()
             raise
+
+    def _dial(self, incarnation: int = 0) -> Connection:
+        return Connection(self.address, self._security, incarnation, transport=self._transport)
 
     def disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -271,15 +279,10 @@ class RemoteShard:
     def check_repository(self, url: str, repository: str) -> None:
         """Raises `ConfigError` unless the server finds the repository of that id there: a path
         may be another directory on its machine."""
-        connection = Connection(self.address, self._security)
-        try:
+        with self.dialed() as connection:
             reply, _ = connection.act(
                 "repository", {"epoch": self.epoch, "url": url}, deadline=self._timing.bulk
             )
-        except ServerError:
-            raise ShardLostError((self.index,)) from None
-        finally:
-            connection.close()
         if reply["repository"] != repository:
             raise ConfigError(
                 f"shard {self.index} at {self.address} finds "
@@ -346,14 +349,14 @@ class RemoteShard:
                 if cancelled.is_set():
                     connection.act("cancel", header, deadline=deadline)
                     raise CancelledError(f"the work of shard {self.index} was given up")
-                time.sleep(pause)
+                self._clock.sleep(pause)
                 pause = min(_POLL_SECONDS[1], pause * 1.5)
 
     @contextmanager
     def dialed(self) -> Iterator[Connection]:
         """Another connection to the server, for as long as the body lasts; `ShardLostError` where
         it does not answer."""
-        connection = Connection(self.address, self._security)
+        connection = self._dial()
         try:
             yield connection
         except ServerError:
@@ -414,10 +417,7 @@ class RemoteRows:
         header = {"epoch": self._epoch, "advanced": list(advanced)}
         # A server that does not answer is gone, and its cursors with it, or the next freeze puts
         # the rows back: a row that is saved once too often is no harm.
-        with (
-            suppress(ServerError),
-            closing(Connection(shard.address, shard._security)) as connection,
-        ):
+        with suppress(ShardLostError), shard.dialed() as connection:
             connection.act("close", header, deadline=shard._timing.deadline)
 
 

@@ -11,11 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from emberkeep.errors import ServerError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 3.0
@@ -23,7 +23,7 @@ _AUTH_MODE = "RAY_AUTH_MODE"
 _NOTED_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 
 
-def start_local() -> bool:
+def start_local(clock: Clock = SYSTEM_CLOCK) -> bool:
     """Starts Ray on this machine unless the one that was started here is up; whether it did."""
     if local_address() is not None:
         return False
@@ -45,19 +45,19 @@ def start_local() -> bool:
     address = f"127.0.0.1:{port}"
     _note().write_text(json.dumps({"pid": process.pid, "address": address}))
     try:
-        until = time.monotonic() + _START_SECONDS
-        while process.poll() is None and time.monotonic() < until:
+        until = clock.monotonic() + _START_SECONDS
+        while process.poll() is None and clock.monotonic() < until:
             if _answers(address):
                 return True
-            time.sleep(0.1)
+            clock.sleep(0.1)
     except BaseException:
-        stop_local()
+        stop_local(clock)
         raise
-    stop_local()
+    stop_local(clock)
     raise ServerError(f"Ray did not start on this machine: try {' '.join(command[:3])}")
 
 
-def stop_local() -> bool:
+def stop_local(clock: Clock = SYSTEM_CLOCK) -> bool:
     """Ends the Ray that `start_local` has started; whether there was one."""
     found = _running()
     _note().unlink(missing_ok=True)
@@ -66,9 +66,9 @@ def stop_local() -> bool:
         return False
     pid, _ = found
     os.killpg(pid, signal.SIGTERM)
-    until = time.monotonic() + 10
-    while time.monotonic() < until and _alive(pid):
-        time.sleep(0.1)
+    until = clock.monotonic() + 10
+    while clock.monotonic() < until and _alive(pid):
+        clock.sleep(0.1)
     if _alive(pid):
         os.killpg(pid, signal.SIGKILL)
     return True

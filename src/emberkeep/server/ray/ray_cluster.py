@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security
@@ -311,7 +311,10 @@ def stop(actors: Sequence[Any]) -> None:
 class RayLauncher:
     """Servers that are actors. `owned` ones end with the cluster."""
 
-    def __init__(self, actors: Sequence[Any], *, owned: bool = False) -> None:
+    def __init__(
+        self, actors: Sequence[Any], *, owned: bool = False, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._clock = clock
         self._actors = list(actors)
         self._owned = owned
 
@@ -343,9 +346,9 @@ class RayLauncher:
     def replace(self, shard: int, life: str) -> str:
         """Waits until Ray has made the server again; ends it first if it lives and is silent."""
         ray = _ray()
-        until = time.monotonic() + _START_SECONDS
+        until = self._clock.monotonic() + _START_SECONDS
         asked_to_end = False
-        while time.monotonic() < until:
+        while self._clock.monotonic() < until:
             try:
                 address, now, _ = self.where(shard, _ASK_SECONDS)
                 if now != life:
@@ -355,7 +358,7 @@ class RayLauncher:
             if not asked_to_end:
                 ray.kill(self._actors[shard], no_restart=False)
                 asked_to_end = True
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
         raise ServerError(f"Ray did not bring shard {shard} back within {_START_SECONDS:g} s")
 
     def close(self) -> None:

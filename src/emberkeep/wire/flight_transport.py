@@ -1,0 +1,215 @@
+"""Messages over Arrow Flight.
+
+Everything waits for a bounded time. A stream has no deadline of its own in Flight, so one thread
+watches all of them and cancels what is overdue.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from emberkeep._types import U8
+from emberkeep.errors import ProtocolError, SecurityError, ServerError
+from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.wire.security import HEADER, Security, read_pem, split_address
+from emberkeep.wire.transport import Transport
+
+_TICK_SECONDS = 0.05
+# A connection attempt that nobody answers ends after this; Flight's default is 20 s.
+_CONNECT_MS = 2000
+_OPTIONS = [
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Otherwise a replacement inherits how long its predecessor's address has been failing.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def blob_of(chunk: Any) -> U8:
+    """The message of what a stream has brought, as a view of it; anything else is
+    `ProtocolError`."""
+    content = chunk.app_metadata
+    if chunk.data is not None or content is None:
+        raise ProtocolError("a message is bytes, and no record batch")
+    blob: U8 = np.frombuffer(content, np.uint8)
+    return blob
+
+
+class FlightTransport:
+    """To servers of other processes; deadlines of streams are those of `clock`."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+
+    def dial(self, address: str, security: Security) -> FlightChannel:
+        return FlightChannel(address, security, self._clock)
+
+    def executor(self, most: int, name: str) -> Executor:
+        return ThreadPoolExecutor(most, name)
+
+
+FLIGHT: Transport = FlightTransport()
+
+
+class FlightChannel:
+    """A connection that Flight makes."""
+
+    def __init__(self, address: str, security: Security, clock: Clock) -> None:
+        import pyarrow.flight as flight
+
+        scheme, host, port = split_address(address)
+        security.check_address(address)
+        self._address = address
+        self._clock = clock
+        self._due: float | None = None
+        headers = [] if security.token is None else [(HEADER.encode(), security.token.encode())]
+        self._headers = headers
+        options: dict[str, Any] = {"generic_options": _OPTIONS}
+        if scheme == "grpc+tls" and security.authority is not None:
+            options["tls_root_certs"] = read_pem(security.authority)
+        self._client = flight.FlightClient(f"{scheme}://{host}:{port}", **options)
+        self._writer: Any = None
+        self._reader: Any = None
+        _watch(self)
+
+    def call(self, kind: str, content: bytes, deadline: timedelta) -> Iterator[Any]:
+        import pyarrow.flight as flight
+
+        try:
+            for result in self._client.do_action(
+                flight.Action(kind, content), self._call_options(deadline)
+            ):
+                yield result.body
+        except flight.FlightError as error:
+            raise self._failed(kind, error) from None
+
+    def open(self, command: bytes) -> None:
+        import pyarrow.flight as flight
+
+        try:
+            self._writer, self._reader = self._client.do_exchange(
+                flight.FlightDescriptor.for_command(command), self._call_options(None)
+            )
+        except flight.FlightError as error:
+            raise self._failed("opening a stream", error) from None
+
+    def send(self, blob: U8, deadline: timedelta) -> None:
+        if self._writer is None:
+            raise ServerError(f"{self._address}: there is no stream")
+        import pyarrow as pa
+
+        self._due = self._clock.monotonic() + deadline.total_seconds()
+        try:
+            self._writer.write_metadata(pa.py_buffer(blob))
+        except pa.ArrowException as error:
+            raise self._failed("sending", error) from None
+
+    def receive(self) -> U8:
+        import pyarrow as pa
+
+        try:
+            blob = blob_of(self._reader.read_chunk())
+        except StopIteration:
+            raise ServerError(f"{self._address} has ended the stream") from None
+        except pa.ArrowException as error:
+            raise self._failed("a request", error) from None
+        return blob
+
+    def settled(self) -> None:
+        self._due = None
+
+    def overdue(self) -> bool:
+        due = self._due
+        return due is not None and self._clock.monotonic() > due
+
+    def cancel(self) -> None:
+        """Ends the stream, also for a thread that waits on it; safe from any thread."""
+        self._due = None
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def close(self) -> None:
+        import pyarrow as pa
+
+        idle, writer, reader = self._due is None, self._writer, self._reader
+        self._writer = self._reader = None
+        if writer is not None:
+            with suppress(pa.ArrowException):
+                if not idle:
+                    reader.cancel()
+                writer.close()
+        with suppress(pa.ArrowException):
+            self._client.close()
+
+    def _call_options(self, deadline: timedelta | None) -> Any:
+        import pyarrow.flight as flight
+
+        seconds = None if deadline is None else deadline.total_seconds()
+        return flight.FlightCallOptions(timeout=seconds, headers=self._headers)
+
+    def _failed(self, what: str, error: Exception) -> ServerError | SecurityError:
+        import pyarrow.flight as flight
+
+        reason = str(error).partition(". gRPC client debug context")[0].splitlines()[0]
+        reason = reason.partition(". Detail: ")[0]
+        if isinstance(error, flight.FlightUnauthenticatedError):
+            return SecurityError(
+                f"{self._address} refuses: {reason}; give the token that its server was started "
+                "with (EMBERKEEP_TOKEN, or a token file)"
+            )
+        if isinstance(error, flight.FlightCancelledError | flight.FlightTimedOutError):
+            return ServerError(f"{self._address} did not answer {what} in time")
+        return ServerError(f"{self._address}: {what} failed: {reason}")
+
+
+_watched: weakref.WeakSet[FlightChannel] = weakref.WeakSet()
+_watched_lock = threading.Lock()
+
+
+def _watch(channel: FlightChannel) -> None:
+    with _watched_lock:
+        _watched.add(channel)
+    _deadlines.wake()
+
+
+def _cancel_overdue() -> float | None:
+    """Cancels what is overdue, as long as there is anything to watch."""
+    with _watched_lock:
+        channels = list(_watched)
+    failure = None
+    for channel in channels:
+        try:
+            if channel.overdue():
+                channel.cancel()
+        except BaseException as error:  # the deadlines of others are kept
+            failure = error
+    if failure is not None:
+        raise failure
+    return _TICK_SECONDS if channels else None
+
+
+def _start_watching() -> None:
+    """In a forked child: its channels have deadlines of their own."""
+    global _deadlines, _watched_lock
+    _deadlines, _watched_lock = _watcher(), threading.Lock()
+    _watched.clear()
+
+
+def _watcher() -> Worker:
+    # Without it every call would wait for ever, so it never gives up.
+    return Worker("emberkeep-deadlines", _cancel_overdue, retry=Retry(limit=None))
+
+
+_deadlines = _watcher()
+os.register_at_fork(after_in_child=_start_watching)

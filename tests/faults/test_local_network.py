@@ -1,0 +1,202 @@
+"""A whole cluster in one process, on virtual time: messages that get lost, come twice or late,
+leases that lapse, servers that are cut off, die and come back. Every run is compared, bit for bit,
+with shards that are objects and never fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Checkpointer
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.erasure.codes import Parity
+from emberkeep.errors import EpochError, ShardLostError
+from emberkeep.repository import Repository
+from emberkeep.runtime.pool import Pool
+from emberkeep.tables import Adagrad, Optimizer, Table
+from emberkeep.testing.local_transport import Event, LocalNetwork, LocalServers, Rule
+from emberkeep.testing.virtual_clock import VirtualClock
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.security import Security
+from tests.contracts.cluster import ClusterContract, push
+from tests.contracts.engine import state, tables, wanted_of
+
+SHARDS = 3
+SECOND = timedelta(seconds=1)
+TIMING = Timing(deadline=10 * SECOND, lease=15 * SECOND)
+FIXED = [Table("fixed", rows=40, dim=3), Table("wide", rows=30, dim=9)]
+# Sent by threads of their own.
+BACKGROUND = ("renew", "parity")
+
+
+def opened(
+    network: LocalNetwork, hosts: LocalServers, given: Sequence[Table] = (), **more: Any
+) -> FlightCluster:
+    return FlightCluster(
+        given or tables(), Adagrad(lr=0.1), hosts, seed=3, pool=Pool(1), timing=TIMING,
+        transport=network.transport(), clock=network.clock, **more,
+    )  # fmt: skip
+
+
+def twin_of(given: Sequence[Table] = ()) -> Any:
+    return local(shards=SHARDS, threads=1).open(given or tables(), Adagrad(lr=0.1), seed=3)
+
+
+def ones(cluster: Any) -> tuple[list[Any], list[Any]]:
+    wanted = wanted_of(cluster, {"fixed": list(range(40)), "wide": list(range(30))})
+    dims = [cluster.tables[group[0]].dim for group in cluster.groups]
+    return wanted, [np.ones((w.ids.size, d), np.float32) for w, d in zip(wanted, dims, strict=True)]
+
+
+class TestLocalNetwork(ClusterContract):
+    """What holds for servers in processes of their own holds here."""
+
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0
+    ) -> FlightCluster:
+        network = LocalNetwork(VirtualClock())
+        return FlightCluster(
+            tables, optimizer, LocalServers(network, shards), seed=seed, pool=Pool(1),
+            transport=network.transport(), clock=network.clock,
+        )  # fmt: skip
+
+    def kill(self, cluster: FlightCluster, *shards: int) -> None:
+        for shard in shards:
+            cluster.hosts.kill(shard)
+
+
+def trained(seed: int, rules: Sequence[Rule]) -> tuple[list[Event], dict[str, Any]]:
+    """Pulls and pushes on a network with rules; what was sent, and all rows."""
+    network = LocalNetwork(VirtualClock(), seed=seed, rules=rules)
+    cluster = opened(network, LocalServers(network, SHARDS))
+    random = np.random.default_rng(seed)
+    for _ in range(12):
+        push(cluster, random)
+        cluster.pull(wanted_of(cluster, {"fixed": [1, 2, 3], "dynamic": [4, 5]}))
+    rows = state(cluster)
+    cluster.close()
+    return [event for event in network.events if event.kind not in BACKGROUND], rows
+
+
+# Not twice in a row: a server that does not answer a second time is given up.
+ODD = range(1, 100, 2)
+RULES: dict[str, list[Rule]] = {
+    "answers lost": [
+        Rule(how="lose", kind=kind, at=ODD, share=0.6) for kind in ("pull", "check", "apply")
+    ],
+    "requests lost": [
+        Rule(how="refuse", kind=kind, at=ODD, share=0.6) for kind in ("pull", "check", "apply")
+    ],
+    "sent twice": [Rule(how="repeat", share=0.5)],
+    "late": [Rule(how="delay", by=9 * SECOND, at={3, 7}, kind="apply")],
+    "too late": [Rule(how="delay", by=12 * SECOND, at={3}, kind=k) for k in ("check", "apply")],
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+def test_each_push_is_applied_once_and_a_seed_gives_the_same_run(
+    rules: list[Rule],
+) -> None:
+    events, rows = trained(5, rules)
+    assert {event.outcome for event in events} > {"delivered"}
+    twin = twin_of()
+    push(twin, np.random.default_rng(5), 12)
+    assert rows == state(twin)
+    assert trained(5, rules) == (events, rows)
+
+
+def test_another_seed_is_another_run() -> None:
+    lost = RULES["answers lost"]
+    outcomes = [[event.outcome for event in trained(seed, lost)[0]] for seed in (1, 2)]
+    assert outcomes[0] != outcomes[1]
+
+
+def test_a_lease_is_kept_while_time_passes_and_lapses_without_renewals() -> None:
+    """A lapsed server is silent; its rows come back from the version, and lost pushes are made
+    again."""
+    clock = VirtualClock()
+    network = LocalNetwork(clock)
+    cluster = opened(network, LocalServers(network, SHARDS))
+    cluster.track()
+    repository = Repository.create(MemoryStore(), schema=cluster.schema())
+    saver = Checkpointer(repository, cluster)
+    random, twin = np.random.default_rng(1), twin_of()
+    push(cluster, random, 3)
+    saver.save(3)
+    assert saver.wait() is not None
+    clock.advance(timedelta(minutes=3))
+    cluster.pull(wanted_of(cluster, {"fixed": [1]}))
+
+    network.rules = [Rule(how="refuse", kind="renew", server="server-1")]
+    clock.advance(2 * TIMING.lease)
+    with pytest.raises(ShardLostError) as lost:
+        push(cluster, random)
+    assert lost.value.shards == (1,)
+    network.rules = []
+    cluster.renew(*range(SHARDS))
+    assert saver.restore() is not None
+    cluster.serve(*range(SHARDS))
+    push(cluster, np.random.default_rng(2))
+    push(twin, np.random.default_rng(1), 3)
+    push(twin, np.random.default_rng(2))
+    assert state(cluster) == state(twin)
+    assert cluster.table_state() == twin.table_state()
+    saver.close()
+    cluster.close()
+
+
+def test_a_server_that_was_cut_off_is_silent_beside_its_replacement() -> None:
+    clock = VirtualClock()
+    network = LocalNetwork(clock)
+    hosts = LocalServers(network, SHARDS, lease=TIMING.lease)
+    cluster = opened(network, hosts, FIXED)
+    for _ in range(3):
+        cluster.push(*ones(cluster), lr=0.1)
+    epoch = cluster.handles[2].epoch
+    network.partition("server-2")
+    with pytest.raises(ShardLostError):
+        cluster.push(*ones(cluster), lr=0.1)
+    cluster.renew(2)
+    cluster.serve(2)
+    network.partition()
+    former = Connection("server-2", Security(), transport=network.transport("somebody"))
+    with pytest.raises(EpochError, match="has not heard of its coordinator"):
+        former.act("read_all", {"epoch": epoch, "table": "fixed"}, deadline=SECOND)
+    assert hosts.address(2) != "server-2"
+    cluster.push(*ones(cluster), lr=0.1)
+    cluster.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("at", [8, 23])
+def test_lost_servers_come_back_from_parity_with_every_row(background: bool, at: int) -> None:
+    """Servers send parity to each other through the same network. An answer that is lost in the
+    midst of a recovery makes it start over, and not give up."""
+    lost = Rule(how="lose", kind="parity", at={at})
+    network = LocalNetwork(VirtualClock(), rules=[lost, Rule(how="repeat", kind="push")])
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, FIXED, parity=Parity(k=2, r=1, background=background))
+    twin = twin_of(FIXED)
+    for step in range(12):
+        if step in (3, 6, 9):
+            hosts.kill(step // 3 - 1)
+        for one in cluster, twin:
+            one.push(*ones(one), lr=0.1)
+        if step in (3, 6, 9):
+            cluster.rebuild()
+    cluster.rebuild()
+    assert cluster.parity is not None
+    assert cluster.parity.recoveries >= 3
+    assert cluster.parity.protected
+    assert state(cluster) == state(twin)
+    sent = [event for event in network.events if event.kind == "parity"]
+    assert {event.sender for event in sent} == {f"server-{shard}" for shard in range(SHARDS)}
+    assert "lose" in {event.outcome for event in sent}
+    cluster.close()
