@@ -1,4 +1,4 @@
-"""`docs/architecture.md` is true: what it names exists, and it draws the layers of the layer test."""
+"""`docs/architecture.md` is true: what it names exists, and its layers are those of the test."""
 
 from __future__ import annotations
 
