@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, interleaved timing, and how results are told.
+"""What all benchmarks share: arguments, interleaved timing, and how results are reported.
 
 A benchmark declares its config (geometry, never changed by `--quick`), measures, and calls
 `report`. With `--json` the last line printed is one JSON object `{"config": …, "figures": …}`.
@@ -129,7 +129,7 @@ def report(
     packages: Sequence[str] = (),
 ) -> None:
     """Prints the table; a full run also writes it, with config, figures, machine and versions."""
-    told = {
+    document = {
         "config": {**config, "quick": given.quick},
         "figures": {name: round(value, 4) for name, value in figures.items()},
     }
@@ -138,14 +138,14 @@ def report(
     for note in notes:
         print(f"\n{note}")
     if not given.quick:
-        _write(given.name, told, table, notes, packages)
+        _write(given.name, document, table, notes, packages)
     if given.json:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(document), flush=True)
 
 
 def _write(
     name: str,
-    told: Mapping[str, Any],
+    document: Mapping[str, Any],
     table: str,
     notes: Sequence[str],
     packages: Sequence[str],
@@ -153,15 +153,15 @@ def _write(
     where, what = machine(), versions(*packages)
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     RESULTS.mkdir(exist_ok=True)
-    everything = {**told, "machine": where, "versions": what, "taken": when}
+    everything = {**document, "machine": where, "versions": what, "taken": when}
     (RESULTS / f"{name}.json").write_text(json.dumps(everything, indent=2) + "\n")
     parts = [
         f"# {name}",
         f"Taken {when} by `python benchmarks/{name}.py`.",
         table,
         *notes,
-        _list("Figures", told["figures"]),
-        _list("Config", told["config"]),
+        _list("Figures", document["figures"]),
+        _list("Config", document["config"]),
         _list("Machine", where),
         _list("Versions", what),
     ]

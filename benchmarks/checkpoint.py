@@ -157,7 +157,7 @@ def in_memory() -> Iterator[None]:
         place = before
 
 
-def begun(run: Run, path: Path, spec: VersionSpec) -> Checkpointer:
+def started(run: Run, path: Path, spec: VersionSpec) -> Checkpointer:
     store = open_store(str(path))
     repository = Repository.create(store, schema=run.cluster.schema())
     settings = SaveSettings(retention=KeepLast(n=1), grace=timedelta(0))
@@ -168,7 +168,7 @@ def begun(run: Run, path: Path, spec: VersionSpec) -> Checkpointer:
 def baseline(run: Run, spec: VersionSpec = FULL) -> Iterator[Checkpointer]:
     """A repository of its own that holds one version with all rows."""
     with directory() as path:
-        keeper = begun(run, path, spec)
+        keeper = started(run, path, spec)
         keeper.save(0)
         keeper.wait()
         yield keeper
@@ -213,7 +213,7 @@ def beside_training(
 def sizes(run: Run, spec: VersionSpec, intervals: int) -> tuple[float, float, list[str]]:
     """Mean bytes written per version, the most that was stored, and what the versions were."""
     with directory() as path:
-        keeper = begun(run, path, spec)
+        keeper = started(run, path, spec)
         written, capacity, kinds = [], 0, []
         for step in range(intervals):
             if step:
@@ -266,7 +266,7 @@ def restore_times(
 
     `saved` is what torch.save wrote, of tensors of the same shapes.
     """
-    ours, theirs, peaks = [], [], []
+    ours, by_torch, peaks = [], [], []
     tensors = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
     for _ in range(repeats):
         with Peak() as peak:
@@ -278,9 +278,9 @@ def restore_times(
         loaded = torch.load(saved, weights_only=True)
         for name, tensor in tensors.items():
             tensor.copy_(loaded[name])
-        theirs.append(time.perf_counter() - start)
+        by_torch.append(time.perf_counter() - start)
         del loaded
-    return statistics.median(ours), statistics.median(theirs), max(peaks)
+    return statistics.median(ours), statistics.median(by_torch), max(peaks)
 
 
 def torch_save(run: Run, path: Path) -> float:
@@ -412,14 +412,14 @@ def measure(given: Options, torch_path: Path) -> None:
     beside = 1 if given.quick else 2
     with baseline(run) as keeper:
         measure_beside(run, keeper, None, beside, figures, rows)
-        ours, theirs, peak = restore_times(
+        ours, by_torch, peak = restore_times(
             run, keeper, torch_path / "model.pt", 1 if given.quick else 2
         )
         small = Run(ROWS // 10)
         with baseline(small) as small_keeper:
             taken, small_taken, nothing = pauses([(run, keeper), (small, small_keeper)], saves)
         del small
-    figures["restore_speed_vs_torch_load"] = theirs / ours
+    figures["restore_speed_vs_torch_load"] = by_torch / ours
     figures["restore_seconds"] = ours
     figures["restore_peak_extra_mb"] = peak
     figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 4 if given.quick else 12)

@@ -101,7 +101,7 @@ def ray_pull(actors: list[Any], request: list[RowIds]) -> Callable[[], Any]:
 
 
 def client(address: str, orders: Any, counts: Any) -> None:
-    """One of several processes that pull from one server as fast as they can, when told to."""
+    """One of several processes that pull from one server as fast as they can, once asked."""
     cluster = Connect(addresses=(address,), coordinate=False).open([TABLE], OPTIMIZER, seed=0)
     ids = np.random.default_rng(os.getpid()).choice(ROWS, 10_000, replace=False)
     request = [RowIds(ids.astype(np.int64), np.array([0, ids.size]))]

@@ -2,7 +2,7 @@
 
 The same network (Kaggle shape), the same batches, Adagrad everywhere; only the embeddings differ:
 26 `nn.EmbeddingBag(sparse=True)` with `torch.optim.Adagrad`, or `emberkeep.EmbeddingBags`. Both
-take turns within one run. The parts are timed apart: the dense part is forward and backward of
+take turns within one run. The parts are timed separately: the dense part is forward and backward of
 the network on given vectors plus its update; the embedding part is lookup, backward and update of
 rows.
 """
@@ -96,20 +96,20 @@ def main() -> None:
 
     tables = [ek.Table(name, rows=ROWS, dim=DIM) for name in FEATURES]
     ours = ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=LR))
-    theirs = TorchBags()
-    model_ours, model_theirs = DLRM(ours, KAGGLE), DLRM(theirs, KAGGLE)
-    theirs_optimizer = torch.optim.Adagrad(theirs.parameters(), lr=LR)
+    torch_bags = TorchBags()
+    model_ours, model_torch = DLRM(ours, KAGGLE), DLRM(torch_bags, KAGGLE)
+    torch_optimizer = torch.optim.Adagrad(torch_bags.parameters(), lr=LR)
 
     def network_optimizer(model: DLRM) -> torch.optim.Optimizer:
         return torch.optim.Adagrad([*model.bottom.parameters(), *model.top.parameters()], lr=LR)
 
     dense_ours = network_optimizer(model_ours)
-    dense_theirs = network_optimizer(model_theirs)
+    dense_torch = network_optimizer(model_torch)
     taken = interleaved_ms(
         {
-            "torch": whole_step(model_theirs, [theirs_optimizer, dense_theirs], feed()),
+            "torch": whole_step(model_torch, [torch_optimizer, dense_torch], feed()),
             "emberkeep": whole_step(model_ours, [ours.optimizer, dense_ours], feed()),
-            "torch embeddings": embedding_step(theirs, theirs_optimizer, feed()),
+            "torch embeddings": embedding_step(torch_bags, torch_optimizer, feed()),
             "emberkeep embeddings": embedding_step(ours, ours.optimizer, feed()),
             "dense": dense_step(model_ours, dense_ours, feed()),
         },

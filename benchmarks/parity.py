@@ -84,9 +84,9 @@ def with_gradients(k: int) -> ek.EmbeddingBags:
 
     def both(wanted: Sequence[RowIds], grads: Any, **how: Any) -> None:
         push(wanted, grads, **how)
-        (mine,), (grads_UD,) = wanted, grads
-        stripes, inverse = unique_ids(mine.ids // k, mine.offsets, parity.pool)
-        at = np.repeat(stripes.offsets[:-1], np.diff(mine.offsets)) + inverse.astype(np.int64)
+        (row_ids,), (grads_UD,) = wanted, grads
+        stripes, inverse = unique_ids(row_ids.ids // k, row_ids.offsets, parity.pool)
+        at = np.repeat(stripes.offsets[:-1], np.diff(row_ids.offsets)) + inverse.astype(np.int64)
         summed = np.zeros((stripes.ids.size, DIM), np.float32)
         row_kernels.scatter_add(grads_UD, np.arange(at.size), at, summed)
         parity.push([stripes], [summed], **how)
@@ -171,11 +171,11 @@ def balance(bags: ek.EmbeddingBags, made: list[Batch]) -> Balance:
         before = np.array(bags.cluster.parity.updates)
         step()
         shards = [values.unique().numpy() % SHARDS for values in ids.values()]
-        rows.append(sum(np.bincount(its, minlength=SHARDS) for its in shards))
+        rows.append(sum(np.bincount(places, minlength=SHARDS) for places in shards))
         both.append(rows[-1] + np.array(bags.cluster.parity.updates) - before)
     return Balance(
-        alone=float(np.mean([its.max() / its.min() for its in rows])),
-        both=float(np.mean([its.max() / its.min() for its in both])),
+        alone=float(np.mean([counts.max() / counts.min() for counts in rows])),
+        both=float(np.mean([counts.max() / counts.min() for counts in both])),
         total_alone=float(np.max(sum(rows)) / np.min(sum(rows))),
         total_both=float(np.max(sum(both)) / np.min(sum(both))),
     )
@@ -263,7 +263,7 @@ def lose_a_shard(
 
 
 def say(text: str) -> None:
-    """Progress, apart from the results."""
+    """Progress, kept out of the results."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -430,16 +430,16 @@ def effects(made: list[Batch], rebuild: Rebuild, interval: float, restored: floa
         cluster.close()
         del bags, cluster, step
         gc.collect()
-    told = [
-        f"{name}: first step after {its.first_step_seconds:.2f} s, whole after "
-        f"{its.whole_seconds:.1f} s at {its.throughput:.0%} of the normal throughput, "
-        f"{its.mb_per_second:.0f} MB/s"
-        for name, its in found.items()
+    summaries = [
+        f"{name}: first step after {loss.first_step_seconds:.2f} s, whole after "
+        f"{loss.whole_seconds:.1f} s at {loss.throughput:.0%} of the normal throughput, "
+        f"{loss.mb_per_second:.0f} MB/s"
+        for name, loss in found.items()
     ]
     plot_loss(found, restored)
     plot_recovery(found, interval, restored)
     return [
-        "; ".join(told) + ".",
+        "; ".join(summaries) + ".",
         "![throughput after a loss](parity-loss.png)",
         "![recovery over lost work](parity-recovery.png)",
     ]

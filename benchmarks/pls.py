@@ -34,7 +34,7 @@ COLUMNS = [
 
 NOTE = """\
 Slope: AUC lost per PLS of 1, least squares through no loss at PLS 0. *Saved before*: without runs
-in which a shard failed in the second half before any version held its rows, and began anew. The
+in which a shard failed in the second half before any version held its rows, and started over. The
 paper's correlation is 0.876 (Kaggle) and 0.818 (Terabyte)."""
 
 

@@ -76,14 +76,14 @@ def step_times(
     for turn in range(rounds):
         order = list(steps) if turn % 2 == 0 else list(reversed(steps))
         for name in order:
-            mine = []
+            times = []
             for count in range(TURN + 1):
                 batch = batches[(turn * TURN + count) % len(batches)]
                 start = time.perf_counter()
                 steps[name](batch)
                 if count:
-                    mine.append((time.perf_counter() - start) * 1e3)
-            taken[name].append(statistics.mean(sorted(mine)[: TURN - 2]))
+                    times.append((time.perf_counter() - start) * 1e3)
+            taken[name].append(statistics.mean(sorted(times)[: TURN - 2]))
     return taken
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     taken = step_times({k: step_of(bags) for k, bags in contenders.items()}, batches, rounds)
     overhead = {
         k: 100 * (statistics.median(
-            mine / plain for mine, plain in zip(taken[k], taken["none"], strict=True)) - 1)
+            ranked / plain for ranked, plain in zip(taken[k], taken["none"], strict=True)) - 1)
         for k in KINDS
     }  # fmt: skip
     chosen = {k: ranking_of(contenders[k].cluster).select().size for k in KINDS}
@@ -227,7 +227,7 @@ def main() -> None:
     figures["scar_memory_pct"] = memory["scar"]
     found = correlations(correlated_steps)
     figures.update(found)
-    told = (
+    meaning = (
         "In the tables that are ranked, which hold 99% of the rows, accesses and the added-up "
         f"sizes of a row's updates correlate with {found['frequency_update_correlation']:.3f} "
         "(CPR, Figure 6: 0.983 on Criteo Kaggle), pushes, which MFU counts, with "
@@ -252,7 +252,7 @@ def main() -> None:
         rows=rows,
         notes=[
             f"Step without a ranking: {statistics.median(taken['none']):.2f} ms.",
-            told,
+            meaning,
         ],
     )  # fmt: skip
 

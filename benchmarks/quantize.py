@@ -78,7 +78,7 @@ def ours(codec: Quantized | NonNegative8, values: np.ndarray, pool: Pool) -> Con
     return Contender(partial(codec.encode, values, pool), decode, nbytes, decode)
 
 
-def theirs(bits: int, values: np.ndarray, optimized: bool) -> Contender:
+def of_torch(bits: int, values: np.ndarray, optimized: bool) -> Contender:
     name = TORCH_NAMES[bits]
     weight = torch.from_numpy(values)
     pack = getattr(torch.ops.quantized, f"embedding_bag_{name}_prepack")
@@ -144,9 +144,9 @@ def contenders(values: np.ndarray, many: Pool, one: Pool) -> dict[str, Contender
         found[f"ours {bits}-bit"] = ours(codec, values, many)
         found[f"ours {bits}-bit, 1 thread"] = ours(codec, values, one)
         if bits in TORCH_NAMES:
-            found[f"torch {bits}-bit"] = theirs(bits, values, optimized=False)
+            found[f"torch {bits}-bit"] = of_torch(bits, values, optimized=False)
         if bits in TORCH_NAMES and bits < 8:
-            found[f"torch {bits}-bit optimized"] = theirs(bits, values, optimized=True)
+            found[f"torch {bits}-bit optimized"] = of_torch(bits, values, optimized=True)
     for bits in BITS:
         codes = width * bits / 8
         for name, method, params in (
@@ -206,11 +206,11 @@ def main() -> None:
             )
         for bits in (4, 2):
             peer = f"torch {bits}-bit optimized"
-            mine = f"ours {bits}-bit"
+            own = f"ours {bits}-bit"
             at = f"{bits}bit_vs_torch_dim{dim}"
-            figures[f"speed_{at}"] = encode_ms[peer] / encode_ms[mine]
-            figures[f"speed_1thread_{at}"] = encode_ms[peer] / encode_ms[f"{mine}, 1 thread"]
-            figures[f"loss_{at}"] = found[mine].loss / found[peer].loss
+            figures[f"speed_{at}"] = encode_ms[peer] / encode_ms[own]
+            figures[f"speed_1thread_{at}"] = encode_ms[peer] / encode_ms[f"{own}, 1 thread"]
+            figures[f"loss_{at}"] = found[own].loss / found[peer].loss
         for bits in BITS:
             name = f"ours {bits}-bit"
             figures[f"encode_mb_per_s_{bits}bit_dim{dim}"] = speed(values.nbytes, encode_ms[name])
@@ -246,9 +246,11 @@ def main() -> None:
 
 def accumulators(repeats: int, pool: Pool) -> dict[str, float]:
     values = trained_rows((BLOCK_MB << 20) // 256, 64) ** 2
-    mine = ours(NonNegative8(), values, pool)
-    ms = interleaved_ms({"encode": mine.encode, "decode": mine.restore}, repeats=repeats, warmup=1)
-    ratio = mine.restore().astype(np.float64) / values
+    codec = ours(NonNegative8(), values, pool)
+    ms = interleaved_ms(
+        {"encode": codec.encode, "decode": codec.restore}, repeats=repeats, warmup=1
+    )
+    ratio = codec.restore().astype(np.float64) / values
     return {
         "accumulator_encode_mb_per_s": speed(values.nbytes, ms["encode"]),
         "accumulator_decode_mb_per_s": speed(values.nbytes, ms["decode"]),

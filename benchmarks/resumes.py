@@ -8,7 +8,7 @@ not assumed: each run repeats the losses of its partner up to its first restore,
 from float32 versions ends with the very bits of the uninterrupted one.
 
 Training is chaotic: any difference at all grows into another run of the same quality. The *floor*
-is how far apart two runs end when one row of one of them is changed by a millionth, once.
+is how far two runs differ in the end when one row of one of them is changed by a millionth, once.
 """
 
 from __future__ import annotations
@@ -263,15 +263,17 @@ def rows_and_figures(
         auc = Estimate.of([pair.auc for pair in pairs])
         loss = Estimate.of([pair.log_loss for pair in pairs])
         lifetime = Estimate.of([pair.lifetime_loss for pair in pairs])
-        size, told = [str(steps), str(len(pairs))], [str(auc), str(loss), str(lifetime)]
+        size, estimates = [str(steps), str(len(pairs))], [str(auc), str(loss), str(lifetime)]
         if case is None:
             figures["noise_floor_auc_pct"] = statistics.fmean(abs(pair.auc) for pair in pairs)
             figures["noise_floor_loss_pct"] = statistics.fmean(abs(pair.log_loss) for pair in pairs)
-            rows.append(["none: one row nudged", "1", *size, *told, "", ""])
+            rows.append(["none: one row nudged", "1", *size, *estimates, "", ""])
             continue
-        lost = lifetime.mean / 100 * steps * BATCH / case.restores
+        cost = lifetime.mean / 100 * steps * BATCH / case.restores
         verdict = ", ".join((auc.within(-1), loss.within(1), lifetime.within(1)))
-        rows.append([f"{case.bits} bits", str(case.restores), *size, *told, f"{lost:.1f}", verdict])
+        rows.append(
+            [f"{case.bits} bits", str(case.restores), *size, *estimates, f"{cost:.1f}", verdict]
+        )
         name = case.name if steps != SHORTER.steps else f"{case.name}_shorter"
         for kind, found in (("auc", auc), ("loss", loss), ("lifetime_loss", lifetime)):
             figures[f"{kind}_change_pct_{name}"] = found.mean
@@ -291,7 +293,7 @@ def notes(extent: Extent, figures: Mapping[str, float]) -> list[str]:
     )
     floor = (
         f"Floor: two runs that differ by a millionth of one row at step {NUDGE_STEP} end "
-        f"{figures['noise_floor_auc_pct']:.4f}% apart in AUC and "
+        f"{figures['noise_floor_auc_pct']:.4f}% different in AUC and "
         f"{figures['noise_floor_loss_pct']:.4f}% in log-loss (mean of absolute changes). Restored "
         f"{EXACT.restores} times from float32 versions, every run that was checked "
         f"({min(extent.seeds, SHORTER.seeds)} seeds) ended bit-identical."

@@ -117,15 +117,15 @@ class Cycles:
                 order.reverse()
             for name, times in cycle.items():
                 self._taken[name].append(statistics.mean(times))
-            told = ", ".join(f"{name} {times[-1]:.1f}" for name, times in self._taken.items())
-            print(f"cycle {number} of {cycles}, ms a step: {told}", file=sys.stderr, flush=True)
+            summary = ", ".join(f"{name} {times[-1]:.1f}" for name, times in self._taken.items())
+            print(f"cycle {number} of {cycles}, ms a step: {summary}", file=sys.stderr, flush=True)
 
     def ms(self, name: str) -> float:
         return statistics.median(self._taken[name])
 
     def ratio(self, name: str, other: str) -> float:
         pairs = zip(self._taken[name], self._taken[other], strict=True)
-        return statistics.median(mine / its for mine, its in pairs)
+        return statistics.median(ms / base for ms, base in pairs)
 
 
 def recovery(bench: Bench, ram: Contender) -> tuple[float, float]:
@@ -163,7 +163,7 @@ def beside_memory(
     return Cycles(turns, cycles=cycles, turns=1)
 
 
-def told(taken: Cycles, name: str, title: str) -> list[str]:
+def table_row(taken: Cycles, name: str, title: str) -> list[str]:
     return [title, f"{taken.ms(name):.1f}", f"{taken.ratio(name, 'ram'):.2f}"]
 
 
@@ -178,7 +178,7 @@ def caches(bench: Bench, ram: Contender) -> Iterator[list[str]]:
     for title, kind, share in cases:
         one = bench.contender(kind, share)
         warm_up([one])
-        yield told(beside_memory(ram, {"one": one}), "one", title)
+        yield table_row(beside_memory(ram, {"one": one}), "one", title)
         one.close()
 
 
@@ -208,8 +208,8 @@ def skews(root: Path) -> Iterator[list[str]]:
         counted = Counted(ours)
         taken = beside_memory(bench.memory(), {"ours": ours, "ordinary": ordinary})
         misses = f"{counted.reads_per_batch():,.0f} reads a batch ({counted.miss_rate():.1%})"
-        yield told(taken, "ours", f"{title}, {misses}: tier")
-        yield told(taken, "ordinary", f"{title}, {misses}: ordinary cache")
+        yield table_row(taken, "ours", f"{title}, {misses}: tier")
+        yield table_row(taken, "ordinary", f"{title}, {misses}: ordinary cache")
         for one in (ours, ordinary):
             one.close()
         shutil.rmtree(root / "skew")
@@ -287,7 +287,7 @@ def run(given: Options, root: Path) -> None:
     more: dict[str, float] = {}
     if not given.quick:
         more["time_vs_ordinary_cache_with_our_reads"] = taken.ratio("kept", "inline")
-        rest.append(told(taken, "inline", "ordinary cache with our reads, with checkpoints"))
+        rest.append(table_row(taken, "inline", "ordinary cache with our reads, with checkpoints"))
         rest += caches(bench, ram)
         swept = bench.contender()
         warm_up([swept])
@@ -321,9 +321,9 @@ def run(given: Options, root: Path) -> None:
         columns=["", "step ms", "beside memory"],
         rows=[
             ["memory", f"{taken.ms('ram'):.1f}", "1.00"],
-            told(taken, "plain", "tier, 10% cache"),
-            told(taken, "kept", "tier, 10% cache, with checkpoints"),
-            told(taken, "ordinary", "ordinary cache with checkpoints"),
+            table_row(taken, "plain", "tier, 10% cache"),
+            table_row(taken, "kept", "tier, 10% cache, with checkpoints"),
+            table_row(taken, "ordinary", "ordinary cache with checkpoints"),
             *rest,
         ],
         notes=[

@@ -89,7 +89,7 @@ class Run:
         self._touched = 0
 
     def keeper(self, where: Path | BlobStore, spec: VersionSpec, **given: Any) -> Keeper:
-        """One that saves when it is told to, and keeps everything."""
+        """One that saves when it is asked to, and keeps everything."""
         strategy = Strategy(spec=spec, schedule=Every(steps=10**9), retention=KeepAll())
         settings = SaveSettings(grace=timedelta(0))
         return Keeper(
@@ -98,7 +98,7 @@ class Run:
 
     def begin(self, versions: int) -> None:
         """Tables before any training, in memory that was touched by it: to touch it for the first
-        time takes long, and whoever came first would pay for it."""
+        time takes long, and the first contender would pay for it."""
         self.cluster.clear()
         if self._touched < versions:
             for number in range(self._touched, versions):
@@ -169,7 +169,7 @@ def row_nbytes(path: Path) -> int:
     found = 0
     for file in path.rglob("*"):
         if file.suffix in (".arrow", ".grid"):
-            with suppress(FileNotFoundError):  # taken apart since, beside training
+            with suppress(FileNotFoundError):  # split since, beside training
                 found += file.stat().st_size
     return found
 
@@ -260,7 +260,7 @@ def measure(
     """
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in [*paths, "full"]}
     for number in numbers:
-        # To touch memory for the first time takes long, and whoever came first would pay for it.
+        # To touch memory for the first time takes long, and the first contender would pay for it.
         restore(run, paths["grid"], number, cold=False)
         with directory() as whole:
             save_full(run, whole)
@@ -315,17 +315,17 @@ def ablation(versions: int, dim: int) -> dict[str, dict[str, float]]:
         run = Run(dim, 0.0)
         with directory() as path:
             spec = VersionSpec(layout="grid", grid=rules)
-            told = history(run, path, spec, versions, settled=True)
+            built = history(run, path, spec, versions, settled=True)
             numbers = range(versions // 4, versions + 1, versions // 4)
             taken = [restore(run, path, number, cold=True) for number in numbers]
         found[name] = {
-            "saved_mb": told["saved_nbytes"] / 1e6,
-            "construct_s": told["seconds"] + told["settle_s"],
-            "round_s": told["round_s"],
+            "saved_mb": built["saved_nbytes"] / 1e6,
+            "construct_s": built["seconds"] + built["settle_s"],
+            "round_s": built["round_s"],
             "restore_s": statistics.mean(seconds for seconds, _ in taken),
             "mb_read": statistics.mean(store.nbytes for _, store in taken) / 1e6,
             "files": statistics.mean(len(store.files) for _, store in taken),
-            "amplification": 1 + told["extracted_nbytes"] / told["saved_nbytes"],
+            "amplification": 1 + built["extracted_nbytes"] / built["saved_nbytes"],
         }
         print(f"{name}: {found[name]}", flush=True)
         del run
@@ -345,7 +345,7 @@ def balanced(cases: dict[str, dict[str, float]]) -> str:
 
 
 def plot(
-    told: dict[str, dict[str, Any]], found: dict[str, Any], every: dict[int, dict[str, float]],
+    histories: dict[str, dict[str, Any]], found: dict[str, Any], every: dict[int, dict[str, float]],
     cases: dict[str, dict[str, float]],
 ) -> None:  # fmt: skip
     import matplotlib
@@ -361,7 +361,7 @@ def plot(
         for axis, key, scale in ((axes[0, 0], "cold_s", 1), (axes[0, 1], "nbytes", 1e9)):
             values = [version[key] / scale for version in shown.values()]
             axis.plot(list(shown), values, style, ms=4, color=colors[name], label=name)
-    for name, run in told.items():
+    for name, run in histories.items():
         numbers = range(1, len(run["stored"]) + 1)
         axes[0, 2].plot(numbers, np.array(run["stored"]) / 1e9, color=colors[name], label=name)
         axes[0, 3].plot(numbers, np.cumsum(run["blocked"]), color=colors[name], label=name)
@@ -416,7 +416,7 @@ def main() -> None:
         "grid": VersionSpec(layout="grid"),
         "differential": VersionSpec(layout="intermittent"),
     }
-    told: dict[str, dict[str, Any]] = {}
+    histories: dict[str, dict[str, Any]] = {}
     paths: dict[str, Path] = {}
     run = Run(dim, dense_ms)
     with directory() as root:
@@ -424,8 +424,8 @@ def main() -> None:
         history(run, root / "first", layouts["naive"], 2)
         for name, spec in layouts.items():
             paths[name] = root / name
-            told[name] = history(run, paths[name], spec, versions)
-            shown = {k: v for k, v in told[name].items() if k not in ("stored", "blocked")}
+            histories[name] = history(run, paths[name], spec, versions)
+            shown = {k: v for k, v in histories[name].items() if k not in ("stored", "blocked")}
             print(f"{name}: {shown}", flush=True)
         step = versions // (3 if given.quick else 10)
         numbers = list(range(step, versions + 1, step))
@@ -443,7 +443,7 @@ def main() -> None:
         }
         for name in found
     }
-    grid, naive, differential = told["grid"], told["naive"], told["differential"]
+    grid, naive, differential = histories["grid"], histories["naive"], histories["differential"]
     figures = {
         "restore_vs_full_file": max(
             found["grid"][n]["cold_s"] / found["full"][n]["cold_s"] for n in numbers
@@ -457,7 +457,7 @@ def main() -> None:
         "write_amplification": 1 + grid["extracted_nbytes"] / grid["saved_nbytes"],
     }
     if not given.quick:
-        plot(told, found, every, cases)
+        plot(histories, found, every, cases)
     report(
         given,
         config={
@@ -472,10 +472,10 @@ def main() -> None:
             [name, f"{means[name]['cold_s']:.3f}",
              "" if math.isnan(means[name]["warm_s"]) else f"{means[name]['warm_s']:.3f}",
              f"{means[name]['nbytes'] / 1e6:.0f}", f"{means[name]['files']:.0f}",
-             f"{told[name]['storage'] / 1e9:.2f}" if name in told else "",
-             f"{told[name]['blocked_s']:.2f}" if name in told else "",
-             f"{told[name]['background_cpu_s']:.1f}" if name in told else "",
-             str(told[name]["resets"]) if name in told else ""]
+             f"{histories[name]['storage'] / 1e9:.2f}" if name in histories else "",
+             f"{histories[name]['blocked_s']:.2f}" if name in histories else "",
+             f"{histories[name]['background_cpu_s']:.1f}" if name in histories else "",
+             str(histories[name]["resets"]) if name in histories else ""]
             for name in found
         ],
         notes=[

@@ -219,7 +219,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_a_file_name_occurs_once() -> None:
-    """Whoever is told a file's name finds one file; commands of the CLI are named by users."""
+    """A file's name leads to one file; commands of the CLI are named by users."""
     names = Counter(
         path.stem
         for module, path in modules().items()

@@ -43,16 +43,16 @@ def push(cluster: Any, random: np.random.Generator, steps: int = 1) -> None:
 
 def rows_of(cluster: Any, shards: Sequence[int]) -> dict[Any, Any]:
     """Everything that some shards hold."""
-    told = {}
+    held = {}
     for shard in shards:
         for table in cluster.tables:
             ids, planes = cluster.handles[shard].read_all(table.name)
             order = np.argsort(ids)
-            told[shard, table.name] = {
+            held[shard, table.name] = {
                 "ids": ids[order].tobytes(),
                 **{name: values[order].tobytes() for name, values in planes.items()},
             }
-    return told
+    return held
 
 
 def copy_of(cluster: Any, shard: int) -> Callable[[], None]:
@@ -208,8 +208,8 @@ class ClusterContract:
             assert rows_of(target, [1])[1, table.name] == before[1, table.name]
             assert rows_of(target, [0])[0, table.name]["ids"] == b""
             everyone = source.touched_ids(table.name)
-            mine = target.handles[1].touched_ids(table.name).size
-            assert part.delete(table.name, everyone) == mine
+            held = target.handles[1].touched_ids(table.name).size
+            assert part.delete(table.name, everyone) == held
             assert target.touched_ids(table.name).size == 0
 
     def test_a_call_is_made_again_when_the_loss_was_made_good(self) -> None:

@@ -213,18 +213,18 @@ class ParityContract:
         for _ in range(4):
             push(cluster, random)
         rows = {table.name: cluster.read_all(table.name) for table in cluster.tables}
-        told = cluster.table_state()
+        state = cluster.table_state()
         push(cluster, random)
         self.kill(cluster, 3)
         cluster.read_all("fixed")
         cluster.clear()
         for name, (ids, planes) in rows.items():
             cluster.install(name, ids, planes)
-        cluster.load_table_state(told)
+        cluster.load_table_state(state)
         cluster.rebuild()
         self.kill(cluster, 0, 1)
         for name, (ids, planes) in rows.items():
             found, again = cluster.read_all(name)
             assert np.array_equal(found, ids)
             assert all(np.array_equal(again[plane], planes[plane]) for plane in planes)
-        assert cluster.table_state() == told
+        assert cluster.table_state() == state

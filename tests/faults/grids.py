@@ -132,11 +132,11 @@ class World:
     def _chunks(self, chosen: set[tuple[str, int]]) -> Any:
         for table, dim in DIM.items():
             ids = np.array(sorted(i for t, i in chosen if t == table), np.int64)
-            here = np.array([(table, i) in self.rows for i in ids.tolist()], bool)
-            if (~here).any():
-                yield Chunk(table, ids[~here], None)
+            present = np.array([(table, i) in self.rows for i in ids.tolist()], bool)
+            if (~present).any():
+                yield Chunk(table, ids[~present], None)
             # Small chunks, as copy on write leaves them: tables come several times.
-            for part in np.array_split(ids[here], 2):
+            for part in np.array_split(ids[present], 2):
                 if part.size:
                     flat = [np.frombuffer(self.rows[table, i], np.float32) for i in part.tolist()]
                     values = np.stack(flat)

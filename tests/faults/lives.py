@@ -2,7 +2,7 @@
 
 Loading torch and the kernels takes seconds, a life of a tiny run a fraction of one. `Nursery`
 starts `python -m tests.faults.lives`, which loads once and forks a real process for each life; a
-life ends by itself or by SIGKILL, which it sends itself at the moment that it was told.
+life ends by itself or by SIGKILL, which it sends itself at the moment that it was given.
 """
 
 from __future__ import annotations
@@ -254,13 +254,13 @@ def plain(
                 optimizer.zero_grad()
             scheduler.step()
             keeper.step()
-    told = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     state = pack([model.state_dict(), *[optimizer.state_dict() for optimizer in optimizers]])
-    told.update(repr(state.plain).encode())
+    digest.update(repr(state.plain).encode())
     for name, tensor in state.tensors.items():
-        told.update(name.encode())
-        told.update(tensor.numpy().tobytes())
-    print(json.dumps({"digest": told.hexdigest(), "steps": keeper.steps}))
+        digest.update(name.encode())
+        digest.update(tensor.numpy().tobytes())
+    print(json.dumps({"digest": digest.hexdigest(), "steps": keeper.steps}))
 
 
 def tiered(path: str) -> None:

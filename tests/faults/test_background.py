@@ -315,18 +315,20 @@ def test_deadlines_are_kept_after_whatever_their_watcher_met(error: BaseExceptio
 
 
 @kinds
-def test_a_job_of_a_server_that_fails_is_told_and_the_next_one_runs(error: BaseException) -> None:
-    told: list[tuple[str, Any]] = []
+def test_a_job_of_a_server_that_fails_is_reported_and_the_next_one_runs(
+    error: BaseException,
+) -> None:
+    events: list[tuple[str, Any]] = []
     ready = threading.Semaphore(0)
 
     def on_event(name: str, details: Any) -> None:
-        told.append((name, details))
+        events.append((name, details))
         ready.release()
 
     service, counted = ShardService(threads=1, on_event=on_event), errors_of("emberkeep-job")
     service._begin("written", {"epoch": 1, "version": 1}, Failing(error))
     assert ready.acquire(timeout=60)
-    assert told[0] == ("failed", {"what": "written", "error": str(error)})
+    assert events[0] == ("failed", {"what": "written", "error": str(error)})
     with pytest.raises(type(error)):
         list(service._work({"epoch": 1}, {}))
     service._begin("written", {"epoch": 1, "version": 2}, lambda: {"fine": True})

@@ -1,7 +1,7 @@
 """Every single system call of a local root fails: once, or from then on, with every usual error.
 
 An error is not absence. Whatever fails while a repository is listed, opened, saved to, collected or
-restored, the caller is told so by one of our errors; once the disk is well again, every version is
+restored, one of our errors says so to the caller; once the disk is well again, every version is
 there that retention keeps, none of them an orphan, and the next process goes on from them.
 """
 
@@ -156,18 +156,18 @@ def begin(
     return case, operation(case)
 
 
-def check_kept(case: Case, told: object) -> None:
+def check_kept(case: Case, detail: object) -> None:
     """A later process, on a disk that is well: all that retention keeps is there, and goes on."""
     repository = Repository.open(LocalStore(case.store._root, disk=Unsynced()))
     standing = repository.versions()
     for manifest in (case.committed[0], case.committed[1], case.committed[2], case.committed[-1]):
-        assert manifest.version in standing, told
+        assert manifest.version in standing, detail
         check_content(repository, manifest)
     assert repository.tags() == {"best": case.committed[0].version}
     writer = Writer.open(repository)
     latest = save(writer, 7, needs=[case.committed[-1].version])
-    assert repository.versions() == (*standing, latest.version), told
-    assert verify(repository, deep=False).ok, told
+    assert repository.versions() == (*standing, latest.version), detail
+    assert verify(repository, deep=False).ok, detail
 
 
 def check_operation(
@@ -186,15 +186,15 @@ def check_operation(
     cases = 0
     for at, call in enumerate(calls):
         for code, for_good in itertools.product(codes(call), (False, True)):
-            told = (operation.__name__, at, call, errno.errorcode[code], for_good)
+            detail = (operation.__name__, at, call, errno.errorcode[code], for_good)
             case, act = begin(operation, linked(root, target / str(cases)), committed)
             case.disk.fail(at, code, for_good=for_good)
             with suppress(EmberkeepError):
                 act()
-            assert len(case.disk.calls) > at, told
+            assert len(case.disk.calls) > at, detail
             case.disk.heal()
             act()  # the same process tries again
-            check_kept(case, told)
+            check_kept(case, detail)
             cases += 1
     return cases
 
@@ -255,7 +255,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
     expected = CALLS[what](store)
     calls = list(disk.calls)
     assert calls
-    told = 0
+    raised = 0
     for at, code, for_good in itertools.product(range(len(calls)), CODES, (False, True)):
         store, disk = small_store(tmp_path / f"{at}-{code}-{for_good}")
         before = {info.name for info in store.list()}
@@ -266,7 +266,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
             assert calls[at] in ("close", "unlink"), calls[at]
         except StorageError as error:
             said = error
-            told += 1
+            raised += 1
             assert not isinstance(said, MissingObjectError), (calls[at], errno.errorcode[code])
             assert os.strerror(code) in str(said)
         disk.heal()
@@ -275,7 +275,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
             assert after == before
         if what != "delete":
             assert store.get("deep/a") in (b"before", b"new" if what == "replace" else b"before")
-    assert told >= len(CODES)
+    assert raised >= len(CODES)
 
 
 def test_a_file_where_a_directory_is_needed_is_an_error(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_deletion_that_is_repeated_is_durable(tmp_path: Path) -> None:
 
 
 def test_every_system_call_goes_through_the_disk() -> None:
-    """What does not cannot be failed by the tests above, nor be told as an error of ours."""
+    """What does not cannot be failed by the tests above, nor be reported as an error of ours."""
     harmless = {"fspath", "PathLike", "getpid", "strerror", "path", "stat_result"}
     in_path = {"join", "dirname", "abspath", "samestat"}
     tree = ast.parse(inspect.getsource(local_store.LocalStore))
@@ -380,9 +380,9 @@ def saved_twice(root: Path) -> tuple[Run, FaultyDisk]:
 
 @pytest.mark.filterwarnings("ignore:saving step", "ignore:extraction ended", "ignore:old versions")
 def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
-    """Saves and extraction run in threads of their own: an error must not end them, or whoever
-    waits for them waits for ever. Each kind of call fails where it is first used, and all after
-    it; and once, where it is last used, which is in extraction or gc."""
+    """Saves and extraction run in threads of their own: an error must not end them, or a caller
+    that waits for them waits for ever. Each kind of call fails where it is first used, and all
+    after it; and once, where it is last used, which is in extraction or gc."""
     run, disk = saved_twice(tmp_path / "whole")
     run.save()
     run.keeper.settle()

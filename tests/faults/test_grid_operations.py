@@ -57,7 +57,7 @@ class Story(World):
         return False
 
 
-def begun(position: int | None = None, fault: Fault = Fault.FAIL) -> tuple[MemoryStore, Story]:
+def new_story(position: int | None = None, fault: Fault = Fault.FAIL) -> tuple[MemoryStore, Story]:
     """A story that stands before its first version; the fault strikes so many operations later."""
     memory = MemoryStore()
     store = FaultStore(memory)
@@ -68,7 +68,7 @@ def begun(position: int | None = None, fault: Fault = Fault.FAIL) -> tuple[Memor
 
 
 def operations() -> int:
-    _, story = begun()
+    _, story = new_story()
     before = story.store.count  # type: ignore[attr-defined]
     story.tell()
     return int(story.store.count - before)  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def check_goes_on(memory: MemoryStore, story: Story) -> None:
     story.repository = Repository.open(memory)
     versions = story.repository.versions()
     unknown = [v for v in versions if v.number not in story.shadows]
-    assert len(unknown) <= 1, "only the version in progress can stand without being told"
+    assert len(unknown) <= 1, "only the version in progress can stand without an acknowledgement"
     story.check()
     story.open()
     # It goes on from what is in the repository, as a restored process does.
@@ -115,7 +115,7 @@ def test_every_fault_at_every_operation_loses_nothing(fault: Fault) -> None:
 
 def survive(fault: Fault, positions: range) -> None:
     for position in positions:
-        memory, story = begun(position, fault)
+        memory, story = new_story(position, fault)
         story.tell()
         story.store.deliver()  # type: ignore[attr-defined]
         story.check(Repository.open(memory))
@@ -126,7 +126,7 @@ def survive(fault: Fault, positions: range) -> None:
 def test_death_at_any_operation_loses_nothing() -> None:
     """Death after an operation is death before the next one."""
     for position in range(COUNT):
-        memory, story = begun(position, Fault.DIE_BEFORE)
+        memory, story = new_story(position, Fault.DIE_BEFORE)
         with contextlib.suppress(ProcessDied):
             story.tell()
         check_goes_on(memory, story)
@@ -136,7 +136,7 @@ def test_a_torn_catalog_is_passed_over() -> None:
     """Our stores never leave one; a store that does costs a round, not a version."""
     for fault in (Fault.TEAR, Fault.DIE_TORN):
         for position in range(COUNT):
-            memory, story = begun()
+            memory, story = new_story()
             torn: list[str] = []
 
             def strike(

@@ -54,7 +54,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 def seed() -> int:
-    """Of the deaths; told with every failure."""
+    """Of the deaths; printed with every failure."""
     chosen = int(os.environ.get("EMBERKEEP_SEED", 20260726))
     print(f"EMBERKEEP_SEED={chosen}")
     return chosen
@@ -67,7 +67,7 @@ def config(where: Path, name: str, **settings: str) -> str:
     return str(path)
 
 
-def told(log: Path) -> dict[str, Any]:
+def result_in(log: Path) -> dict[str, Any]:
     """The result that a life has printed, without what depends on time."""
     lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
     assert len(lines) == 1, log.read_text()
@@ -99,7 +99,7 @@ def survive(
                 break
             assert code == -signal.SIGKILL, f"{end}: {log.read_text()}"
             killed += 1
-        assert told(log) == expected, f"run {runs} of seed {seed()}"
+        assert result_in(log) == expected, f"run {runs} of seed {seed()}"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
 ) -> None:
     whole, log = config(tmp_path, "whole"), tmp_path / "life.log"
     assert nursery.live("train", whole, "--json", log=log) == 0, log.read_text()
-    expected = told(log)
+    expected = result_in(log)
     path = config(tmp_path, "signalled")
     assert nursery.live("train", path, "--json", log=log, end={end: 10}) == code, log.read_text()
     versions = Repository.open(LocalStore(tmp_path / "signalled")).versions()
@@ -133,7 +133,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
     newest = Repository.open(LocalStore(tmp_path / "signalled")).manifest(versions[-1])
     assert newest.step == 5
     assert nursery.live("train", path, "--json", log=log) == 0, log.read_text()
-    assert told(log) == expected
+    assert result_in(log) == expected
 
 
 @pytest.mark.soak
@@ -157,7 +157,7 @@ def check_train(nursery: Nursery, where: Path, settings: dict[str, str], kills: 
         where,
         "train",
         lambda name: (config(where, name, **settings), "--json"),
-        told(log),
+        result_in(log),
         kills,
     )
     assert verify(Repository.open(LocalStore(where / "run-1"))).ok
@@ -166,7 +166,7 @@ def check_train(nursery: Nursery, where: Path, settings: dict[str, str], kills: 
 def check_plain(nursery: Nursery, where: Path, kills: int) -> None:
     log = where / "whole.log"
     assert nursery.live("plain", str(where / "whole"), log=log) == 0, log.read_text()
-    survive(nursery, where, "plain", lambda name: (str(where / name),), told(log), kills)
+    survive(nursery, where, "plain", lambda name: (str(where / name),), result_in(log), kills)
     assert verify(Repository.open(LocalStore(where / "run-1"))).ok
 
 
@@ -186,11 +186,11 @@ def test_the_older_of_two_processes_is_fenced_and_nothing_is_lost(
     assert code == 0, (tmp_path / "new.log").read_text()
     os.kill(old, signal.SIGCONT)
     assert nursery.wait(old) == FencedError.exit_code, (tmp_path / "old.log").read_text()
-    assert told(tmp_path / "new.log") == told(log)
+    assert result_in(tmp_path / "new.log") == result_in(log)
     repository = Repository.open(LocalStore(tmp_path / "run"))
     assert set(committed) <= set(repository.versions())
     assert verify(repository).ok
     # The run is finished: a further life trains nothing and ends with the same bits.
     assert nursery.live("train", path, "--json", log=tmp_path / "last.log") == 0
     assert "this training is finished" in (tmp_path / "last.log").read_text()
-    assert told(tmp_path / "last.log") == told(log)
+    assert result_in(tmp_path / "last.log") == result_in(log)

@@ -36,7 +36,7 @@ KINDS = {
 }
 
 
-class Told(Hook):
+class Heard(Hook):
     def __init__(self) -> None:
         self.recovered: list[dict[str, Any]] = []
         self.steps: list[int] = []
@@ -53,12 +53,12 @@ def written(failure: Failure) -> str:
     return f"{', '.join(map(str, failure.shards))} at {failure.step} {failure.when}"
 
 
-def trained(where: Path | None, failures: Any = (), told: Hook | None = None, *more: str) -> Result:
+def trained(where: Path | None, failures: Any = (), hook: Hook | None = None, *more: str) -> Result:
     given = [*SMALL, *more]
     if where is not None:
         at = "[" + ", ".join(f'"{written(failure)}"' for failure in failures) + "]"
         given += [f"checkpoint.path={where}", f"failures.at={at}"]
-    return run(demo(given), hooks=[told] if told else [])
+    return run(demo(given), hooks=[hook] if hook else [])
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def check_full(
     random = np.random.default_rng(seed)
     kind = list(KINDS)[seed % len(KINDS)]
     layout = ["full", "one_shot", "intermittent", "consecutive"][int(random.integers(4))]
-    told = Told()
+    heard = Heard()
     result = trained(
         tmp_path / str(seed),
         failures,
-        told,
+        heard,
         *KINDS[kind],
         f"checkpoint.layout={layout}",
         f"checkpoint.every={random.integers(1, 9)} steps",
@@ -110,12 +110,13 @@ def check_full(
     recoveries = result.recoveries
     assert recoveries is not None
     assert recoveries.failures == losses(failures)
-    assert recoveries.full + recoveries.partial == len(told.recovered) > 0
+    assert recoveries.full + recoveries.partial == len(heard.recovered) > 0
     assert recoveries.pls == 0.0
     assert all(
-        it["scope"] == "full" or "no row was trained since" in it["reason"] for it in told.recovered
+        it["scope"] == "full" or "no row was trained since" in it["reason"]
+        for it in heard.recovered
     )
-    assert len(told.steps) == STEPS + recoveries.repeated_steps
+    assert len(heard.steps) == STEPS + recoveries.repeated_steps
 
 
 def test_full_recovery_from_random_failures_gives_the_same_bits(
@@ -136,7 +137,7 @@ def test_full_recovery_from_very_many_random_failures(
 def check_partial(tmp_path: Path, seed: int, failures: list[Failure]) -> None:
     random = np.random.default_rng(seed)
     kind = list(KINDS)[seed % len(KINDS)]
-    told = Told()
+    heard = Heard()
     every = int(random.integers(2, 9))
     more = [
         *KINDS[kind],
@@ -144,15 +145,15 @@ def check_partial(tmp_path: Path, seed: int, failures: list[Failure]) -> None:
         "checkpoint.recovery=partial",
         *([], ["checkpoint.priority=mfu"], ["checkpoint.priority=ssu"])[seed % 3],
     ]
-    result = trained(tmp_path / str(seed), failures, told, *more)
+    result = trained(tmp_path / str(seed), failures, heard, *more)
     recoveries = result.recoveries
     assert recoveries is not None
     assert result.steps == STEPS
     assert recoveries.failures == losses(failures)
-    partial = [it for it in told.recovered if it["scope"] == "partial"]
+    partial = [it for it in heard.recovered if it["scope"] == "partial"]
     assert recoveries.partial == len(partial)
     assert all(it["repeated_steps"] == 0 for it in partial)
-    assert len(told.steps) == STEPS + recoveries.repeated_steps
+    assert len(heard.steps) == STEPS + recoveries.repeated_steps
     # Of one failure a shard loses at most what came after the version before.
     most = sum(len(failure.shards) for failure in failures) * 9 / (STEPS * SHARDS)
     assert 0 <= recoveries.pls <= most

@@ -1,4 +1,4 @@
-"""A process near its limit of open files: the system's own EMFILE, at every call that opens one."""
+"""A process at its limit of open files: the system's own EMFILE, at every call that opens one."""
 
 from __future__ import annotations
 

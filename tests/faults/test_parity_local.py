@@ -55,7 +55,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
     histories = Histories()
     apply = Shard.apply
 
-    def and_told(shard: Shard, pushes: Any, lr: float, push_number: Any = None) -> int:
+    def and_record(shard: Shard, pushes: Any, lr: float, push_number: Any = None) -> int:
         with shard.lock:
             number = apply(shard, pushes, lr, push_number)
             for slab, push in zip(shard.slabs, pushes, strict=True):
@@ -64,7 +64,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
                     histories.add(table.name, ids, slab.read(t, ids))
         return number
 
-    monkeypatch.setattr(Shard, "apply", and_told)
+    monkeypatch.setattr(Shard, "apply", and_record)
     return histories
 
 

@@ -59,8 +59,8 @@ class ToyRows:
     def values(self, slab: int, layer: Layer, rows: I64) -> Words:
         data = self.data[layer][slab]
         out = np.zeros((rows.size, data.shape[1]), data.dtype)
-        here = rows < len(data)
-        out[here] = data[rows[here]]
+        present = rows < len(data)
+        out[present] = data[rows[present]]
         return out
 
     def unknown(self, slab: int, layer: Layer, rows: I64) -> Bools:
@@ -68,8 +68,8 @@ class ToyRows:
             return np.ones(rows.size, bool)
         out = np.zeros(rows.size, bool)
         if layer == "records":
-            here = rows < self.missing[slab].size
-            out[here] = self.missing[slab][rows[here]]
+            present = rows < self.missing[slab].size
+            out[present] = self.missing[slab][rows[present]]
         return out
 
     def lost(self, slot: int | None = None) -> bool:
@@ -84,10 +84,10 @@ class ToyRows:
         return rows[self.data["marks"][slab][rows, 0] != 0] // self.k
 
     def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:
-        here = (rows < SHAPES[slab].rows) & self.unknown(slab, layer, rows)
-        self.data[layer][slab][rows[here]] = values[here]
+        wanted = (rows < SHAPES[slab].rows) & self.unknown(slab, layer, rows)
+        self.data[layer][slab][rows[wanted]] = values[wanted]
         if layer == "records":
-            self.missing[slab][rows[here]] = False
+            self.missing[slab][rows[wanted]] = False
 
     def reveal(self) -> None:
         self.blind = False
@@ -256,9 +256,9 @@ class ParityProtocol(RuleBasedStateMachine):
 
     def decode(self, shard: int, slab: int, missing: I64) -> None:
         for group, slot in self.place.groups(shard):
-            mine = missing[missing % self.place.k == slot]
-            if mine.size:
-                stripes = mine // self.place.k
+            in_slot = missing[missing % self.place.k == slot]
+            if in_slot.size:
+                stripes = in_slot // self.place.k
                 self.decodes.append(self.rebuilder.start(group, slab, "records", stripes))
 
     # -- losses ----------------------------------------------------------------------------------
@@ -392,8 +392,8 @@ class ParityProtocol(RuleBasedStateMachine):
             if rows.blind or waiting or shard in self.dead:
                 continue
             for slab, missing in enumerate(rows.missing):
-                mine, theirs = (x.data["records"][slab] for x in (rows, self.perfect[shard]))
-                assert np.array_equal(mine[~missing], theirs[~missing])
+                found, expected = (x.data["records"][slab] for x in (rows, self.perfect[shard]))
+                assert np.array_equal(found[~missing], expected[~missing])
 
     def teardown(self) -> None:
         if not hasattr(self, "place"):
@@ -413,10 +413,10 @@ class ParityProtocol(RuleBasedStateMachine):
         self.deliver_all()
         for shard in range(self.place.n):
             for layer in ("records", "marks"):
-                for mine, theirs in zip(
+                for found, expected in zip(
                     self.rows(shard).data[layer], self.perfect[shard].data[layer], strict=True
                 ):
-                    assert np.array_equal(mine, theirs)
+                    assert np.array_equal(found, expected)
         check_parity(self.rebuilder)
 
 
@@ -457,10 +457,10 @@ def test_a_decode_that_began_before_a_loss_is_refused() -> None:
     missing = np.flatnonzero(machine.rows(0).missing[0])
     assert missing.size
     machine.decode(0, 0, missing)
-    begun = list(machine.decodes)
+    started = list(machine.decodes)
     machine.deliver_all()
     lose(1)
-    for decode in begun:
+    for decode in started:
         with pytest.raises(StreamError, match="lost since it began"):
             machine.rebuilder.finish(decode)
     assert machine.rows(0).missing[0][missing].all()

@@ -132,12 +132,12 @@ def trained_under_fire(
     check_counts(cluster, counts)
     assert state(cluster) == state(plain)
     cluster.rebuild()
-    told = cluster.parity
-    assert told is not None
-    assert told.protected
-    assert told.recoveries
-    assert told.rebuilt_rows
-    assert told.messages
+    status = cluster.parity
+    assert status is not None
+    assert status.protected
+    assert status.recoveries
+    assert status.rebuilt_rows
+    assert status.messages
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -248,19 +248,19 @@ def test_a_host_that_is_gone_is_tried_ever_more_rarely(monkeypatch: pytest.Monke
 def test_a_server_tells_of_its_parity() -> None:
     """In this process: what Prometheus and `emberkeep cluster status` see of a server."""
     served = [ShardService(threads=1) for _ in range(3)]
-    started = [ShardServer(its) for its in served]
+    started = [ShardServer(service) for service in served]
     spec = ek.connect([server.address for server in started], parity=Parity(k=2, r=1))
     cluster = spec.open(PLAIN, Adagrad(lr=0.1), seed=1)
     ones(cluster, Random(0), Counter())
     text = served[0].exposition()
     assert 'emberkeep_parity_messages_total{shard="0"} 2' in text
     assert 'emberkeep_parity_lag_messages{shard="0"} 0' in text
-    told = cluster.handles[0].status()["parity"]
-    assert told["unprotected_stripes"] == 0
-    assert _parity(told) == "whole"
-    assert _parity({**told, "lag": 3}) == "lag 3"
-    assert _parity({**told, "lag": 3, "unprotected_stripes": 1200}) == "1,200 stripes open"
-    assert _parity({**told, "unprotected_stripes": 9, "missing_rows": 7}) == "7 rows missing"
+    status = cluster.handles[0].status()["parity"]
+    assert status["unprotected_stripes"] == 0
+    assert _parity(status) == "whole"
+    assert _parity({**status, "lag": 3}) == "lag 3"
+    assert _parity({**status, "lag": 3, "unprotected_stripes": 1200}) == "1,200 stripes open"
+    assert _parity({**status, "unprotected_stripes": 9, "missing_rows": 7}) == "7 rows missing"
     assert _parity(None) == ""
     cluster.close()
     for server in started:

@@ -58,7 +58,7 @@ class Scene:
 
     def check(self) -> None:
         """Every acknowledged version counts and reads exactly; nothing else counts."""
-        # A writer may be told of its commit after its successor has saved the next version.
+        # A writer may hear of its commit after its successor has saved the next version.
         assert sorted(m.version for m in self.acknowledged) == list(self.clean.versions())
         for manifest in self.acknowledged:
             check_content(self.clean, manifest)
@@ -188,7 +188,7 @@ def test_gc_runs_at_any_point_of_a_save() -> None:
 
 
 def test_a_save_runs_at_any_point_of_gc() -> None:
-    """A save that builds on a version that gc is about to remove is told, or the version stays."""
+    """A save that builds on a version that gc is about to remove fails, or the version stays."""
     outcomes = set()
 
     def act(scene: Scene) -> None:
@@ -199,7 +199,7 @@ def test_a_save_runs_at_any_point_of_gc() -> None:
             scene.save(scene.first, needs=[VersionId(1, 1)])
             outcomes.add("held")
         except NoVersionError:
-            outcomes.add("told")
+            outcomes.add("refused")
             scene.save(scene.first, needs=[VersionId(3, 1)])
 
     def check(scene: Scene) -> None:
@@ -208,12 +208,12 @@ def test_a_save_runs_at_any_point_of_gc() -> None:
         check_collected(scene)
 
     assert at_every_operation(act, interrupt, check) >= 15
-    assert outcomes == {"held", "told"}
+    assert outcomes == {"held", "refused"}
 
 
 @pytest.mark.parametrize("keep", ["pin", "tag"])
 def test_a_reader_holds_a_version_at_any_point_of_gc(keep: str) -> None:
-    """Either the reader is told that the version goes, or gc spares it."""
+    """Either the reader hears that the version goes, or gc spares it."""
     outcomes = set()
 
     def act(scene: Scene) -> None:
@@ -228,7 +228,7 @@ def test_a_reader_holds_a_version_at_any_point_of_gc(keep: str) -> None:
             scene.held = VersionId(2, 1)
             outcomes.add("held")
         except NoVersionError:
-            outcomes.add("told")
+            outcomes.add("refused")
 
     def check(scene: Scene) -> None:
         if scene.held:
@@ -242,7 +242,7 @@ def test_a_reader_holds_a_version_at_any_point_of_gc(keep: str) -> None:
         assert list(scene.memory.list("condemned")) == []
 
     assert at_every_operation(act, interrupt, check) >= 15
-    assert outcomes == {"held", "told"}
+    assert outcomes == {"held", "refused"}
 
 
 def test_gc_runs_at_any_point_of_a_pinned_read() -> None:
@@ -255,13 +255,13 @@ def test_gc_runs_at_any_point_of_a_pinned_read() -> None:
                     check_content(scene.repository, manifest)
             outcomes.add("read")
         except NoVersionError:
-            outcomes.add("told")
+            outcomes.add("refused")
 
     def interrupt(scene: Scene) -> None:
         collector(scene.first).collect()
 
     assert at_every_operation(act, interrupt, check_collected) >= 8
-    assert outcomes == {"read", "told"}
+    assert outcomes == {"read", "refused"}
 
 
 def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:

@@ -49,7 +49,7 @@ class Process:
 
 
 class Model(RuleBasedStateMachine):
-    """The model is the list of versions that somebody was told exist.
+    """The model is the list of versions that were acknowledged to somebody.
 
     Two processes write, collect and die; the model knows what must still be there.
     """
@@ -100,7 +100,7 @@ class Model(RuleBasedStateMachine):
         def action() -> Manifest:
             settled = writer.settle()
             if settled is not None:
-                self.told(settled)
+                self.acknowledge(settled)
             versions = process.repository.versions()
             needs = [versions[-back]] if 0 < back <= len(versions) else []
             try:
@@ -110,9 +110,9 @@ class Model(RuleBasedStateMachine):
 
         manifest = self.attempt(process, action)
         if manifest is not None:
-            self.told(manifest)
+            self.acknowledge(manifest)
 
-    def told(self, manifest: Manifest) -> None:
+    def acknowledge(self, manifest: Manifest) -> None:
         self.acknowledged[manifest.version] = manifest
         assert self.newest is None or manifest.version.number > self.newest.number
         self.newest = manifest.version
@@ -168,7 +168,7 @@ class Model(RuleBasedStateMachine):
         self.processes[which].store.deliver()
 
     @invariant()
-    def the_history_is_what_was_told(self) -> None:
+    def the_history_is_what_was_acknowledged(self) -> None:
         versions = self.clean.versions()
         if self.newest is not None:
             # The newest acknowledged version is never lost, and only one whose answer was lost

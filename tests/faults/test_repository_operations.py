@@ -34,7 +34,7 @@ DEADLY = [Fault.DIE_BEFORE, Fault.DIE_AFTER, Fault.DIE_TORN]
 
 
 class Story:
-    """What the process was told, kept outside of it."""
+    """What was acknowledged to the process, kept outside of it."""
 
     def __init__(self) -> None:
         self.acknowledged: list[Manifest] = []

@@ -54,15 +54,15 @@ def check_after(
 ) -> None:
     target.mkdir()
     power_cut(disk.calls[:cut], str(base), str(target), random=random)
-    told = [manifest for at, manifest in acknowledged if at <= cut]
+    known = [manifest for at, manifest in acknowledged if at <= cut]
     store = LocalStore(target / ROOT, disk=Unsynced())
     try:
         repository = Repository.open(store)
     except NoRepositoryError:
-        assert not told
+        assert not known
         return
-    if told:
-        for manifest in repository.chain(told[-1].version):
+    if known:
+        for manifest in repository.chain(known[-1].version):
             check_content(repository, manifest)
     newest = repository.latest()
     if newest is not None:

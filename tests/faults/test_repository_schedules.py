@@ -1,4 +1,4 @@
-"""Pairs of processes under every schedule: who may lose what, whoever sleeps where.
+"""Pairs of processes under every schedule: who may lose what, wherever one sleeps.
 
 Each process runs the real code; between any two of its storage operations the other may act for as
 long as it likes. That is how sleeping processes, slow networks and clocks that disagree look to a
@@ -187,7 +187,7 @@ class GridScene:
         self.worlds = [self.world]
 
     def check(self) -> None:
-        """Every version that stands is what it was, bit for bit, whoever wrote it."""
+        """Every version that stands is what it was, bit for bit, no matter who wrote it."""
         shadows = {n: rows for world in self.worlds for n, rows in world.shadows.items()}
         repository = Repository.open(self.store)
         versions = repository.versions()

@@ -71,10 +71,10 @@ def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Far
     os.kill(zombie, signal.SIGCONT)
     connection = Connection(address, Security())
     connection.open(timedelta(seconds=5))
-    mine = RowIds(np.arange(1, 40, 2), np.array([0, 20]))
+    odd = RowIds(np.arange(1, 40, 2), np.array([0, 20]))
     for epoch, kind in ((old, PUSH), (old, PULL), (cluster.handles[1].epoch, PULL)):
         request = Request(
-            kind=kind, epoch=epoch, incarnation=7, number=1, lr=1.0, wanted=[mine],
+            kind=kind, epoch=epoch, incarnation=7, number=1, lr=1.0, wanted=[odd],
             grads=[ONES[0][:20]] if kind == PUSH else [],
         )  # fmt: skip
         connection.send(pack_request(request), timedelta(seconds=5))
@@ -258,7 +258,7 @@ def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
     hosts.end()
 
 
-def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(farm: Farm) -> None:
+def test_a_server_that_is_asked_to_end_answers_what_it_has_started(farm: Farm) -> None:
     from emberkeep.server.epoch import Session
     from emberkeep.server.shard_service import ShardService
 

@@ -150,9 +150,9 @@ def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
     for shard, steps in enumerate(applied):
         for number in steps:
             (ids,), grads = push_of(number)
-            mine = ids.ids % SHARDS == shard
-            expected[ids.ids[mine]] -= grads[mine]
-    cluster.pull(push_of(0)[0])  # whoever was killed last is missed here
+            own = ids.ids % SHARDS == shard
+            expected[ids.ids[own]] -= grads[own]
+    cluster.pull(push_of(0)[0])  # notices the server that was killed last
     held = cluster.read("t", np.arange(ROWS))["weight"]
     assert np.abs(held - expected).max() < 1e-5
     assert recovered
@@ -176,9 +176,9 @@ def test_every_push_is_applied_once_however_often_servers_die_for_long(
 # -- training ------------------------------------------------------------------------------------
 
 
-class Told(Hook):
-    """Lets the killer begin with the first step and end with the last: whoever looks at the rows
-    afterwards has no keeper any more that brings servers back."""
+class Recoveries(Hook):
+    """Lets the killer begin with the first step and end with the last: nothing brings
+    servers back any more when the rows are compared afterwards."""
 
     def __init__(self, killer: Killer) -> None:
         self.recovered: list[dict[str, Any]] = []
@@ -205,7 +205,7 @@ class _Spec:
 
 def train(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, *more: str
-) -> tuple[Result, Told, Killer]:
+) -> tuple[Result, Recoveries, Killer]:
     hosts = FarmLauncher(farm, SHARDS)
     monkeypatch.setattr(build, "_cluster", lambda *_: _Spec(hosts))
     settings = demo(
@@ -213,10 +213,10 @@ def train(
          *more]
     )  # fmt: skip
     with Killer(hosts, kills, seed, least_ms=20) as killer:
-        told = Told(killer)
-        result = run(settings, hooks=[told])
+        heard = Recoveries(killer)
+        result = run(settings, hooks=[heard])
     hosts.end()
-    return result, told, killer
+    return result, heard, killer
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +227,13 @@ def uninterrupted() -> Result:
 def check_full(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, whole: Result
 ) -> int:
-    result, told, killer = train(farm, monkeypatch, where, kills, seed, "checkpoint.recovery=full")
+    result, heard, killer = train(farm, monkeypatch, where, kills, seed, "checkpoint.recovery=full")
     assert result.digest == whole.digest
     assert result.auc == whole.auc
     assert result.recoveries is not None
     # Where nothing was pushed since the version, the lost shards alone come back: nothing is lost.
     made = result.recoveries
-    assert made.full + made.partial == len(told.recovered)
+    assert made.full + made.partial == len(heard.recovered)
     assert made.pls == 0
     return killer.killed
 
@@ -241,12 +241,12 @@ def check_full(
 def check_partial(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int
 ) -> int:
-    result, told, killer = train(
+    result, heard, killer = train(
         farm, monkeypatch, where, kills, seed, "checkpoint.recovery=partial"
     )
     repository = Repository.open(LocalStore(where))
     expected, last = 0.0, dict.fromkeys(range(SHARDS), 0)
-    for event in told.recovered:
+    for event in heard.recovered:
         assert event["scope"] == "partial", event
         saved = repository.manifest(repository.version(event["version"])).step
         for shard in event["shards"]:
@@ -255,7 +255,7 @@ def check_partial(
             last[shard] = event["step"]
     assert result.recoveries is not None
     assert result.recoveries.pls == pytest.approx(expected)
-    assert result.recoveries.partial == len(told.recovered)
+    assert result.recoveries.partial == len(heard.recovered)
     newest = repository.latest()
     assert newest is not None
     assert repository.manifest(newest).step == result.steps

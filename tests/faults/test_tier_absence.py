@@ -88,9 +88,9 @@ def test_a_state_without_its_rows_is_no_new_tier(tmp_path: Path) -> None:
     file = tmp_path / "t" / "rows-0-0.tier"
     os.rename(file, tmp_path / "elsewhere")
     before = content_of(tmp_path / "t")
-    with pytest.raises(DamageError, match=r"rows-0-0\.tier.*[Mm]ount.*remove .*state") as told:
+    with pytest.raises(DamageError, match=r"rows-0-0\.tier.*[Mm]ount.*remove .*state") as raised:
         Run(tmp_path / "t")
-    assert "step-3" in str(told.value)
+    assert "step-3" in str(raised.value)
     assert content_of(tmp_path / "t") == before
     os.rename(tmp_path / "elsewhere", file)
     assert resumed(tmp_path / "t") == 3
@@ -124,7 +124,7 @@ def other_process(path: Path) -> str:
 
 
 def test_a_new_tier_is_locked_before_anything_is_there(tmp_path: Path) -> None:
-    """Whoever holds the lock alone decides what there is, also where there is nothing yet."""
+    """The holder of the lock alone decides what there is, also where there is nothing yet."""
     os.mkdir(tmp_path / "t")
     held = os.open(tmp_path / "t" / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)

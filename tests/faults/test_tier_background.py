@@ -1,4 +1,4 @@
-"""Errors beside the training loop: kept, told to whoever waits and at the next call, no hang."""
+"""Errors beside the training loop: kept, raised to who waits and at the next call, no hang."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ERRORS = [OSError(errno.EIO, "Input/output error"), MemoryError("no memory"), Ze
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["_evict", "_save", "_write_waiting"])
-def test_whatever_upkeep_meets_is_told_to_all_who_wait(
+def test_whatever_upkeep_meets_is_raised_to_all_who_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:
     cluster, before = durable(tmp_path / "t")
@@ -72,7 +72,7 @@ def test_whatever_upkeep_meets_is_told_to_all_who_wait(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_whatever_the_cleaner_meets_is_told(
+def test_whatever_the_cleaner_meets_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     cluster, _ = durable(tmp_path / "t")
@@ -86,14 +86,14 @@ def test_whatever_the_cleaner_meets_is_told(
 
 def check_ended(cluster: LocalCluster, error: BaseException) -> None:
     """Every call says why, and closing does not wait for what is gone."""
-    with pytest.raises(TierError, match="has failed") as told:
+    with pytest.raises(TierError, match="has failed") as raised:
         train(cluster, 2)
-    assert told.value.__cause__ is error
+    assert raised.value.__cause__ is error
     with pytest.raises(TierError, match="has failed"):
         cluster.prepare_tiers(2)
-    with pytest.raises(TierError, match="ended") as told:
+    with pytest.raises(TierError, match="ended") as raised:
         cluster.close()
-    assert told.value.__cause__ is error
+    assert raised.value.__cause__ is error
 
 
 def test_nobody_waits_for_ever_for_a_disk_that_hangs(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_keeper_over_upkeep_that_failed_closes_with_the_error(
         run.end()
 
 
-def test_a_thread_that_cannot_start_is_told(
+def test_a_thread_that_cannot_start_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = start(tmp_path / "t")
@@ -153,7 +153,7 @@ def test_a_thread_that_cannot_start_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        train(cluster, 0)  # has taken place: nobody is told that it has not
+        train(cluster, 0)  # has taken place: nobody may hear that it has not
     with pytest.raises(TierError, match="can't start new thread"):
         cluster.prepare_tiers(1)
     end(cluster)
@@ -235,13 +235,13 @@ class Broken(Unsynced):
         return super().open(path, direct=direct)
 
 
-def test_a_file_system_without_direct_access_is_told_once(
+def test_a_file_system_without_direct_access_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable_open, "DISK", Buffered)
-    with pytest.warns(RuntimeWarning, match="direct") as told:
+    with pytest.warns(RuntimeWarning, match="direct") as caught:
         cluster = start(tmp_path / "t", shards=2)
-    assert len([w for w in told if "direct" in str(w.message)]) == 1
+    assert len([w for w in caught if "direct" in str(w.message)]) == 1
     assert [status.direct for status in cluster.tier_status()] == [False, False]
     end(cluster)
     monkeypatch.setattr(durable_open, "DISK", Disk)

@@ -20,7 +20,7 @@ from tests.unit.tiered.test_tiered_slab import Unsynced
 
 
 class Failing(Unsynced):
-    """Fails the writes of one file's head, or the creation of decisions, while it is told to."""
+    """Fails the writes of one file's head, or the creation of decisions, while a test wants it."""
 
     heads: str | None = None
     links = False
@@ -125,7 +125,7 @@ def test_that_file_comes_back_alone_too(tmp_path: Path) -> None:
     comes_back(tmp_path / "t", 3, before)
 
 
-def test_what_nobody_decided_is_aborted_by_whoever_opens(tmp_path: Path) -> None:
+def test_what_nobody_decided_is_aborted_by_the_next_opening(tmp_path: Path) -> None:
     cluster, one, _ = prepared(tmp_path / "t")
     end(cluster)
     comes_back(tmp_path / "t", 1, one)
@@ -186,7 +186,7 @@ def test_a_decision_that_cannot_be_stored_is_waited_for(tmp_path: Path) -> None:
     assert before != one
 
 
-def test_a_damaged_decision_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_a_damaged_decision_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     cluster, _, two = prepared(tmp_path / "t")
     Failing.heads = ".tier"  # no file can record it
     with pytest.raises(TierError):

@@ -1,4 +1,4 @@
-"""What can happen to a tier's files and its disk: each is told plainly, and nothing is lost."""
+"""What can happen to a tier's files and its disk: each is reported plainly, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZER = Adagrad(lr=0.1)
 
 
 class Failing(Disk):
-    """Fails whatever it is told to."""
+    """Fails the calls that a test names."""
 
     fails: str | None = None
     code = errno.EIO
@@ -148,7 +148,7 @@ def _spoil(path: Path, offset: int, nbytes: int = 600) -> None:
         file.write(os.urandom(nbytes))
 
 
-def test_one_torn_head_is_survived_two_are_told(tmp_path: Path) -> None:
+def test_one_torn_head_is_survived_two_are_reported(tmp_path: Path) -> None:
     before = trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
     _, newest = read_head(str(file))
@@ -164,7 +164,7 @@ def test_one_torn_head_is_survived_two_are_told(tmp_path: Path) -> None:
     assert file.read_bytes()[START:] == content[START:]
 
 
-def test_a_short_file_is_told(tmp_path: Path) -> None:
+def test_a_short_file_is_reported(tmp_path: Path) -> None:
     trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
     os.truncate(file, START + 20_000)
@@ -173,7 +173,7 @@ def test_a_short_file_is_told(tmp_path: Path) -> None:
     assert file.stat().st_size == START + 20_000
 
 
-def test_a_damaged_block_is_told(tmp_path: Path) -> None:
+def test_a_damaged_block_is_reported(tmp_path: Path) -> None:
     trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
     head, _ = read_head(str(file))
@@ -184,7 +184,7 @@ def test_a_damaged_block_is_told(tmp_path: Path) -> None:
         start(tmp_path / "t")
 
 
-def test_a_missing_file_of_several_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_of_several_is_reported(tmp_path: Path) -> None:
     cluster = start(tmp_path / "t", shards=3)
     train(cluster, 0)
     make_durable(cluster, 1)
@@ -290,8 +290,8 @@ def test_a_lost_shard_comes_back_alone_at_the_durable_batch(tmp_path: Path) -> N
     cluster.kill(1)
     cluster.renew(1)
     cluster.serve(1)
-    for mine, wanted in ((1, held), (0, other)):
-        ids, planes = cluster.shards[mine].read_all("a")
+    for shard, wanted in ((1, held), (0, other)):
+        ids, planes = cluster.shards[shard].read_all("a")
         assert ids.tobytes() == wanted[0].tobytes()
         assert all(planes[name].tobytes() == wanted[1][name].tobytes() for name in planes)
     train(cluster, 6)

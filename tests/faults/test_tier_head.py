@@ -125,10 +125,10 @@ def test_the_advice_for_a_larger_cache_works_when_it_is_followed(tmp_path: Path)
             try:
                 cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
             except ConfigError as refused:
-                told = re.search(r"to ([0-9.]+ MiB) or more", str(refused))
-                assert told is not None
-                memory = told[1]
-                # One refusal for each shard of each slab at most: what is told is enough.
+                named = re.search(r"to ([0-9.]+ MiB) or more", str(refused))
+                assert named is not None
+                memory = named[1]
+                # One refusal for each shard of each slab at most: the size it names is enough.
                 assert attempt < 2 * len(dims)
                 continue
             finally:

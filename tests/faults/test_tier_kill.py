@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.lives import Nursery
-from tests.faults.test_kill import survive, told
+from tests.faults.test_kill import result_in, survive
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def nursery() -> Iterator[Nursery]:
 def check(nursery: Nursery, where: Path, kills: int) -> None:
     log = where / "whole.log"
     assert nursery.live("tiered", str(where / "whole"), log=log) == 0, log.read_text()
-    survive(nursery, where, "tiered", lambda name: (str(where / name),), told(log), kills)
+    survive(nursery, where, "tiered", lambda name: (str(where / name),), result_in(log), kills)
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:

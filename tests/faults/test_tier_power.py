@@ -31,7 +31,7 @@ TABLES = [
     Table("wide", rows=80, dim=9),
 ]
 OPTIMIZER = Adagrad(lr=0.1)
-Told = list[tuple[int, int]]
+Acknowledged = list[tuple[int, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def live(path: Path, random: np.random.Generator, models: dict[int, Any], shards
     back = cluster.tier_batch() or 0
     if back:
         assert everything(cluster) == models[back]
-    told: Told = [(len(make_disk().calls), back)]
+    acknowledged: Acknowledged = [(len(make_disk().calls), back)]
     for batch in range(back + 1, back + 1 + int(random.integers(3, 9))):
         train(cluster, random)
         if random.random() < 0.6:
@@ -109,9 +109,9 @@ def live(path: Path, random: np.random.Generator, models: dict[int, Any], shards
                 cluster.abandon_tiers()  # as when a shard is lost meanwhile
                 continue
             cluster.commit_tiers()
-            told.append((len(make_disk().calls), batch))
+            acknowledged.append((len(make_disk().calls), batch))
     end(cluster)
-    return make_disk().calls, told
+    return make_disk().calls, acknowledged
 
 
 def check_lives(base: Path, seed: int, lives: int, shards: int) -> None:
@@ -122,10 +122,10 @@ def check_lives(base: Path, seed: int, lives: int, shards: int) -> None:
     path.mkdir(parents=True)
     least = 0
     for life in range(1, lives + 1):
-        calls, told = live(path, random, models, shards)
-        assert told[0][1] >= least
-        cut = chance.randint(told[0][0], len(calls))
-        least = max(batch for at, batch in told if at <= cut)
+        calls, acknowledged = live(path, random, models, shards)
+        assert acknowledged[0][1] >= least
+        cut = chance.randint(acknowledged[0][0], len(calls))
+        least = max(batch for at, batch in acknowledged if at <= cut)
         target = base / str(life)
         (target / "tier").mkdir(parents=True)
         power_cut(calls[:cut], str(path), str(target), random=chance)
@@ -166,14 +166,14 @@ def test_nothing_survives_that_was_not_synced(tmp_path: Path) -> None:
     models: dict[int, Any] = {}
     path = tmp_path / "base"
     path.mkdir()
-    calls, told = live(path, random, models, 1)
-    for cut in range(told[0][0], len(calls) + 1, 3):
+    calls, acknowledged = live(path, random, models, 1)
+    for cut in range(acknowledged[0][0], len(calls) + 1, 3):
         target = tmp_path / str(cut)
         (target / "tier").mkdir(parents=True)
         power_cut(calls[:cut], str(path), str(target))
         cluster = start(target, Disk, 1)
         back = cluster.tier_batch() or 0
-        assert back >= max(batch for at, batch in told if at <= cut)
+        assert back >= max(batch for at, batch in acknowledged if at <= cut)
         if back:
             assert everything(cluster) == models[back]
         end(cluster)

@@ -48,8 +48,8 @@ def expected_of(root: Path, version: int) -> tuple[dict[str, Any], dict[str, Any
     """What a version must restore to: arrays by name, and the state beside them."""
     arrays = read_expected(root.parent / "expected")
     prefix = f"{version}/"
-    mine = {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
-    return mine, json.loads(mine.pop("state").tobytes())
+    own = {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
+    return own, json.loads(own.pop("state").tobytes())
 
 
 def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """What a holder of rows can do beyond the plain way is done when `Keeper` asks for it.
 
-A capability is optional: whoever lacks it is served the plain way, which is slower and right. So
+A capability is optional: a target that lacks it is served the plain way, slower and right. So
 one that gets lost between a keeper and its rows fails no other test. Here calls are counted.
 """
 

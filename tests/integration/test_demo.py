@@ -37,11 +37,11 @@ def test_two_shards_are_killed(
         for text in ("shards 2 and 5 were killed", "without embeddings", "written", "report.html"):
             assert text in out
         return
-    told = json.loads(out)
-    (made,) = told["recoveries"]
+    result = json.loads(out)
+    (made,) = result["recoveries"]
     assert (made["scope"], made["shards"], made["step"]) == ("partial", [2, 5], 29)
     assert made["pls"] == pytest.approx(2 * 5 / (54 * 8))
-    lost = told["without_failures"]["auc"] - told["with_failures"]["auc"]
-    assert told["auc_lost"] == pytest.approx(lost)
-    assert told["without_failures"]["baseline_auc"] is not None
-    assert {save["kind"] for save in told["versions"]} >= {"full", "prioritised"}
+    auc_lost = result["without_failures"]["auc"] - result["with_failures"]["auc"]
+    assert result["auc_lost"] == pytest.approx(auc_lost)
+    assert result["without_failures"]["baseline_auc"] is not None
+    assert {save["kind"] for save in result["versions"]} >= {"full", "prioritised"}

@@ -79,9 +79,9 @@ def test_strategies_under_the_same_failures() -> None:
     assert found.outcomes["cpr"].overhead.total < found.outcomes["partial"].overhead.total
     assert found.outcomes["cpr_ssu"].versions > found.outcomes["cpr"].versions
     assert found.outcomes["cpr_ssu"].overhead.save > found.outcomes["cpr"].overhead.save
-    told = found.to_dict()
-    assert set(told["strategies"]["cpr"]) >= {"overhead", "auc", "pls", "interval_hours"}
-    assert len(told["failures"]) == 2
+    document = found.to_dict()
+    assert set(document["strategies"]["cpr"]) >= {"overhead", "auc", "pls", "interval_hours"}
+    assert len(document["failures"]) == 2
 
 
 @pytest.mark.soak
@@ -104,8 +104,8 @@ def test_partial_recovery_that_does_not_pay_is_full() -> None:
 
 def test_a_shard_that_was_never_saved_starts_over() -> None:
     early = replace(SPEC, times=(30 * HOUR,), pls=0.2)
-    assert run(Task(spec=early, strategy="cpr")).began_anew
-    assert not run(Task(spec=replace(SPEC, times=(2 * HOUR,)), strategy="cpr")).began_anew
+    assert run(Task(spec=early, strategy="cpr")).started_over
+    assert not run(Task(spec=replace(SPEC, times=(2 * HOUR,)), strategy="cpr")).started_over
 
 
 def test_a_sweep_over_targets() -> None:
@@ -167,11 +167,11 @@ def test_the_command(tmp_path: Path) -> None:
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert set(told["strategies"]) == {"full", "cpr"}
-    assert told["strategies"]["full"]["auc"] == told["alone"]["auc"]
-    assert told["strategies"]["cpr"]["pls"] > 0
+    printed = json.loads(done.stdout)
+    assert set(printed["strategies"]) == {"full", "cpr"}
+    assert printed["strategies"]["full"]["auc"] == printed["alone"]["auc"]
+    assert printed["strategies"]["cpr"]["pls"] > 0
     assert "written:" in done.stderr
     assert "<svg" in report.read_text()
-    assert json.loads(report.with_suffix(".json").read_text()) == told
+    assert json.loads(report.with_suffix(".json").read_text()) == printed
     assert report.with_suffix(".csv").read_text().count("\n") == 3

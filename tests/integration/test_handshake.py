@@ -162,10 +162,10 @@ def test_a_server_refuses_a_client_of_another_protocol(
     """The server is asked as an older client would: one that does not look at its number."""
     greeting = connection.Connection(address, Security())
     seconds = timedelta(seconds=5)
-    for told in ({}, {"protocol": 1}, {"protocol": 3}):
-        number = told.get("protocol", 1)
+    for given in ({}, {"protocol": 1}, {"protocol": 3}):
+        number = given.get("protocol", 1)
         with pytest.raises(ProtocolError, match=f"protocol {number}, this process protocol 2"):
-            greeting.act("admit", {"epoch": 1, **told}, deadline=seconds)
+            greeting.act("admit", {"epoch": 1, **given}, deadline=seconds)
     with monkeypatch.context() as patched:
         patched.setattr(connection, "PROTOCOL", 1)
         greeting.open(seconds)

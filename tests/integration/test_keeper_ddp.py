@@ -58,7 +58,7 @@ class Pair:
             f"rank {rank}: {(self._where / f'rank-{rank}.log').read_text()}" for rank in (0, 1)
         )
 
-    def told(self, rank: int) -> dict[str, Any]:
+    def result(self, rank: int) -> dict[str, Any]:
         log = (self._where / f"rank-{rank}.log").read_text()
         lines = [line for line in log.splitlines() if line.startswith("{")]
         assert len(lines) == 1, self.logs()
@@ -73,8 +73,8 @@ def pair(nursery: Nursery, tmp_path: Path) -> Pair:
 
 def test_two_ranks_killed_and_resumed_end_with_the_same_bits(pair: Pair, tmp_path: Path) -> None:
     assert pair.live(tmp_path / "whole") == [0, 0], pair.logs()
-    expected = pair.told(0)
-    assert pair.told(1) == expected, "all ranks hold the same model"
+    expected = pair.result(0)
+    assert pair.result(1) == expected, "all ranks hold the same model"
     assert expected["steps"] == 40
     # Both optimizers step in every step, so 2n optimizer steps are n steps of the run.
     for ends in (
@@ -86,8 +86,8 @@ def test_two_ranks_killed_and_resumed_end_with_the_same_bits(pair: Pair, tmp_pat
     ):
         assert -signal.SIGKILL in pair.live(tmp_path / "run", ends), ends
     assert pair.live(tmp_path / "run") == [0, 0]
-    assert pair.told(0) == expected
-    assert pair.told(1) == expected
+    assert pair.result(0) == expected
+    assert pair.result(1) == expected
     assert verify(Repository.open(LocalStore(tmp_path / "run"))).ok
 
 
@@ -95,23 +95,23 @@ def test_sigterm_to_one_rank_stops_all_with_a_version_of_the_same_step(
     pair: Pair, nursery: Nursery, tmp_path: Path
 ) -> None:
     assert pair.live(tmp_path / "whole") == [0, 0]
-    expected = pair.told(0)
+    expected = pair.result(0)
     assert pair.live(tmp_path / "run", {1: {"sigterm_at_step": 13}}) == [75, 75]
     repository = Repository.open(LocalStore(tmp_path / "run"))
     newest = repository.latest()
     assert newest is not None
     assert repository.manifest(newest).step == 7
     assert pair.live(tmp_path / "run") == [0, 0]
-    assert pair.told(0) == pair.told(1) == expected
+    assert pair.result(0) == pair.result(1) == expected
 
 
 def test_ranks_that_save_by_time_agree_when(pair: Pair, tmp_path: Path) -> None:
     """The clocks of the ranks differ, and only one of them decides."""
     assert pair.live(tmp_path / "run", {1: {"after_step": 51}}, every="0.05s") != [0, 0]
     assert pair.live(tmp_path / "run", every="0.05s") == [0, 0]
-    told = pair.told(0), pair.told(1)
+    results = pair.result(0), pair.result(1)
     assert pair.live(tmp_path / "whole", every="1h") == [0, 0]
-    assert told == (pair.told(0), pair.told(1))
+    assert results == (pair.result(0), pair.result(1))
 
 
 def test_a_version_of_two_ranks_resumes_alone(pair: Pair, nursery: Nursery, tmp_path: Path) -> None:

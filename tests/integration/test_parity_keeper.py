@@ -115,8 +115,8 @@ def test_more_losses_than_parity_bears_fall_to_the_repository(tmp_path: Path, sc
         assert bags.cluster.parity.protected
         bags.cluster.kill(1)
         assert state(bags.cluster) == saved
-        told = keeper.recoveries()
-        assert (told.full, told.partial) == ((1, 0) if scope == "full" else (0, 1))
+        recoveries = keeper.recoveries()
+        assert (recoveries.full, recoveries.partial) == ((1, 0) if scope == "full" else (0, 1))
 
 
 def test_parity_without_shards_is_refused(tmp_path: Path) -> None:

@@ -254,9 +254,9 @@ def test_a_prefetched_pull_is_what_a_pull_would_be(seed: int) -> None:
                 ranks[rank].prefetch(following[rank])
             done = []
             for rank in range(2):
-                mine = batch()
-                grads = {n: random.standard_normal((len(i), dims[n])) for n, i in mine.items()}
-                wanted = wanted_of(ranks[rank], mine)
+                own = batch()
+                grads = {n: random.standard_normal((len(i), dims[n])) for n, i in own.items()}
+                wanted = wanted_of(ranks[rank], own)
                 done.append(
                     threads.submit(ranks[rank].push, wanted, grads_of(ranks[rank], grads), lr=0.1)
                 )
@@ -529,13 +529,13 @@ def test_a_version_beside_asynchronous_workers_holds_on_each_shard_what_was_answ
     workers = [servers.cluster(given, SGD(lr=1.0), coordinate=False) for _ in range(2)]
     initial = coordinator.read("t", ids)["weight"]
     everything = [RowIds(ids, np.array([0, count]))]
-    begun, answered, ended = [0, 0], [0, 0], threading.Event()
+    sent, answered, ended = [0, 0], [0, 0], threading.Event()
 
     def work(worker: int) -> None:
         grads = np.zeros((count, 2), np.float32)
         grads[:, worker] = 1
         while not ended.is_set():
-            begun[worker] += 1
+            sent[worker] += 1
             workers[worker].push(everything, [grads], lr=1.0)
             answered[worker] += 1
 
@@ -548,7 +548,7 @@ def test_a_version_beside_asynchronous_workers_holds_on_each_shard_what_was_answ
     for step in range(1, 5):
         least = list(answered)
         keeper.save(step)
-        bounds.append((least, list(begun)))
+        bounds.append((least, list(sent)))
         keeper.wait()
     ended.set()
     for thread in threads:
@@ -670,7 +670,7 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
         time.sleep(0.02)  # it comes with the next renewal of the lease
     exporter = MetricsServer(servers.served[1].exposition, 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as answer:
-        told = answer.read().decode()
+        text = answer.read().decode()
     exporter.close()
     for line in (
         'emberkeep_rows_pulled_total{shard="1"} 30',
@@ -684,18 +684,18 @@ def test_prometheus_reads_what_a_server_does(servers: Threads) -> None:
         'emberkeep_version_age_seconds{shard="1"} 6',
         'emberkeep_pls{shard="1"} 0.25',
     ):
-        assert line in told
+        assert line in text
     cluster.close()
 
 
-def test_a_port_that_is_taken_is_told_as_such() -> None:
+def test_a_port_that_is_taken_is_named() -> None:
     first = ShardServer(ShardService(threads=1))
     with pytest.raises(ServerError, match=f"127.0.0.1:{first.port}: Address already in use"):
         ShardServer(ShardService(threads=1), port=first.port)
     first.shutdown()
 
 
-def test_a_certificate_that_is_none_is_told_as_such() -> None:
+def test_a_certificate_that_is_none_is_named() -> None:
     security = Security(token="a token of enough characters", certificate=b"no", key=b"no")
     with pytest.raises(SecurityError, match="PEM"):
         ShardServer(ShardService(threads=1), security=security)

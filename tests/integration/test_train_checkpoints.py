@@ -169,10 +169,10 @@ def test_the_command_says_what_happened_and_what_it_cost(tmp_path: Path) -> None
     second = CliRunner().invoke(app, [*arguments, "--json"])
     assert "resumed from version 5, after step 18" in second.stderr
     assert "this training is finished" in second.stderr
-    told = json.loads(second.stdout)
-    assert told["checkpoints"]["versions"] == 0
-    assert told["checkpoints"]["kept_nbytes"] > 0
-    assert told["resumed_step"] == told["steps"] == 18
+    printed = json.loads(second.stdout)
+    assert printed["checkpoints"]["versions"] == 0
+    assert printed["checkpoints"]["kept_nbytes"] > 0
+    assert printed["resumed_step"] == printed["steps"] == 18
     fresh = CliRunner().invoke(app, [*arguments, "--fresh"])
     assert "6 versions were saved" in fresh.stdout
 

@@ -30,7 +30,7 @@ def tiered(path: Path, *overrides: str, every: str = "3 steps") -> RunConfig:
 
 
 class Stop(Hook):
-    """Ends a run after a step; hears what is told, and waits until what was due is durable."""
+    """Ends a run after a step; hears the events, and waits until what was due is durable."""
 
     def __init__(self, after: int | None = None, *, every: int = 3) -> None:
         self._after, self._every = after, every
@@ -49,7 +49,7 @@ class Stop(Hook):
         if event == "saved":
             self._saved.set()
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def heard(self, event: str) -> list[dict[str, Any]]:
         return [details for name, details in self.events if name == event]
 
 
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_the_durable_step_with_the_same_bits(tmp_path: Path) 
     result = run(tiered(tmp_path / "t"), hooks=[again])
     assert result.digest == whole.digest
     assert result.resumed_step == 6
-    assert again.told("resumed") == [{"version": None, "step": 6, "lost": []}]
+    assert again.heard("resumed") == [{"version": None, "step": 6, "lost": []}]
     finished = Stop()
     assert run(tiered(tmp_path / "t"), hooks=[finished]).digest == whole.digest
     assert [name for name, _ in finished.events] == ["resumed", "finished"]
@@ -105,7 +105,7 @@ def test_a_lost_shard_comes_back_alone_and_its_losses_are_counted(
     failing = [f'failures.at=["1 at {step} {when}"]', "cluster.shards=4"]
     hook = Stop()
     result = run(tiered(tmp_path / "t", *failing), hooks=[hook])
-    (made,) = hook.told("recovered")
+    (made,) = hook.heard("recovered")
     assert made["shards"] == (1,)
     assert made["step"] == step - 1
     assert made["pls"] == pytest.approx((step - 1 - 6) / (STEPS * 4))
@@ -123,7 +123,7 @@ def test_what_a_shard_lost_before_is_not_counted_twice(tmp_path: Path) -> None:
     failing = ['failures.at=["0 at 7", "0 at 9"]', "cluster.shards=2"]
     hook = Stop(every=5)
     run(tiered(tmp_path / "t", *failing, every="5 steps"), hooks=[hook])
-    first, second = hook.told("recovered")
+    first, second = hook.heard("recovered")
     assert first["pls"] == pytest.approx(1 / (STEPS * 2))
     assert second["pls"] - first["pls"] == pytest.approx(2 / (STEPS * 2))
 
@@ -132,7 +132,7 @@ def test_all_shards_lost_go_back_to_the_durable_step(tmp_path: Path) -> None:
     failing = ['failures.at=["0, 1 at 8"]', "cluster.shards=2"]
     hook = Stop()
     result = run(tiered(tmp_path / "t", *failing), hooks=[hook])
-    (made,) = hook.told("recovered")
+    (made,) = hook.heard("recovered")
     assert (made["scope"], made["step"], made["repeated_steps"]) == ("full", 6, 1)
     assert result.digest == run(small("cluster.shards=2")).digest
 

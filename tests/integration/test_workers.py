@@ -114,17 +114,17 @@ def test_workers_go_on_when_a_server_is_killed_and_partially_recovered(
         hosts.kill(1)
         farm.start(port=int(hosts.address(1).rpartition(":")[2]))
 
-    told = trained(
+    results = trained(
         hosts, tmp_path / "w", "checkpoint.every=7 steps", f"checkpoint.path={tmp_path / 'r'}",
         "checkpoint.recovery=partial", "checkpoint.keep=100", "data.samples=6000",
         beside=kill_after_ten,
     )  # fmt: skip
-    assert told[0]["digest"] == told[1]["digest"]
-    made = told[0]["recoveries"]
+    assert results[0]["digest"] == results[1]["digest"]
+    made = results[0]["recoveries"]
     assert (made["failures"], made["partial"], made["full"]) == (1, 1, 0)
     recovered = json.loads((tmp_path / "w.recovered").read_text())
     assert recovered["shards"] == [1]
     repository = Repository.open(LocalStore(tmp_path / "r"))
     saved = repository.manifest(repository.version(recovered["version"])).step
-    assert made["pls"] == pytest.approx((recovered["step"] - saved) / told[0]["steps"] / 2)
+    assert made["pls"] == pytest.approx((recovered["step"] - saved) / results[0]["steps"] / 2)
     hosts.end()

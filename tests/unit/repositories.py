@@ -44,7 +44,7 @@ class Run:
             TABLES, Adam(lr=0.05, step="row"), seed=3
         )
         self.repository = Repository.create(self.store, schema=self.cluster.schema())
-        # When a grid starts anew by its rule depends on measured times.
+        # When a grid takes a new baseline by its rule depends on measured times.
         grid = Grid(resets=False) if self.layout == "grid" else None
         spec = VersionSpec(layout=self.layout, bits=self.bits, grid=grid)
         self.keeper = Checkpointer(self.repository, self.cluster, spec=spec, settings=KEEP)

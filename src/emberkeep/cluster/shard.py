@@ -19,6 +19,7 @@ from emberkeep.rows.push import Push
 from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
@@ -83,8 +84,10 @@ class Shard:
         pool: Pool,
         epoch: int = 1,
         state: State = "serving",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.index = index
+        self._clock = clock
         self.epoch = epoch
         self.state: State = state
         self.tables = check_tables(tables)
@@ -95,7 +98,7 @@ class Shard:
             for group in self.groups:
                 slab = open_slab(
                     self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
-                    lock=self._lock,
+                    lock=self._lock, clock=clock,
                 )  # fmt: skip
                 self.slabs.append(slab)
         except BaseException:  # the traceback keeps this alive: let go of files at once
@@ -392,7 +395,10 @@ class Shard:
             tables = self.table_state()
             if since == PRIORITISED:
                 return Cut((slab.prioritised(buffer_nbytes) for slab in self.slabs), tables)
-            return Cut(freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes), tables)
+            return Cut(
+                freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes, clock=self._clock),
+                tables,
+            )
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""

@@ -301,7 +301,7 @@ class NonNegative8(_RowGrids):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NonNegative:
+class NonNegative(NonNegative8):
     """Accumulators and second moments in 8 bits a value, or in 16 where a row has only one value.
 
     Planes of two and more values a row are stored as `NonNegative8` stores them. The one value of a
@@ -319,22 +319,15 @@ class NonNegative:
     _least: ClassVar[int] = 0x0080_0000 >> 15
     _infinite: ClassVar[int] = 0x7F80_0000 >> 15
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"codec": self.name, "version": 1}
-
-    def nbytes_per_row(self, width: int, dtype: DTypeLike = np.float32) -> int:
-        """Bytes of a row that is not stored raw."""
-        return sum(self.columns(width, dtype).values())
-
     def columns(self, width: int, dtype: DTypeLike = np.float32) -> dict[str, int]:
         _check_float32(dtype, self.name)
-        return {"codes": 2} if width == 1 else NonNegative8().columns(width)
+        return {"codes": 2} if width == 1 else NonNegative8.columns(self, width)
 
     def encode(self, values_RD: Array, pool: Pool | None = None) -> dict[str, Array]:
         _check_float32(values_RD.dtype, self.name)
         values_RD = _rows(values_RD)
         if values_RD.shape[1] > 1:
-            return NonNegative8().encode(values_RD, pool)
+            return NonNegative8.encode(self, values_RD, pool)
         bits = values_RD.reshape(-1).view(np.uint32)
         even = (bits >> self._dropped) & np.uint32(1)
         # A negative number may wrap around here; it is stored raw.
@@ -360,7 +353,7 @@ class NonNegative:
     ) -> Array:
         _check_float32(dtype, self.name)
         if width > 1:
-            return NonNegative8().decode(buffers, rows=rows, width=width, out=out, pool=pool)
+            return NonNegative8.decode(self, buffers, rows=rows, width=width, out=out, pool=pool)
         _only(buffers, "codes", "raw_rows", "raw_values")
         codes = _buffer(buffers, "codes", np.dtype(np.uint8), (rows, 2)).view(np.uint16).reshape(-1)
         raw_rows, raw_values = _raw_part(buffers, rows, width)

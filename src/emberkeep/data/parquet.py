@@ -124,7 +124,7 @@ class _RowCursor:
     def __init__(self, source: Parquet, position: int) -> None:
         self._source = source
         self._stream = _record_batches(source, position)
-        self._record: tuple[Path, int, pa.RecordBatch] | None = None
+        self._arrow: tuple[Path, int, pa.RecordBatch] | None = None
 
     def read(self, count: int) -> Batch:
         parts = [self._convert(*piece) for piece in self._pieces(count)]
@@ -133,46 +133,46 @@ class _RowCursor:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def skip(self, count: int) -> int:
-        return sum(len(record) for _, _, record in self._pieces(count))
+        return sum(len(arrow) for _, _, arrow in self._pieces(count))
 
     def mark(self) -> Mark:
         return {}
 
     def close(self) -> None:
         self._stream.close()
-        self._record = None
+        self._arrow = None
 
     def _pieces(self, count: int) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
         """The next rows as (file, number of the first row in it, slice of a record batch)."""
         while count > 0:
-            if self._record is None:
-                self._record = next(self._stream, None)
-                if self._record is None:
+            if self._arrow is None:
+                self._arrow = next(self._stream, None)
+                if self._arrow is None:
                     return
-            path, row, record = self._record
-            piece = record.slice(0, count)
-            rest = record.slice(len(piece))
-            self._record = (path, row + len(piece), rest) if len(rest) else None
+            path, row, arrow = self._arrow
+            piece = arrow.slice(0, count)
+            rest = arrow.slice(len(piece))
+            self._arrow = (path, row + len(piece), rest) if len(rest) else None
             count -= len(piece)
             if len(piece):
                 yield path, row, piece
 
-    def _convert(self, path: Path, row: int, record: pa.RecordBatch) -> Batch:
+    def _convert(self, path: Path, row: int, arrow: pa.RecordBatch) -> Batch:
         source = self._source
-        rows = len(record)
+        rows = len(arrow)
         dense = np.empty((rows, len(source.dense)), np.float32)
         for j, name in enumerate(source.dense):
-            dense[:, j] = _dense(path, name, record.column(name), name in source.log)
+            dense[:, j] = _dense(path, name, arrow.column(name), name in source.log)
         if source.label is None:
             labels = np.full(rows, np.nan, np.float32)
         else:
-            column = record.column(source.label)
+            column = arrow.column(source.label)
             if column.null_count:
                 first = row + int(np.argmax(_nulls(column)))
                 raise DataError(f"{path}, row {first}: column {source.label!r} has no label")
             labels = _numbers(path, source.label, column).astype(np.float32)
         ids = {
-            category.name: _ids(path, row, category, record.column(category.column))
+            category.name: _ids(path, row, category, arrow.column(category.column))
             for category in source.categories
         }
         return Batch(dense=dense, ids=ids, labels=labels)
@@ -205,12 +205,12 @@ def _record_batches(
                 stream = file.iter_batches(
                     _ROWS_AT_ONCE, row_groups=list(groups[first:]), columns=source._columns
                 )
-                for record in stream:
-                    passed = min(drop, len(record))
+                for arrow in stream:
+                    passed = min(drop, len(arrow))
                     drop -= passed
-                    if passed < len(record):
-                        yield path, row + passed, record.slice(passed)
-                    row += len(record)
+                    if passed < len(arrow):
+                        yield path, row + passed, arrow.slice(passed)
+                    row += len(arrow)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}: damaged after row {row}: {error}") from error
 

@@ -495,8 +495,8 @@ def _joined(parts: Sequence[I64]) -> I64:
 def _shared(one: Sequence[VersionId], other: Sequence[VersionId]) -> int:
     """How many versions both chains begin with."""
     count = 0
-    for own, theirs in zip(one, other, strict=False):
-        if own != theirs:
+    for own, others in zip(one, other, strict=False):
+        if own != others:
             break
         count += 1
     return count

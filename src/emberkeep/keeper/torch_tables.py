@@ -27,7 +27,6 @@ from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
-Timed = Callable[[Hook], Hook]
 
 # Rows that are handed to a snapshot at once where all of them are about to change.
 _SLICE_ROWS = 65536

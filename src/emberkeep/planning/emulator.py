@@ -88,7 +88,7 @@ class Outcome:
     versions: int = 0
     written_nbytes: int = 0
     steps_again: int = 0
-    began_anew: bool = False
+    started_over: bool = False
     """A shard failed in the second half of the job, and no version held its rows yet."""
     note: str = ""
     seconds: float = 0.0
@@ -324,7 +324,7 @@ def run(task: Task) -> Outcome:
         versions=len(saves),
         written_nbytes=sum(save["nbytes"] for save in saves),
         steps_again=result.recoveries.repeated_steps,
-        began_anew=any(
+        started_over=any(
             made["scope"] == "partial"
             and made["step"] > steps / 2
             and all(save["step"] > made["step"] for save in saves)

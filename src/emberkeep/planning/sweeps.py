@@ -175,7 +175,7 @@ def lines(points: Iterable[Point]) -> dict[str, Line]:
 def _line(points: Sequence[Point]) -> Line:
     pls = np.array([p.outcome.pls for p in points])
     loss = np.array([p.auc_loss for p in points])
-    saved = np.array([not p.outcome.began_anew for p in points])
+    saved = np.array([not p.outcome.started_over for p in points])
     return Line(
         runs=len(points),
         slope=_slope(pls, loss),

@@ -199,7 +199,7 @@ def losses_plot(points: Sequence[Point], lines: Mapping[str, Line]) -> Plot:
                 chosen = [
                     p
                     for p in points
-                    if p.outcome.strategy == name and p.outcome.began_anew == started_over
+                    if p.outcome.strategy == name and p.outcome.started_over == started_over
                 ]
                 axes.scatter(
                     [p.outcome.pls for p in chosen],

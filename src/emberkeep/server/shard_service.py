@@ -255,7 +255,7 @@ class ShardService:
                 )
             shard = Shard(
                 tables, optimizer, index=index, count=count, seed=int(header["seed"]),
-                pool=self._pool, epoch=number, state="recovering",
+                pool=self._pool, epoch=number, state="recovering", clock=self._clock,
             )  # fmt: skip
             if header.get("tracked"):
                 shard.track(_priority(header))

@@ -80,7 +80,7 @@ class Keeping:
             restart = f"remove {tier.path} to start over"
         else:
             assert given.path is not None
-            about = {"settings": _telling(self.settings)}
+            about = {"settings": _decisive(self.settings)}
             if not self.fresh:
                 _check_settings(given.path, about["settings"])
             strategy = given.strategy()
@@ -120,13 +120,13 @@ class _Agreed:
     """The settings of a run, as state that refuses to become another's."""
 
     def __init__(self, path: str, settings: RunConfig) -> None:
-        self._path, self._told = path, _telling(settings)
+        self._path, self._document = path, _decisive(settings)
 
     def state_dict(self) -> Json:
-        return self._told
+        return self._document
 
     def load_state_dict(self, state_dict: Json) -> None:
-        wrong = list(_differences("", state_dict, self._told))
+        wrong = list(_differences("", state_dict, self._document))
         if wrong:
             raise StateError(
                 f"{self._path} holds a run with other settings: {'; '.join(wrong)}; resume it with "
@@ -134,7 +134,7 @@ class _Agreed:
             )
 
 
-def _telling(settings: RunConfig) -> Json:
+def _decisive(settings: RunConfig) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
     rows and shards are and which of them are made to fail does not."""
     document: Json = json.loads(json.dumps(settings.to_dict()))

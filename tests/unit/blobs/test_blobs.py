@@ -219,7 +219,7 @@ def test_what_cannot_be_made_durable_is_not_acknowledged(tmp_path: Path, method:
     disk.armed = True
     with pytest.raises(StorageError, match="I/O error"):
         getattr(store, method)("data/b", b"new")
-    # The name is taken, but that is not durable either: no caller may be told so.
+    # The name is taken, but that is not durable either: no caller may hear that it is.
     with pytest.raises(StorageError, match="I/O error"):
         store.put_if_absent("data/b", b"other")
     disk.armed = False

@@ -187,8 +187,8 @@ def test_a_lost_shard_gets_the_newest_saved_value_of_every_row(layout: Any, kind
     assert found.version == newest
     assert rows_on(run.cluster, [0, 2]) == before
     # Tables go on counting where the survivors are; ticks stay behind those of all rows.
-    for table, its in run.cluster.table_state().items():
-        assert its["steps"] == state_before[table]["steps"] == run.step
+    for table, own in run.cluster.table_state().items():
+        assert own["steps"] == state_before[table]["steps"] == run.step
     expected: dict[str, dict[int, Any]] = {table.name: {} for table in TABLES}
     chain = run.keeper.repository.chain(newest)
     for table, identity, planes in saved_rows(run.keeper.repository, chain):
@@ -266,7 +266,7 @@ def test_a_version_of_another_number_of_shards_serves_as_well(layout: Any) -> No
     assert state(other.cluster) == expected
 
 
-def test_without_a_version_a_lost_shard_begins_anew() -> None:
+def test_without_a_version_a_lost_shard_starts_over() -> None:
     run = Run("full", None)
     run.train()
     assert run.lose(1) is None

@@ -57,7 +57,7 @@ def train(cluster: LocalCluster, random: np.random.Generator, steps: int = 2) ->
         cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.05)
 
 
-def begun(cluster: LocalCluster, store: Any = None, **settings: Any) -> Checkpointer:
+def started(cluster: LocalCluster, store: Any = None, **settings: Any) -> Checkpointer:
     store = store or MemoryStore()
     if not Repository.exists(store):
         Repository.create(store, schema=cluster.schema())
@@ -69,7 +69,7 @@ def begun(cluster: LocalCluster, store: Any = None, **settings: Any) -> Checkpoi
 def test_every_version_comes_back_bit_for_bit(layout: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     cluster = opened(EVICTING)
-    keeper = begun(cluster, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, spec=VersionSpec(layout=layout))
     states = {}
     for step in range(1, 9):
         train(cluster, random)
@@ -81,7 +81,7 @@ def test_every_version_comes_back_bit_for_bit(layout: Any, seed: int) -> None:
         states[manifest.version.number] = before
     for number, expected in states.items():
         fresh = opened(EVICTING)
-        restored = begun(fresh, keeper.repository.store).restore(number)
+        restored = started(fresh, keeper.repository.store).restore(number)
         assert restored is not None
         assert restored.manifest.user == {"step": restored.manifest.step}
         assert state(fresh) == expected
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
     random, twin_random = (np.random.default_rng(5) for _ in range(2))
     cluster, twin = opened(EVICTING), opened(EVICTING)
     store = MemoryStore()
-    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout))
     for step in range(1, 12):
         train(cluster, random)
         train(twin, twin_random)
@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
         keeper.wait()
         if step % 3 == 0:  # the process ends, another one takes over
             cluster = opened(EVICTING)
-            keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+            keeper = started(cluster, store, spec=VersionSpec(layout=layout))
             restored = keeper.restore()
             assert restored is not None
             assert restored.manifest.step == step
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_from_a_version_equals_the_uninterrupted_one(layout: 
 def test_the_steps_of_a_version_are_those_of_its_rows(shards: int) -> None:
     """A push of another thread or worker that comes right before the rows are frozen counts."""
     cluster, store = opened(EVICTING, shards=shards), MemoryStore()
-    keeper, random = begun(cluster, store), np.random.default_rng(2)
+    keeper, random = started(cluster, store), np.random.default_rng(2)
     train(cluster, random)
     frozen = cluster.freeze
 
@@ -124,7 +124,7 @@ def test_the_steps_of_a_version_are_those_of_its_rows(shards: int) -> None:
     keeper.save(1)
     keeper.wait()
     fresh = opened(EVICTING, shards=shards)
-    begun(fresh, store).restore()
+    started(fresh, store).restore()
     assert state(fresh) == state(cluster)
     assert fresh.table_state() == cluster.table_state()
 
@@ -133,7 +133,7 @@ def test_the_steps_of_a_version_are_those_of_its_rows(shards: int) -> None:
 def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> None:
     store = MemoryStore()
     cluster = opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout))
     random = np.random.default_rng(8)
     train(cluster, random, steps=6)
     keeper.save(1)
@@ -145,7 +145,7 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
         keeper.save(step)
         keeper.wait()
         cluster = opened()
-        keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+        keeper = started(cluster, store, spec=VersionSpec(layout=layout))
         keeper.restore()
         assert state(cluster) == expected
 
@@ -154,7 +154,7 @@ def test_rows_that_were_deleted_stay_deleted_through_restores(layout: Any) -> No
 def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
     store = MemoryStore()
     cluster = opened(EVICTING)
-    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout))
     train(cluster, np.random.default_rng(8))
     keeper.save(1)
     keeper.wait()
@@ -169,7 +169,7 @@ def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
         assert manifest.files == () or layout == "full"
     keeper.settle()
     fresh = opened(EVICTING)
-    begun(fresh, store, spec=VersionSpec(layout=layout)).restore()
+    started(fresh, store, spec=VersionSpec(layout=layout)).restore()
     assert state(fresh) == expected
 
 
@@ -177,13 +177,13 @@ def test_deleting_ids_that_are_not_there_writes_nothing(layout: Any) -> None:
 def test_versions_move_to_another_number_of_shards(before: int, after: int) -> None:
     random = np.random.default_rng(1)
     cluster = opened(shards=before)
-    keeper = begun(cluster, spec=VersionSpec(layout="one_shot"))
+    keeper = started(cluster, spec=VersionSpec(layout="one_shot"))
     for step in range(1, 4):
         train(cluster, random)
         keeper.save(step)
         keeper.wait()
     moved = opened(shards=after)
-    second = begun(moved, keeper.repository.store, spec=VersionSpec(layout="one_shot"))
+    second = started(moved, keeper.repository.store, spec=VersionSpec(layout="one_shot"))
     second.restore()
     assert state(moved) == state(cluster)
     second.save(4)
@@ -195,7 +195,7 @@ def test_versions_move_to_another_number_of_shards(before: int, after: int) -> N
 
 def test_increments_hold_only_what_changed() -> None:
     cluster = opened()
-    keeper = begun(cluster, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, spec=VersionSpec(layout="consecutive"))
     train(cluster, np.random.default_rng(0), steps=20)
     keeper.save(1)
     keeper.wait()
@@ -211,21 +211,21 @@ def test_increments_hold_only_what_changed() -> None:
 
 def test_quantized_rows_come_back_within_their_bound_and_close_loses_nothing() -> None:
     cluster = opened()
-    keeper = begun(cluster, spec=VersionSpec(layout="full", bits=8))
+    keeper = started(cluster, spec=VersionSpec(layout="full", bits=8))
     train(cluster, np.random.default_rng(0), steps=10)
     keeper.save(1)
     keeper.wait()
     fresh = opened()
-    begun(fresh, keeper.repository.store).restore()
+    started(fresh, keeper.repository.store).restore()
     ids, planes = cluster.read_all("fixed")
     got = fresh.read("fixed", ids)
     span = planes["weight"].max(axis=1) - planes["weight"].min(axis=1)
     assert (np.abs(got["weight"] - planes["weight"]).max(axis=1) <= 0.505 * span / 255).all()
     assert got["first_moment"].tobytes() == planes["first_moment"].tobytes()
-    keeper = begun(cluster, keeper.repository.store, spec=VersionSpec(layout="full", bits=2))
+    keeper = started(cluster, keeper.repository.store, spec=VersionSpec(layout="full", bits=2))
     assert keeper.close(2) is not None
     exact = opened()
-    begun(exact, keeper.repository.store).restore()
+    started(exact, keeper.repository.store).restore()
     assert state(exact) == state(cluster)
 
 
@@ -234,7 +234,7 @@ def test_bits_follow_the_restores() -> None:
     chosen = []
     for _ in range(4):
         cluster = opened()
-        keeper = begun(cluster, store, spec=VersionSpec(layout="full", expected_restores=2))
+        keeper = started(cluster, store, spec=VersionSpec(layout="full", expected_restores=2))
         keeper.restore()
         train(cluster, np.random.default_rng(0))
         keeper.save(1)
@@ -247,7 +247,7 @@ def test_bits_follow_the_restores() -> None:
 def test_retention_removes_old_versions_and_keeps_what_the_rest_needs() -> None:
     cluster = opened()
     settings = SaveSettings(retention=KeepLast(n=2), grace=timedelta(0))
-    keeper = begun(cluster, spec=VersionSpec(layout="one_shot"), settings=settings)
+    keeper = started(cluster, spec=VersionSpec(layout="one_shot"), settings=settings)
     random = np.random.default_rng(2)
     for step in range(1, 7):
         train(cluster, random)
@@ -256,7 +256,7 @@ def test_retention_removes_old_versions_and_keeps_what_the_rest_needs() -> None:
     numbers = [version.number for version in keeper.repository.versions()]
     assert numbers == [1, 5, 6]  # the baseline, and the last two that count from it
     fresh = opened()
-    begun(fresh, keeper.repository.store).restore()
+    started(fresh, keeper.repository.store).restore()
     assert state(fresh) == state(cluster)
 
 
@@ -300,7 +300,7 @@ def test_nobody_waits_for_ever_for_a_store_that_hangs() -> None:
 
 
 class Flaky(MemoryStore):
-    """Refuses to write data while told to."""
+    """Refuses to write data while a test wants it."""
 
     broken = False
 
@@ -312,7 +312,7 @@ class Flaky(MemoryStore):
 
 def test_a_failed_save_is_warned_of_and_its_rows_are_in_the_next() -> None:
     store, cluster = Flaky(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive"))
     random = np.random.default_rng(4)
     train(cluster, random)
     keeper.save(1)
@@ -329,14 +329,14 @@ def test_a_failed_save_is_warned_of_and_its_rows_are_in_the_next() -> None:
     keeper.save(4)
     keeper.wait()
     fresh = opened()
-    begun(fresh, store).restore()
+    started(fresh, store).restore()
     assert state(fresh) == state(cluster)
 
 
 @pytest.mark.filterwarnings("ignore:saving step")
 def test_saves_that_keep_failing_raise_at_the_next_call_and_in_wait() -> None:
     store, cluster = Flaky(), opened()
-    keeper = begun(cluster, store)
+    keeper = started(cluster, store)
     train(cluster, np.random.default_rng(0))
     store.broken = True
     for step in range(3):
@@ -351,9 +351,9 @@ def test_saves_that_keep_failing_raise_at_the_next_call_and_in_wait() -> None:
 @pytest.mark.filterwarnings("ignore:saving step")
 def test_a_process_that_was_replaced_stops() -> None:
     cluster, store = opened(), MemoryStore()
-    first = begun(cluster, store)
+    first = started(cluster, store)
     train(cluster, np.random.default_rng(0))
-    begun(opened(), store)
+    started(opened(), store)
     first.save(1)
     with pytest.raises(FencedError):
         first.wait()
@@ -361,17 +361,17 @@ def test_a_process_that_was_replaced_stops() -> None:
         first.save(2)
 
 
-def test_a_newer_save_cancels_the_older_one_when_told_to() -> None:
+def test_a_newer_save_cancels_the_older_one_when_asked_to() -> None:
     cluster = opened()
     settings = SaveSettings(retention=KeepAll(), overlap="cancel")
-    keeper = begun(cluster, settings=settings, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, settings=settings, spec=VersionSpec(layout="consecutive"))
     random = np.random.default_rng(0)
     for step in range(1, 30):
         train(cluster, random, steps=1)
         keeper.save(step)
     assert keeper.wait() is not None
     fresh = opened()
-    begun(fresh, keeper.repository.store).restore()
+    started(fresh, keeper.repository.store).restore()
     assert state(fresh) == state(cluster)
 
 
@@ -403,24 +403,24 @@ def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any
     keeper = Late(
         Repository.open(store), cluster, spec=VersionSpec(layout="full"),
         settings=SaveSettings(retention=KeepAll(), overlap="cancel"),
-        on_event=lambda *told: events.append(told),
+        on_event=lambda *event: events.append(event),
     )  # fmt: skip
     for step in range(1, 10):
         train(cluster, random, steps=1)
         keeper.save(step)
     keeper.wait()
-    told = [(details["step"], name) for name, details in events]
-    assert [step for step, _ in told] == list(range(1, 10))
-    given_up = [step for step, name in told if name == "save_cancelled"]
+    event = [(details["step"], name) for name, details in events]
+    assert [step for step, _ in event] == list(range(1, 10))
+    given_up = [step for step, name in event if name == "save_cancelled"]
     # After one that was given up, none is until there is a version.
     assert given_up == ([1, 3, 5, 7] if fails is None else [1, 3, 6, 8])
-    assert [step for step, name in told if name == "save_failed"] == ([] if fails is None else [4])
+    assert [step for step, name in event if name == "save_failed"] == ([] if fails is None else [4])
     assert [d["cancelled"] for name, d in events if name == "save_cancelled"] == [1, 2, 3, 4]
 
 
 def test_damage_is_refused_or_passed_over_as_asked() -> None:
     cluster, store = opened(), MemoryStore()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="full"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="full"))
     random = np.random.default_rng(0)
     states = []
     for step in (1, 2, 3):
@@ -433,7 +433,7 @@ def test_damage_is_refused_or_passed_over_as_asked() -> None:
     content[len(content) // 2] ^= 1
     store.put(newest, bytes(content))
     fresh = opened()
-    reader = begun(fresh, store)
+    reader = started(fresh, store)
     with pytest.raises(DamageError, match=newest):
         reader.restore()
     restored = reader.restore(fall_back=True)
@@ -443,14 +443,14 @@ def test_damage_is_refused_or_passed_over_as_asked() -> None:
 
 
 def test_a_model_of_another_shape_is_refused_by_name() -> None:
-    keeper = begun(opened())
+    keeper = started(opened())
     other = [Table("fixed", rows=900, dim=7), *TABLES[1:], Table("new", rows=2, dim=2)]
     with pytest.raises(StateError, match=r"'fixed': planes.*'new' is not in the repository"):
-        begun(opened(other), keeper.repository.store)
+        started(opened(other), keeper.repository.store)
     with pytest.raises(StateError, match="origin"):
-        begun(local().open(TABLES, Adam(lr=0.1), seed=4), keeper.repository.store)
+        started(local().open(TABLES, Adam(lr=0.1), seed=4), keeper.repository.store)
     with pytest.raises(StateError, match="planes"):
-        begun(local().open(TABLES, SGD(lr=0.1), seed=3), keeper.repository.store)
+        started(local().open(TABLES, SGD(lr=0.1), seed=3), keeper.repository.store)
 
 
 @pytest.mark.parametrize(
@@ -479,13 +479,13 @@ POINTS = {
     "write": "emberkeep.repository.grid.extraction.Extractor._write",
     "commit": "emberkeep.repository.grid.extraction.commit",
     "replace": "emberkeep.repository.grid.extraction.Extractor._replace",
-    "told": "emberkeep.repository.grid.extraction_worker._details",
+    "report": "emberkeep.repository.grid.extraction_worker._details",
 }
 
 
 @pytest.mark.parametrize("kind", [MemoryError, OSError, IndexError, KeyboardInterrupt])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_round_that_fails_anywhere_is_told_and_done_again(
+def test_a_round_that_fails_anywhere_is_reported_and_done_again(
     point: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random, cluster, store = np.random.default_rng(4), opened(), MemoryStore()
@@ -493,7 +493,7 @@ def test_a_round_that_fails_anywhere_is_told_and_done_again(
     rules = VersionSpec(layout="grid", grid=Grid(ratio=0.0, resets=False))
 
     def keeping() -> Checkpointer:
-        keeper = begun(cluster, store, spec=rules, on_event=lambda *told: events.append(told))
+        keeper = started(cluster, store, spec=rules, on_event=lambda *event: events.append(event))
         keeper.restore()
         return keeper
 
@@ -523,7 +523,7 @@ def test_a_round_that_fails_anywhere_is_told_and_done_again(
     assert done[-1]["covered"] == 4
     assert len(events) == 4 + 2 + 2  # saved, failed, extracted: no round was tried in between
     fresh = opened()
-    begun(fresh, store, spec=rules).restore()
+    started(fresh, store, spec=rules).restore()
     assert state(fresh) == state(cluster)
 
 
@@ -537,7 +537,7 @@ def test_a_gc_that_fails_fails_no_save(
 
     monkeypatch.setattr("emberkeep.checkpoint.saver.Collector.collect", fails)
     cluster = opened()
-    keeper = begun(cluster, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, spec=VersionSpec(layout=layout))
     for step in (1, 2):
         train(cluster, np.random.default_rng(step))
         with pytest.warns(UserWarning, match="on purpose"):
@@ -549,7 +549,7 @@ def test_a_gc_that_fails_fails_no_save(
 def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
     before = {thread.name for thread in threading.enumerate()}
     cluster = opened()
-    keeper = begun(cluster, spec=VersionSpec(layout="grid"))
+    keeper = started(cluster, spec=VersionSpec(layout="grid"))
     for step in (1, 3):
         train(cluster, np.random.default_rng(step))
         keeper.save(step)

@@ -101,8 +101,8 @@ def test_one_shard_takes_its_own_rows_alone_however_they_come() -> None:
     tables = {name: {"steps": 7, "tick": 5, "ticks": [3, 4, 5]} for name in (*names, "nowhere")}
     view = shard_view(scattered, 1, NAMES)
     view.load_table_state(tables)
-    assert {its["steps"] for its in scattered.shards[1].table_state().values()} == {7}
-    assert {its["steps"] for its in scattered.shards[2].table_state().values()} == {0}
+    assert {state["steps"] for state in scattered.shards[1].table_state().values()} == {7}
+    assert {state["steps"] for state in scattered.shards[2].table_state().values()} == {0}
 
 
 def test_a_view_is_seen_as_it_is() -> None:

@@ -40,12 +40,12 @@ def test_the_papers_job(
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, *PAPER, "--price", "2", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {"full", "partial", "cpr"} <= set(told["strategies"])
-    assert round(told["strategies"]["full"]["overhead"], 4) == 0.0854
-    assert told["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
-    assert told["recommended"] == "cpr"
-    assert told["strategies"]["full"]["cost"] > 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {"full", "partial", "cpr"} <= set(printed["strategies"])
+    assert round(printed["strategies"]["full"]["overhead"], 4) == 0.0854
+    assert printed["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
+    assert printed["recommended"] == "cpr"
+    assert printed["strategies"]["full"]["cost"] > 0
 
 
 def test_a_record_of_failures_and_a_page(
@@ -64,8 +64,8 @@ def test_a_record_of_failures_and_a_page(
     ]  # fmt: skip
     assert run(monkeypatch, *arguments, "--json") == 0
     printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert told["failures"]["best"] == "weibull"
+    document = json.loads(printed.out)
+    assert document["failures"]["best"] == "weibull"
     assert "holds the times when failures began" in printed.err
     assert "9 machines are named" in printed.err
 
@@ -78,14 +78,14 @@ def test_a_record_of_failures_and_a_page(
         "http://www.w3.org/2000/svg",
     }
     assert not re.search(r"<(script|link|img)", page)
-    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == told
+    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == document
     with (tmp_path / "out" / "plan.csv").open() as file:
-        assert [row["strategy"] for row in csv.DictReader(file)] == list(told["strategies"])
+        assert [row["strategy"] for row in csv.DictReader(file)] == list(document["strategies"])
 
     scaled = [*arguments[:-2], "--failures-nodes", "16", "--json"]
     assert run(monkeypatch, *scaled) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["job"]["mtbf_hours"] == pytest.approx(2 * told["job"]["mtbf_hours"])
+    assert again["job"]["mtbf_hours"] == pytest.approx(2 * document["job"]["mtbf_hours"])
 
     assert run(monkeypatch, *arguments) == 0
     assert "best fit: weibull" in capsys.readouterr().out

@@ -44,15 +44,15 @@ def revive(cluster: LocalCluster) -> None:
     cluster.serve(*lost)
 
 
-def test_shards_fail_where_they_are_told_to_and_once() -> None:
+def test_shards_fail_where_the_schedule_says_and_once() -> None:
     cluster = opened(
         ek.fail_at(1, step=2), ek.fail_at(0, 2, step=4, when="push"), ek.fail_at(0, step=4)
     )
-    told = []
+    outcomes = []
     for _ in range(8):
-        told.append((step(cluster), cluster.lost()))
+        outcomes.append((step(cluster), cluster.lost()))
         revive(cluster)
-    assert told == [
+    assert outcomes == [
         ("", ()), ("pull", (1,)), ("", ()), ("", ()), ("pull", (0,)), ("push", (0, 2)), ("", ()),
         ("", ()),
     ]  # fmt: skip

@@ -88,7 +88,7 @@ def test_differences_lead_from_old_rows_to_new(
 def test_a_push_that_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, moment: str, then: str
 ) -> None:
-    """Whatever it had changed by then is told with the next write."""
+    """Whatever it had changed by then is recorded with the next write."""
     slab = slab_of(Adagrad(lr=0.1))
     recorder = slab.recorder = Recorder(0, slab, K)
     push(slab, np.random.default_rng(0))

@@ -28,5 +28,5 @@ def test_threads_change_nothing(hosts: int) -> None:
     expected, found = (sums_of(np.random.default_rng(hosts), hosts) for _ in range(2))
     _add_up(expected, None)
     _add_up([*found, []], Pool(3))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert np.array_equal(mine[0][0], theirs[0][0])
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one[0][0], other[0][0])

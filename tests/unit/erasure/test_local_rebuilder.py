@@ -150,14 +150,14 @@ def test_a_lost_shard_lets_go_of_its_memory_at_once() -> None:
 def test_a_push_that_ends_half_way_is_in_the_parity(
     monkeypatch: pytest.MonkeyPatch, slab: int, before: bool
 ) -> None:
-    """What was changed was changed: whoever is lost next comes back as if nothing had been."""
+    """What was changed was changed: a shard that is lost next comes back as if nothing had been."""
     cluster = opened((3, 2, 1), 7, 2)
     broken = cluster.shards[0].slabs[slab]
     whole = broken.push
 
-    def push_and_break(its: object, lr: float) -> None:
+    def push_and_break(rebuilder: object, lr: float) -> None:
         if not before:
-            whole(its, lr)  # type: ignore[arg-type]
+            whole(rebuilder, lr)  # type: ignore[arg-type]
         raise MemoryError
 
     monkeypatch.setattr(broken, "push", push_and_break)

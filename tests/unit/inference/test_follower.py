@@ -54,7 +54,7 @@ def train(cluster: LocalCluster, random: np.random.Generator, steps: int = 2) ->
         cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.05)
 
 
-def begun(cluster: LocalCluster, store: BlobStore, **settings: Any) -> Checkpointer:
+def started(cluster: LocalCluster, store: BlobStore, **settings: Any) -> Checkpointer:
     if not Repository.exists(store):
         Repository.create(store, schema=cluster.schema())
     return Checkpointer(Repository.open(store), cluster, **{"settings": KEEP, **settings})
@@ -81,7 +81,7 @@ def weights(source: Any) -> dict[str, bytes]:
 def test_every_refresh_is_the_newest_version(layout: Any, shards: int) -> None:
     random = np.random.default_rng(shards)
     store, cluster = MemoryStore(), opened(shards)
-    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout))
     follower = Follower(store)
     assert follower.refresh() is None
     with pytest.raises(StateError, match=r"call refresh\(\) first"):
@@ -106,21 +106,21 @@ def test_every_refresh_is_the_newest_version(layout: Any, shards: int) -> None:
 def test_quantized_versions_are_served_as_they_restore(bits: int) -> None:
     random = np.random.default_rng(bits)
     store, cluster = MemoryStore(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive", bits=bits))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive", bits=bits))
     follower = Follower(store)
     for step in range(1, 5):
         train(cluster, random)
         save(keeper, step)
         follower.refresh()
     restored = opened()
-    begun(restored, store).restore()
+    started(restored, store).restore()
     assert weights(follower) == weights(restored)
 
 
 def test_a_refresh_reads_the_new_increment_alone() -> None:
     random = np.random.default_rng(0)
     store, cluster = RecordingStore(MemoryStore()), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive"))
     follower = Follower(store)
     for step in range(1, 8):
         train(cluster, random)
@@ -141,7 +141,7 @@ def test_a_run_that_is_taken_back_is_followed_back(layout: Any) -> None:
     """Rows that only the abandoned versions changed must not stay as those versions left them."""
     random = np.random.default_rng(4)
     store, cluster = MemoryStore(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout=layout))
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout))
     follower = Follower(store)
     for step in range(1, 20):
         train(cluster, random, steps=1)
@@ -159,14 +159,14 @@ def test_gc_and_a_fenced_writer_do_not_disturb() -> None:
     store, cluster = MemoryStore(), opened()
     settings = SaveSettings(retention=KeepLast(n=1), grace=timedelta(0))
     spec = VersionSpec(layout="intermittent")
-    keeper = begun(cluster, store, spec=spec, settings=settings)
+    keeper = started(cluster, store, spec=spec, settings=settings)
     follower = Follower(store)
     for step in range(1, 25):
         train(cluster, random)
         save(keeper, step)
         if step % 5 == 0:
             Writer.open(Repository.open(store))  # another process takes over and dies
-            keeper = begun(cluster, store, spec=spec, settings=settings)
+            keeper = started(cluster, store, spec=spec, settings=settings)
             keeper.restore()
         if step % 4 == 0:
             expected = weights(cluster)
@@ -205,7 +205,7 @@ def test_gc_in_the_middle_of_a_refresh(read_only: bool) -> None:
     random = np.random.default_rng(6)
     inner, cluster = MemoryStore(), opened()
     settings = SaveSettings(retention=KeepLast(n=1), grace=timedelta(0))
-    keeper = begun(cluster, inner, spec=VersionSpec(layout="full"), settings=settings)
+    keeper = started(cluster, inner, spec=VersionSpec(layout="full"), settings=settings)
     train(cluster, random)
     save(keeper, 1)
     store = Interfering(inner)
@@ -225,7 +225,7 @@ def test_gc_in_the_middle_of_a_refresh(read_only: bool) -> None:
 def test_damage_leaves_what_is_served() -> None:
     random = np.random.default_rng(7)
     store, cluster = MemoryStore(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive"))
     follower = Follower(store)
     train(cluster, random)
     save(keeper, 1)
@@ -252,7 +252,7 @@ def test_damage_leaves_what_is_served() -> None:
 def test_views_stay_as_they_are_and_memory_does_not_grow() -> None:
     random = np.random.default_rng(8)
     store, cluster = MemoryStore(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive"))
     follower = Follower(store)
     train(cluster, random, steps=30)
     save(keeper, 1)
@@ -278,7 +278,7 @@ def test_readers_in_threads_see_whole_versions() -> None:
     tables = [Table("a", rows=3000, dim=4), Table("b", rows=None, capacity=3000, dim=4)]
     cluster = local(threads=1).open(tables, RowWiseAdagrad(lr=0.1), seed=0)
     store = MemoryStore()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="consecutive"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="consecutive"))
     ids = np.arange(3000)
 
     def write(value: int) -> None:
@@ -316,7 +316,7 @@ def test_readers_in_threads_see_whole_versions() -> None:
 def test_forks_and_replaced_repositories() -> None:
     random = np.random.default_rng(9)
     store, other, cluster = MemoryStore(), MemoryStore(), opened()
-    keeper = begun(cluster, store, spec=VersionSpec(layout="one_shot"))
+    keeper = started(cluster, store, spec=VersionSpec(layout="one_shot"))
     for step in (1, 2):
         train(cluster, random)
         save(keeper, step)
@@ -325,7 +325,7 @@ def test_forks_and_replaced_repositories() -> None:
     assert (follower.refresh(), first.refresh()) == (2, 2)
     assert weights(follower) == weights(cluster) == weights(first)
     branch = opened()
-    second = begun(branch, other, spec=VersionSpec(layout="one_shot"))
+    second = started(branch, other, spec=VersionSpec(layout="one_shot"))
     second.restore()
     train(branch, random)
     save(second, 3)
@@ -335,7 +335,7 @@ def test_forks_and_replaced_repositories() -> None:
     store.delete([info.name for info in store.list()])
     with pytest.raises(NoRepositoryError):
         first.refresh()
-    begun(opened(), store)
+    started(opened(), store)
     with pytest.raises(StateError, match="another repository"):
         first.refresh()
     assert weights(first) == weights(cluster)
@@ -343,7 +343,7 @@ def test_forks_and_replaced_repositories() -> None:
 
 def test_lookups_check_what_they_are_asked() -> None:
     store, cluster = MemoryStore(), opened()
-    keeper = begun(cluster, store)
+    keeper = started(cluster, store)
     train(cluster, np.random.default_rng(0))
     save(keeper, 1)
     follower = Follower(store)

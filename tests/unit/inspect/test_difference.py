@@ -45,13 +45,13 @@ def test_differences_are_those_of_the_rows(layout: Any, budget_nbytes: int) -> N
         for two in versions:
             expected = plain(run.states[one.number], run.states[two.number], 4)
             found = compare(run.repository, one, two, POOL, top=4, budget_nbytes=budget_nbytes)
-            for mine, theirs in zip(found, expected, strict=True):
-                assert (mine.table, mine.removed, mine.added, mine.changed) == (
-                    theirs.table, theirs.removed, theirs.added, theirs.changed,
+            for got, wanted in zip(found, expected, strict=True):
+                assert (got.table, got.removed, got.added, got.changed) == (
+                    wanted.table, wanted.removed, wanted.added, wanted.changed,
                 )  # fmt: skip
-                assert mine.l2 == pytest.approx(theirs.l2)
-                assert mine.largest == theirs.largest
-                assert [row.id for row in mine.top] == [row for _, row in theirs.top]  # type: ignore[misc]
+                assert got.l2 == pytest.approx(wanted.l2)
+                assert got.largest == wanted.largest
+                assert [row.id for row in got.top] == [row for _, row in wanted.top]  # type: ignore[misc]
 
 
 def test_tables_can_be_chosen() -> None:

@@ -152,7 +152,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, layout: Any) -> Non
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
-    """Copy on write: rows are saved as they were when the version was cut, whoever comes first."""
+    """Copy on write: rows are saved as they were when the version was cut, push or save first."""
     run, store = Run(kind), MemoryStore()
     keeper = run.keeper(store, strategy=ek.incremental(every=1000, keep="all"))
     states = {}
@@ -396,15 +396,15 @@ def test_tied_weights_and_narrow_types_are_stored_once_and_come_back() -> None:
             keeper.step()
     schema = Repository.open(store).schema
     assert list(schema["tables"]) == ["one"]
-    fresh, theirs = built()
-    ek.Keeper(store, fresh, theirs).resume()
+    fresh, loaded = built()
+    ek.Keeper(store, fresh, loaded).resume()
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
-    assert theirs[1].state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
+    assert loaded[1].state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
 
 
 def test_emberkeep_and_torch_tables_together() -> None:
-    """Names that clash are told apart by path, and every table comes back with its own rows."""
+    """Names that clash are distinguished by path, and every table comes back with its own rows."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -437,10 +437,10 @@ def test_emberkeep_and_torch_tables_together() -> None:
     trained(model, optimizer, 12, None)
     store = MemoryStore()
     for steps in (5, 4, 3):
-        again, its = built()
-        with ek.Keeper(store, again, its, strategy=EACH) as keeper:
+        again, optimizer_again = built()
+        with ek.Keeper(store, again, optimizer_again, strategy=EACH) as keeper:
             keeper.resume()
-            trained(again, its, steps, keeper)
+            trained(again, optimizer_again, steps, keeper)
     assert list(Repository.open(store).schema["tables"]) == ["user", "left.user", "right.user"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -500,9 +500,9 @@ def test_a_repository_with_versions_is_not_written_over_by_accident() -> None:
     keeper = run.keeper(store)
     with pytest.raises(StateError, match=r"call resume\(\)"):
         run.step(keeper)
-    anew = keeper.start_over()
-    assert anew is not None
-    assert anew.step == 0
+    started = keeper.start_over()
+    assert started is not None
+    assert started.step == 0
     run.step(keeper)
     keeper.close()
     fresh = Run(seed=2)
@@ -515,7 +515,7 @@ def test_a_repository_with_versions_is_not_written_over_by_accident() -> None:
 
 
 def test_a_run_that_must_exist_does_not_start_over(tmp_path: Path) -> None:
-    """An empty mount point is what a first start finds, too: only the user can tell them apart."""
+    """An empty mount point is what a first start finds, too: only the user can tell which."""
     with pytest.raises(NoRepositoryError, match=r"mounted.*leave must_exist out"):
         Run().keeper(tmp_path, must_exist=True)
     assert list(tmp_path.iterdir()) == []
@@ -536,7 +536,7 @@ def test_a_run_that_must_exist_does_not_start_over(tmp_path: Path) -> None:
 
 
 class Flaky(MemoryStore):
-    """Refuses to write data while told to."""
+    """Refuses to write data while a test wants it."""
 
     broken = False
 
@@ -712,10 +712,10 @@ class _Saves:
         ({"reader": _Saves()}, "reader= is a _Saves without load_state_dict"),
         ({"state": {"epoch": 3}}, r"state=\{'epoch': ...\} is an int without state_dict and load_"),
         (
-            {"state": {"mine": _Saves()}},
-            r"state=\{'mine': ...\} is a _Saves without load_state_dict",
+            {"state": {"own": _Saves()}},
+            r"state=\{'own': ...\} is a _Saves without load_state_dict",
         ),
-        ({"state": {"mine": None}}, "without state_dict and load_state_dict"),
+        ({"state": {"own": None}}, "without state_dict and load_state_dict"),
         ({"state": {"kind": _Saves}}, "a class, not an object"),
         ({"state": _Saves()}, r"state= is a _Saves: give a dict"),
         ({"state": {3: _Saves()}}, "state= has the name 3"),
@@ -936,8 +936,10 @@ def test_ctrl_c_saves_as_sigterm_does(ctrl_c: Any, capfd: pytest.CaptureFixture[
     with pytest.raises(KeyboardInterrupt):
         loop()
     assert events[-1] == ("stopped", {"step": 2, "saved_step": 2})
-    told = capfd.readouterr().err
-    assert told.index("Ctrl-C again to end at once") < told.index("SIGINT: stopped after step 2")
+    printed = capfd.readouterr().err
+    assert printed.index("Ctrl-C again to end at once") < printed.index(
+        "SIGINT: stopped after step 2"
+    )
     fresh = Run(seed=3)
     manifest = fresh.keeper(store).resume()
     assert manifest is not None

@@ -65,8 +65,8 @@ class Model(nn.Module):
     def kill(self, *shards: int) -> None:
         for cluster, first in ((self.users.cluster, 0), (self.items.cluster, 3)):
             count = cluster.shard_count
-            mine = [s - first for s in shards if first <= s < first + count]
-            cluster.kill(*mine)  # type: ignore[attr-defined]
+            lost_here = [s - first for s in shards if first <= s < first + count]
+            cluster.kill(*lost_here)  # type: ignore[attr-defined]
 
     def bits(self) -> dict[str, bytes]:
         return {name: value.numpy().tobytes() for name, value in self.state_dict().items()}
@@ -148,21 +148,21 @@ def test_full_recovery_takes_everything_back(
     model = Model()
     events: list[Any] = []
     keeper = keeper_of(
-        model, MemoryStore(), FULL, on_event=lambda name, told: events.append((name, told))
+        model, MemoryStore(), FULL, on_event=lambda name, details: events.append((name, details))
     )
     seen = train(model, keeper, {step: lambda: model.kill(*lost)})
     assert model.bits() == uninterrupted
     back = (step - 1) // 3 * 3
-    (told,) = [told for name, told in events if name == "recovered"]
-    assert (told["shards"], told["step"]) == (lost, back)
-    assert told["repeated_steps"] == step - 1 - back
+    (details,) = [details for name, details in events if name == "recovered"]
+    assert (details["shards"], details["step"]) == (lost, back)
+    assert details["repeated_steps"] == step - 1 - back
     if step - 1 == back and len(lost) < 5 and not {3, 4} <= set(lost):
         # Nothing was trained since the version, and survivors know it.
-        assert told["scope"] == "partial"
-        assert "no row was trained since" in told["reason"]
+        assert details["scope"] == "partial"
+        assert "no row was trained since" in details["reason"]
         assert seen == [*range(1, STEPS + 1)]
     else:
-        assert told["scope"] == "full"
+        assert details["scope"] == "full"
         assert seen == [*range(1, step), *range(back + 1, STEPS + 1)]
     recoveries = keeper.recoveries()
     assert recoveries is not None
@@ -182,10 +182,10 @@ def test_partial_recovery_is_not_noticed_by_the_loop(strategy: Any) -> None:
     assert 0 < recoveries.pls <= (5 + 8 + 8) / (STEPS * 5)  # if no version in between was ready
     # Stored with every version, and there again in the next life.
     repository = Repository.open(store)
-    told = [repository.manifest(version).counters["pls"] for version in repository.versions()]
-    assert told[0] == 0.0
-    assert told == sorted(told)
-    assert told[-1] == recoveries.pls
+    pls = [repository.manifest(version).counters["pls"] for version in repository.versions()]
+    assert pls[0] == 0.0
+    assert pls == sorted(pls)
+    assert pls[-1] == recoveries.pls
     again = Model()
     after = keeper_of(again, store, strategy)
     after.resume()
@@ -201,11 +201,13 @@ def test_partial_recovery_that_would_lose_too_much_is_full(
 ) -> None:
     model = Model()
     keeper = keeper_of(model, MemoryStore(), ek.partial(every=4, priority=None, most_pls=0.03))
-    told: list[Any] = []
-    keeper._on_event = lambda name, details: told.append(details) if name == "recovered" else None
+    recovered: list[Any] = []
+    keeper._on_event = lambda name, details: (
+        recovered.append(details) if name == "recovered" else None
+    )
     seen = train(model, keeper, {6: lambda: model.kill(0), 8: lambda: model.kill(0, 3)})
-    assert [it["scope"] for it in told] == ["partial", "full"]
-    assert "the job may lose 0.03" in told[1]["reason"]
+    assert [it["scope"] for it in recovered] == ["partial", "full"]
+    assert "the job may lose 0.03" in recovered[1]["reason"]
     assert seen == [*range(1, 8), *range(5, STEPS + 1)]
     # The version that was gone back to had lost nothing yet, and so has the model.
     recoveries = keeper.recoveries()

@@ -124,7 +124,7 @@ def resumed(path: Path) -> int | None:
         run.end()
 
 
-def test_a_flipped_bit_of_the_state_is_told(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_state_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "t", 3)
     content = file.read_bytes()
     weights = content.rindex(b"}") + 1  # tensors follow the header
@@ -141,7 +141,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path: Path) -> None:
     assert resumed(tmp_path / "t") == 3
 
 
-def test_the_state_of_another_step_is_told(tmp_path: Path) -> None:
+def test_the_state_of_another_step_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "t", 2, 3)
     shutil.copy(tmp_path / "step-2.safetensors", file)
     with pytest.raises(DamageError, match="bring that file back, or restore"):
@@ -318,7 +318,7 @@ def test_a_step_before_the_resume_and_a_named_version_are_refused(tmp_path: Path
     run.end()
 
 
-def test_the_reader_goes_on_and_its_absence_is_told(tmp_path: Path) -> None:
+def test_the_reader_goes_on_and_its_absence_is_reported(tmp_path: Path) -> None:
     with Reader(Synthetic(samples=64, rows_total=900), batch_size=8) as reader:
         run = Run(tmp_path / "t", reader=reader)
         for _ in zip(range(3), reader, strict=False):

@@ -92,7 +92,7 @@ SETS = {
     "bitmap": some(0.5)[:300],
     "gaps": some(0.01)[:300],
     "gaps of 64 bits": np.concatenate([np.arange(150), [MOST]]),
-    "far apart": array([LEAST, -3, 0, MOST]),
+    "wide gaps": array([LEAST, -3, 0, MOST]),
 }
 
 

@@ -143,20 +143,23 @@ def test_offsets_may_carry_the_last_one() -> None:
 def test_per_sample_weights_scale_rows_and_get_gradients(form: str) -> None:
     table = ek.Table("t", rows=50, dim=6)
     ours = ek.EmbeddingBags([table], optimizer=ek.SGD(lr=0.3))
-    theirs = nn.EmbeddingBag(50, 6, mode="sum", sparse=True)
+    reference = nn.EmbeddingBag(50, 6, mode="sum", sparse=True)
     with torch.no_grad():
-        theirs.weight.copy_(ours.rows("t", torch.arange(50))["weight"])
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.3)
+        reference.weight.copy_(ours.rows("t", torch.arange(50))["weight"])
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.3)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         values, offsets = jagged(generator, 20, 50)
         weights = torch.rand(values.numel(), generator=generator)
-        mine, other = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+        scale_ours, scale_torch = (
+            weights.clone().requires_grad_(),
+            weights.clone().requires_grad_(),
+        )
         if form == "mapping":
-            out = ours({"t": (values, offsets)}, per_sample_weights={"t": mine})[:, 0]
+            out = ours({"t": (values, offsets)}, per_sample_weights={"t": scale_ours})[:, 0]
         else:
-            out = ours(Jagged({"t": (values, offsets)}, mine))[:, 0]
-        expected = theirs(values, offsets, per_sample_weights=other)
+            out = ours(Jagged({"t": (values, offsets)}, scale_ours))[:, 0]
+        expected = reference(values, offsets, per_sample_weights=scale_torch)
         torch.testing.assert_close(out, expected)
         grad = torch.randn(out.shape, generator=generator)
         out.backward(grad)
@@ -164,8 +167,10 @@ def test_per_sample_weights_scale_rows_and_get_gradients(form: str) -> None:
         optimizer.zero_grad()
         expected.backward(grad)
         optimizer.step()
-        torch.testing.assert_close(mine.grad, other.grad)
-    torch.testing.assert_close(ours.rows("t", torch.arange(50))["weight"], theirs.weight.detach())
+        torch.testing.assert_close(scale_ours.grad, scale_torch.grad)
+    torch.testing.assert_close(
+        ours.rows("t", torch.arange(50))["weight"], reference.weight.detach()
+    )
 
 
 def test_weights_of_a_mean_are_refused() -> None:

@@ -35,11 +35,11 @@ def test_the_papers_production_job() -> None:
     assert percents["cpr_mfu"] == percents["cpr_ssu"] == percents["cpr_scar"] == 0.7
     assert found.recommended == "cpr"
     assert found.strategies["cpr_ssu"].interval == 5.6 * HOUR
-    told = found.to_dict()
-    assert told["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
-    assert told["strategies"]["full"]["overhead"] == pytest.approx(0.0853516)
-    assert told["recommended"] == "cpr"
-    assert "0.51% of the job where full recovery costs 8.54%" in told["reason"]
+    document = found.to_dict()
+    assert document["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
+    assert document["strategies"]["full"]["overhead"] == pytest.approx(0.0853516)
+    assert document["recommended"] == "cpr"
+    assert "0.51% of the job where full recovery costs 8.54%" in document["reason"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize(
-    ("text", "gaps", "told"),
+    ("text", "gaps", "reading"),
     [
         (
             (
@@ -47,12 +47,12 @@ GAPS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         ("0\n1\n3\n6\n10\n15\n21\n", GAPS, "hours from a start to each failure"),
     ],
 )
-def test_shapes(tmp_path: Path, text: str, gaps: list[float], told: str) -> None:
+def test_shapes(tmp_path: Path, text: str, gaps: list[float], reading: str) -> None:
     path = tmp_path / "failures.csv"
     path.write_text(text)
     log = read_failures(path)
     np.testing.assert_allclose(log.gaps_hours, gaps)
-    assert told in log.taken[0]
+    assert reading in log.taken[0]
     assert log.mtbf.total_seconds() == pytest.approx(3600 * np.mean(gaps))
 
 

@@ -31,7 +31,7 @@ def test_the_best_fit_is_what_was_drawn(name: str, gaps: np.ndarray) -> None:
     assert np.all(best.hazard(np.array([1.0, 5.0, 20.0])) > 0)
 
 
-def test_all_four_are_told_best_first() -> None:
+def test_all_four_are_listed_best_first() -> None:
     found = fits(np.random.default_rng(0).gamma(2.0, 3.0, 200))
     assert {fit.name for fit in found} == {"gamma", "weibull", "exponential", "log-normal"}
     assert [fit.aic for fit in found] == sorted(fit.aic for fit in found)

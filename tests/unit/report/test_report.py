@@ -53,7 +53,7 @@ def points() -> list[Point]:
     return [
         Point(
             target_pls=0.1 * run, failures=run, fraction=0.125, seed=0, auc_loss=0.01 * run * slope,
-            outcome=outcome(name, pls=0.1 * run, began_anew=run == 3), full_overhead=0.08,
+            outcome=outcome(name, pls=0.1 * run, started_over=run == 3), full_overhead=0.08,
             refused=run == 4,
         )
         for name, slope in (("cpr", 1.0), ("cpr_ssu", 0.5))
@@ -104,8 +104,10 @@ def test_what_a_user_types_is_text_not_markup() -> None:
 
 
 def test_data_lies_beside_the_page(tmp_path: Path) -> None:
-    told = {"a": [1.5, float("nan")], "b": {"c": float("inf")}}
-    path = write(tmp_path / "new" / "x.html", Page(title="t"), told, [{"a": 1}, {"a": 2, "b": 3}])
+    document = {"a": [1.5, float("nan")], "b": {"c": float("inf")}}
+    path = write(
+        tmp_path / "new" / "x.html", Page(title="t"), document, [{"a": 1}, {"a": 2, "b": 3}]
+    )
     assert path == tmp_path / "new" / "x.html"
     assert json.loads(path.with_suffix(".json").read_text()) == {"a": [1.5, None], "b": {"c": None}}
     with path.with_suffix(".csv").open() as file:

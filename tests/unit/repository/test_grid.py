@@ -93,7 +93,7 @@ def test_heads_are_unpacked_together_and_each_is_checked() -> None:
         st.tuples(st.integers(0, 200_000), st.integers(0, 12_000_000)), min_size=1, max_size=40
     )
 )
-def test_pieces_that_stand_near_each_other_are_read_together(pieces: list[tuple[int, int]]) -> None:
+def test_pieces_that_stand_close_together_are_read_together(pieces: list[tuple[int, int]]) -> None:
     starts, sizes, end = [], [], 0
     for gap, nbytes in pieces:
         starts.append(end + gap)
@@ -221,7 +221,7 @@ def test_rows_are_scattered_whatever_their_width_and_place(dim: int, offset: int
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_rows_apart_are_installed_as_rows_together(shards: int, in_order: bool) -> None:
+def test_scattered_rows_are_installed_as_rows_in_order(shards: int, in_order: bool) -> None:
     tables = [ek.Table("fixed", rows=5000, dim=8), ek.Table("any", rows=None, capacity=900, dim=8)]
     random = np.random.default_rng(0)
     one, other = (
@@ -293,7 +293,7 @@ def costs(**changes: Any) -> GridCosts:
         (Grid(storage_budget_nbytes=99), costs(), None),
     ],
 )
-def test_when_a_baseline_is_taken_anew(rules: Grid, known: GridCosts, reason: str | None) -> None:
+def test_when_a_new_baseline_is_taken(rules: Grid, known: GridCosts, reason: str | None) -> None:
     assert resets(rules, known) == reason
 
 
@@ -333,11 +333,11 @@ def test_the_grid_is_drawn(tmp_path: Path) -> None:
     assert as_html(drawn, "<run>").count("<title>lives") == len(drawn.cells)
     shell = CliRunner()
     page = tmp_path / "grid.html"
-    told = shell.invoke(
+    shown = shell.invoke(
         app, ["show", str(tmp_path / "run"), "--grid", "--version", "4", "--html", str(page)]
     )
-    assert told.exit_code == 0, told.output
-    assert "version 4 reads" in told.output
+    assert shown.exit_code == 0, shown.output
+    assert "version 4 reads" in shown.output
     assert "&lt;" not in page.read_text() or page.stat().st_size > 500
     plain = Run(store=LocalStore(tmp_path / "plain"), layout="full")
     plain.save()
@@ -367,11 +367,11 @@ WRITER: Any = SimpleNamespace(repository=SimpleNamespace(clock=VirtualClock()))
 def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.repository.grid.extraction_worker.Extractor", SlowExtractor)
     monkeypatch.setattr(SlowExtractor, "asked", [])
-    told: list[str] = []
+    events: list[str] = []
     collected: list[int] = []
     rules = Grid(most_behind=2, behind=behind)
     rounds = ExtractionWorker(
-        WRITER, rules, lambda name, _: told.append(name), lambda: collected.append(1),
+        WRITER, rules, lambda name, _: events.append(name), lambda: collected.append(1),
         nice=0,
     )  # fmt: skip
 
@@ -395,9 +395,9 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
     assert newest[-1] == 5
     # Whatever was passed over was split by the round after it.
     assert SlowExtractor.asked[-1][1]
-    assert len(collected) == len(SlowExtractor.asked) == told.count("extracted")
+    assert len(collected) == len(SlowExtractor.asked) == events.count("extracted")
     if behind == "skip":
-        assert "extraction_behind" not in told
+        assert "extraction_behind" not in events
         splits = [split for _, split in SlowExtractor.asked]
         assert False not in [a or b for a, b in pairwise(splits)]
     else:

@@ -150,11 +150,11 @@ def test_gc_deletes_nothing_while_a_kept_version_is_damaged(repository: Reposito
 
 def test_foreign_files_are_left_alone(repository: Repository) -> None:
     writer = Writer.open(repository)
-    repository.store.put("data/notes.txt", b"mine")
+    repository.store.put("data/notes.txt", b"notes")
     repository.store.put("data/000009-0000000001-0123456789abcdef-0.bin", b"of a later epoch")
     save(writer, 1)
     Collector(writer, grace=timedelta(0)).collect()
-    assert repository.store.get("data/notes.txt") == b"mine"
+    assert repository.store.get("data/notes.txt") == b"notes"
     assert len(list(repository.store.list("data"))) == 4
 
 

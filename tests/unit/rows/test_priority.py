@@ -84,9 +84,9 @@ def test_selection_is_exact_for_any_keys(seed: int, largest: int) -> None:
     it = ranked("mfu", 0.1)
     assert isinstance(it, MostUsed)
     it.counts[:] = keys
-    mine = [keys[row] for row in range(ROWS) if is_ranked(row)]
+    eligible = [keys[row] for row in range(ROWS) if is_ranked(row)]
     chosen = sorted((keys[row] for row in it.select().tolist()), reverse=True)
-    assert chosen == [key for key in sorted(mine, reverse=True)[: it.limit] if key]
+    assert chosen == [key for key in sorted(eligible, reverse=True)[: it.limit] if key]
 
 
 def test_keys_that_grow_while_they_are_read_list_no_more_than_fits() -> None:
@@ -190,12 +190,12 @@ def test_the_farthest_rows_are_those_that_moved_most_since_they_were_saved(
             chosen = it.select()
             it.take(chosen)
             saved[chosen] = weight[chosen]
-    apart = np.linalg.norm((weight - saved).astype(np.float64), axis=1)
-    apart[[row for row in range(ROWS) if not is_ranked(row)]] = 0
+    moved = np.linalg.norm((weight - saved).astype(np.float64), axis=1)
+    moved[[row for row in range(ROWS) if not is_ranked(row)]] = 0
     chosen = it.select()
-    assert chosen.size == min(it.limit, int((apart > 0).sum()))
+    assert chosen.size == min(it.limit, int((moved > 0).sum()))
     left = np.setdiff1d(np.arange(ROWS), chosen)
-    assert apart[chosen].min(initial=np.inf) >= apart[left].max() * (1 - 1e-5)
+    assert moved[chosen].min(initial=np.inf) >= moved[left].max() * (1 - 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mfu", "ssu", "scar"])

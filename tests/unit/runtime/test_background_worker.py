@@ -31,19 +31,19 @@ class Work:
 
 def done(worker: Worker, task: Any) -> BaseException | None:
     ended: list[BaseException | None] = []
-    told = threading.Event()
+    heard = threading.Event()
 
     def end(error: BaseException | None) -> None:
         ended.append(error)
-        told.set()
+        heard.set()
 
     worker.do(task, end)
-    assert told.wait(60)
+    assert heard.wait(60)
     return ended[0]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_of_any_kind_is_told_and_ends_nothing(kind: type[BaseException]) -> None:
+def test_an_error_of_any_kind_is_reported_and_ends_nothing(kind: type[BaseException]) -> None:
     def fails() -> None:
         raise kind("on purpose")
 
@@ -53,7 +53,7 @@ def test_an_error_of_any_kind_is_told_and_ends_nothing(kind: type[BaseException]
     worker.close()
 
 
-def test_an_error_of_who_is_told_is_shown_and_ends_nothing(
+def test_an_error_of_the_callback_is_shown_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[type[BaseException]] = []
@@ -68,19 +68,19 @@ def test_an_error_of_who_is_told_is_shown_and_ends_nothing(
     assert shown == [MemoryError]
 
 
-def test_who_is_told_finds_the_work_gone() -> None:
+def test_the_work_is_gone_when_its_end_is_heard() -> None:
     """What a finished task held must not be freed by the thread at some later time."""
-    worker, gone, told = Worker("test"), [], threading.Event()
+    worker, gone, heard = Worker("test"), [], threading.Event()
     work = Work()
     known = weakref.ref(work)
 
     def end(_: BaseException | None) -> None:
         gone.append(known() is None)
-        told.set()
+        heard.set()
 
     worker.do(work, end)
     del work
-    assert told.wait(60)
+    assert heard.wait(60)
     # It may be this thread that let go last; then it did so before it waited.
     assert gone == [True] or known() is None
     worker.close()
@@ -130,7 +130,7 @@ class Impatient(SystemClock):
 
 
 class Owner:
-    """Has a loop whose steps do what they are told, one after the other."""
+    """Has a loop whose steps follow a script, one after the other."""
 
     def __init__(self, *script: BaseException | float | None, **settings: Any) -> None:
         self.script = list(script)

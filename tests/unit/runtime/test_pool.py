@@ -49,15 +49,15 @@ def test_threads_end_with_their_pool() -> None:
     before = set(threading.enumerate())
     pool = Pool(5)
     pool.run([lambda: None] * 5)
-    mine = [
+    started = [
         thread
         for thread in threading.enumerate()
         if thread not in before and thread.name.startswith("emberkeep-")
     ]
-    assert len(mine) == 4
+    assert len(started) == 4
     del pool
     gc.collect()
-    for thread in mine:
+    for thread in started:
         thread.join(timeout=60)
         assert not thread.is_alive()
 
@@ -96,13 +96,13 @@ def nonfinite_rows(pool: Pool, seed: int) -> None:
     assert found == [bad if start <= bad < stop else -1 for start, stop in cut]
     assert nothing == [0, 0]
     for t in range(2):
-        mine = slice(offsets[t], offsets[t + 1])
-        assert counts[t] == np.unique(ids[mine]).size
-        assert (staged[mine][inverse[mine]] == ids[mine]).all()
+        part = slice(offsets[t], offsets[t + 1])
+        assert counts[t] == np.unique(ids[part]).size
+        assert (staged[part][inverse[part]] == ids[part]).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_jobs_run_part_by_part_whoever_calls(threads: int) -> None:
+def test_jobs_run_part_by_part_on_any_thread(threads: int) -> None:
     pool, errors = Pool(threads), []
 
     def work(caller: int) -> None:

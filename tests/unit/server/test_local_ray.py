@@ -1,4 +1,4 @@
-"""Which Ray is meant, and that one which is not there is told at once."""
+"""Which Ray is meant, and that a missing one is reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberkeep.errors import ServerError
 from emberkeep.server.ray import local_ray
 
 
-def test_a_ray_that_is_not_there_is_told_at_once(
+def test_a_ray_that_is_not_there_is_reported_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:

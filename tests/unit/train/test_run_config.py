@@ -30,9 +30,9 @@ def test_the_demo_with_overrides() -> None:
 
 
 def test_settings_become_json() -> None:
-    told = json.loads(json.dumps(DEMO.to_dict()))
-    assert told["run"]["batch_size"] == DEMO.run.batch_size
-    assert told["tables"]["rows"] is None
+    document = json.loads(json.dumps(DEMO.to_dict()))
+    assert document["run"]["batch_size"] == DEMO.run.batch_size
+    assert document["tables"]["rows"] is None
 
 
 def test_the_optimizer_takes_what_it_has() -> None:

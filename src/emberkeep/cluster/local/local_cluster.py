@@ -119,7 +119,9 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         made: list[Shard] = []
         try:
             for i in range(shards):
-                shard = Shard(tables, optimizer, index=i, count=shards, seed=seed, pool=pool)
+                shard = Shard(
+                    tables, optimizer, index=i, count=shards, seed=seed, pool=pool, clock=clock
+                )
                 made.append(shard)
         except BaseException:  # the traceback keeps shards alive: let go of files at once
             for shard in made:
@@ -157,6 +159,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         new = Shard(
             self.tables, self.optimizer, index=index, count=len(self.shards),
             seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
+            clock=self._clock,
         )  # fmt: skip
         if self._tracked:
             new.track(self._priority)

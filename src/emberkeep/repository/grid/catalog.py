@@ -34,8 +34,6 @@ from emberkeep.repository.pieces import KIND
 from emberkeep.repository.repository import Repository
 from emberkeep.repository.writer import Writer
 
-LAYOUT = "grid"
-
 Key = tuple[str, int]
 """A piece: the name of its file and where its head stands."""
 
