@@ -290,7 +290,7 @@ class Shard:
             self._must_live()
             slab, t = self._places[table]
             with self._recording_at_least():
-                slab.install(slab.one_table(t, ids), planes)
+                slab.install(*slab.newest_of(slab.one_table(t, ids), planes))
             self._record()
 
     def install_scattered(
@@ -323,8 +323,9 @@ class Shard:
                 ):
                     counts_T[t + 1] = count
                 wanted = RowIds(ids[some], np.cumsum(counts_T))
+                rows = slab.newest_of(wanted, {name: v[some] for name, v in planes.items()})
                 with self._recording_at_least():
-                    slab.install(wanted, {name: v[some] for name, v in planes.items()}, busy=busy)
+                    slab.install(*rows, busy=busy)
                 first = last
             self._record()
 
@@ -348,18 +349,21 @@ class Shard:
             return slab.touched_ids(t)
 
     def table_state(self) -> dict[str, Any]:
-        """Of each table: how many pushes it has taken part in, and the next tick if it evicts."""
+        """Of each table: how many pushes it has taken part in; of dynamic ones also the next tick
+        and how many rows they hold."""
         with self._lock:
             self._must_serve()
             return {
                 name: {
                     "steps": int(slab.steps_T[t]),
                     "tick": slab.slots[t].next_tick if t in slab.slots else 0,
+                    **({"rows": slab.slots[t].count} if t in slab.slots else {}),
                 }
                 for name, (slab, t) in self._places.items()
             }
 
-    def load_table_state(self, state: Mapping[str, Any]) -> None:
+    def load_table_state(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Goes on from a state; returns how many rows the dynamic tables among them hold."""
         with self._lock:
             self._must_live()
             for name, table in state.items():
@@ -368,6 +372,8 @@ class Shard:
                 if t in slab.slots:
                     slab.slots[t].go_on_from(table["tick"])
             self._record()
+            places = {name: self._places[name] for name in state}
+            return {n: slab.slots[t].count for n, (slab, t) in places.items() if t in slab.slots}
 
     def track(self, priority: Priority | None = None) -> None:
         """Starts to follow changes; every row that was trained before counts as changed."""

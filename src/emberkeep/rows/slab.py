@@ -370,8 +370,27 @@ class Slab:
         if "used" in planes:
             for t, slots in self.slots.items():
                 used = planes["used"][wanted.offsets[t] : wanted.offsets[t + 1]]
-                slots.next_tick = max(slots.next_tick, int(np.max(used, initial=-1)) + 1)
+                slots.installed(np.asarray(used))
         self._after_write(found, places)
+
+    def newest_of(
+        self, wanted: RowIds, planes: Mapping[str, Values]
+    ) -> tuple[RowIds, Mapping[str, Values]]:
+        """What to install of rows: without those that a table that evicts would give up at once,
+        being older than all that it holds then."""
+        taken = np.ones(wanted.ids.size, np.bool_)
+        for t, slots in self.slots.items():
+            part = slice(wanted.offsets[t], wanted.offsets[t + 1])
+            found = np.empty(part.stop - part.start, np.int64)
+            surplus = slots.find(wanted.ids[part], 0, found) + slots.count - slots.capacity
+            if surplus > 0 and slots.ticks is not None and "used" in planes:
+                used = np.asarray(planes["used"])[part, 0]
+                taken[part] = slots.newest_of(found, used, surplus)
+        if taken.all():
+            return wanted, planes
+        rows = np.flatnonzero(taken)
+        some = RowIds(wanted.ids[rows], np.searchsorted(rows, wanted.offsets))
+        return some, {name: values[rows] for name, values in planes.items()}
 
     def _check_install(self, wanted: RowIds, planes: Mapping[str, Values]) -> tuple[I64, list[int]]:
         """Everything that can refuse whole rows, before any changes; the rows of the ids, and how

@@ -302,8 +302,7 @@ class ShardService:
         yield {"tables": self._checked(header).shard.table_state()}, _NONE
 
     def _load_table_state(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.load_table_state(header["tables"])
-        yield {}, _NONE
+        yield {"rows": self._checked(header).shard.load_table_state(header["tables"])}, _NONE
 
     def _read(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])

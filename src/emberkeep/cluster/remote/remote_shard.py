@@ -247,8 +247,9 @@ class RemoteShard:
         state: Json = self._act("table_state", serving=True)[0]["tables"]
         return state
 
-    def load_table_state(self, state: Json) -> None:
-        self._act("load_table_state", {"tables": state})
+    def load_table_state(self, state: Json) -> Json:
+        rows: Json = self._act("load_table_state", {"tables": state})[0]["rows"]
+        return rows
 
     def clear(self) -> None:
         self._act("clear")
