@@ -49,10 +49,10 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Four consecutive versions, the second one tagged."""
+    """Four consecutive versions, the second one tagged; the first is larger than the others."""
     run = Run(store=LocalStore(tmp_path / "run"), bits=4)
-    for _ in range(4):
-        run.save()
+    for steps in (12, 1, 1, 1):
+        run.save(steps)
     run.repository.tag("best", 2)
     return run
 

@@ -410,7 +410,9 @@ class Checkpointer:
             )
         else:
             base = manifest.layout["baseline_nbytes"]
-            sizes = [*manifest.layout["sizes"], nbytes / base]
+            # A one-shot layout never asks for sizes, and its chain has no end.
+            endless = manifest.layout["layout"] == "one_shot"
+            sizes = [] if endless else [*manifest.layout["sizes"], nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
 
     def _write_shards(self, draft: Draft, save: _Save) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emberkeep.repository.policies import starts_anew
+from emberkeep.repository.policies import Layout, starts_anew
 
 
 def cycle(size: Callable[[int], float], most: int = 400) -> list[float]:
@@ -41,6 +41,21 @@ def test_growth_is_expected_to_go_on() -> None:
     assert not starts_anew("intermittent", [0.42, 0.25])  # rows were deleted
 
 
-def test_other_layouts() -> None:
-    assert starts_anew("full", [])
-    assert not any(starts_anew(layout, [1.0, 2.0]) for layout in ("one_shot", "consecutive"))
+@pytest.mark.parametrize(
+    ("layout", "sizes", "anew"),
+    [
+        ("full", [], True),
+        ("one_shot", [1.0, 2.0], False),
+        ("one_shot", [0.1] * 5000, False),  # each needs the baseline alone, and knows no sizes
+        ("intermittent", [0.001] * 999, False),
+        ("intermittent", [0.001] * 1000, True),
+        ("consecutive", [], False),
+        ("consecutive", [0.4, 0.5], False),
+        ("consecutive", [0.4, 0.6], True),  # a restore would read twice what a baseline takes
+        ("consecutive", [2.0], True),
+        ("consecutive", [0.0] * 99, False),
+        ("consecutive", [0.0] * 100, True),
+    ],
+)
+def test_chains_end(layout: Layout, sizes: list[float], anew: bool) -> None:
+    assert starts_anew(layout, sizes) is anew
