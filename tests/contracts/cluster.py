@@ -328,3 +328,20 @@ class ClusterContract:
             with pytest.warns(RuntimeWarning, match=rf"{rows - 30} of {rows} rows.* evicted"):
                 restore()
             assert fewer.touched_ids("items").size == 30
+
+    def test_the_digest_of_rows_is_the_same_for_any_number_of_shards(self) -> None:
+        """Made where rows live: no cluster hands rows or ids over for it."""
+        whole = self.open(tables(), Adagrad(lr=0.1), shards=1)
+        parts = self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
+        for cluster in (whole, parts):
+            push(cluster, np.random.default_rng(5), 4)
+        before = {table.name: whole.digest(table.name) for table in tables()}
+        assert before == {table.name: parts.digest(table.name) for table in tables()}
+        assert all(d.rows == whole.touched_ids(name).size for name, d in before.items())
+        ids, planes = parts.read_all("fixed")
+        planes["accumulator"][0, 0] = np.nextafter(planes["accumulator"][0, 0], np.float32(9))
+        parts.install("fixed", ids[:1], {name: values[:1] for name, values in planes.items()})
+        changed = parts.digest("fixed")
+        assert changed.rows == before["fixed"].rows
+        assert changed.low != before["fixed"].low
+        assert changed.high != before["fixed"].high

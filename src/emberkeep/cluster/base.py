@@ -25,6 +25,7 @@ from emberkeep.errors import ConfigError, PeerError, ShardLostError, TableFullEr
 from emberkeep.kernels import hash_index
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
+from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table, check_tables
@@ -61,6 +62,8 @@ class ShardHandle(Protocol):
     def read_all(self, table: str) -> tuple[I64, Planes]: ...
 
     def touched_ids(self, table: str) -> I64: ...
+
+    def digest(self, table: str) -> RowDigest: ...
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
 
@@ -316,6 +319,15 @@ class Cluster:
     def touched_ids(self, table: str) -> I64:
         """The ids of a table's rows that were trained and not deleted since, ascending."""
         return np.sort(np.concatenate([shard.touched_ids(table) for shard in self._serving()]))
+
+    @surviving
+    def digest(self, table: str) -> RowDigest:
+        """Of all trained rows of a table, made where they live: the same for the same rows,
+        whatever number of shards holds them."""
+        with self._push_lock:
+            shards = self._serving()
+            parts = self._each([functools.partial(shard.digest, table) for shard in shards])
+        return functools.reduce(RowDigest.joined, parts, RowDigest())
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows, all planes together."""

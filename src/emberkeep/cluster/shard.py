@@ -16,6 +16,7 @@ from emberkeep.errors import ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
+from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
@@ -281,6 +282,18 @@ class Shard:
             slab, t = self._places[table]
             ids = slab.touched_ids(t)
             return ids, slab.read(t, ids)
+
+    def digest(self, table: str) -> RowDigest:
+        """Of all trained rows of a table, some of them at a time: of one instant if nobody pushes
+        meanwhile."""
+        self._need_rows(table)
+        digest, at = RowDigest(), 0
+        while at >= 0:
+            with self._lock:
+                self._must_serve()
+                part, at = digest_chunk(*self._places[table], at)
+            digest = digest.joined(part)
+        return digest
 
     def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         """Writes whole rows; they become touched and dirty."""

@@ -111,6 +111,7 @@ class ShardService:
             "read": self._read,
             "read_all": self._read_all,
             "touched_ids": self._touched_ids,
+            "digest": self._digest,
             "install": self._install,
             "delete": self._delete,
             "clear": self._clear,
@@ -321,6 +322,10 @@ class ShardService:
         step = FRAME_NBYTES // 8
         for start in range(0, max(1, ids.size), step):
             yield {}, {"ids": ids[start : start + step]}
+
+    def _digest(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        digest = self._checked(header).shard.digest(header["table"])
+        yield {"rows": digest.rows, "low": f"{digest.low:x}", "high": f"{digest.high:x}"}, _NONE
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}

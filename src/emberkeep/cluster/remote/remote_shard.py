@@ -27,6 +27,7 @@ from emberkeep.errors import (
 from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
+from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
@@ -35,7 +36,7 @@ from emberkeep.wire.security import Security
 Arrays = dict[str, npt.NDArray[Any]]
 
 _POLL_SECONDS = (0.005, 0.1)
-_BULK = ("read", "read_all", "touched_ids", "install", "clear", "delete")
+_BULK = ("read", "read_all", "touched_ids", "digest", "install", "clear", "delete")
 # Whether a server is there at all is known sooner than what it has to say.
 _GREETING = timedelta(seconds=3)
 
@@ -228,6 +229,10 @@ class RemoteShard:
     def touched_ids(self, table: str) -> I64:
         frames = self._all("touched_ids", {"table": table})
         return np.concatenate([frame["ids"] for frame in frames])
+
+    def digest(self, table: str) -> RowDigest:
+        reply, _ = self._act("digest", {"table": table}, serving=True)
+        return RowDigest(int(reply["rows"]), int(reply["low"], 16), int(reply["high"], 16))
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
