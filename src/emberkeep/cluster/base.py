@@ -26,7 +26,7 @@ from emberkeep.kernels import hash_index
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
-from emberkeep.rows.snapshot import Cut, FrozenRows
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table, check_tables
 
@@ -79,7 +79,7 @@ class ShardHandle(Protocol):
 
     def track(self, priority: Priority | None = None) -> None: ...
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]: ...
+    def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]: ...
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
 
@@ -390,9 +390,10 @@ class Cluster:
         rows, because the shard reads it under the lock under which it freezes.
         """
         taken: dict[int, Cut[FrozenRows]] = {}
+        room = CopyRoom(buffer_nbytes)
 
         def take(shard: ShardHandle) -> None:
-            taken[shard.index] = shard.freeze(since, buffer_nbytes)
+            taken[shard.index] = self._freeze_shard(shard, since, room)
 
         with self._push_lock:
             shards = self._serving()
@@ -404,6 +405,12 @@ class Cluster:
                 for frozen in (frozen for part in taken.values() for frozen in part):
                     frozen.close(())
                 raise
+
+    def _freeze_shard(
+        self, shard: ShardHandle, since: str | None, room: CopyRoom
+    ) -> Cut[FrozenRows]:
+        """Freezes one of the shards. A server has a process, and a buffer, of its own."""
+        return shard.freeze(since, room.nbytes)
 
     @surviving
     def table_state(self) -> Json:

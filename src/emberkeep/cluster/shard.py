@@ -18,7 +18,7 @@ from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
 from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
-from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
@@ -402,16 +402,20 @@ class Shard:
         """What it takes to know which rows matter most."""
         return sum(slab.ranking.nbytes for slab in self.slabs if slab.ranking is not None)
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
-        """Freezes the rows of every slab, and the state of their tables: no push comes between."""
+    def freeze(self, since: str | None, buffer: int | CopyRoom) -> Cut[FrozenRows]:
+        """Freezes the rows of every slab, and the state of their tables: no push comes between.
+
+        The `buffer` for copies, or its size, is one for all slabs.
+        """
+        room = buffer if isinstance(buffer, CopyRoom) else CopyRoom(buffer)
         for table in self.tables:
             self._need_rows(table.name)
         with self._lock:
             self._must_serve()
             tables = self.table_state()
             if since == PRIORITISED:
-                return Cut((slab.prioritised(buffer_nbytes) for slab in self.slabs), tables)
-            return Cut(freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes), tables)
+                return Cut((slab.prioritised(room) for slab in self.slabs), tables)
+            return Cut(freeze(self.slabs, since=since, room=room), tables)
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""

@@ -27,7 +27,14 @@ from emberkeep.rows.push import (
     update_call,
 )
 from emberkeep.rows.slots import Slots
-from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
+from emberkeep.rows.snapshot import (
+    Arrays,
+    CopyRoom,
+    PrioritisedRows,
+    RowSource,
+    Snapshot,
+    TableRange,
+)
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
@@ -257,7 +264,7 @@ class Slab:
                 pool=self.pool,
             )
 
-    def prioritised(self, buffer_nbytes: int) -> PrioritisedRows:
+    def prioritised(self, room: CopyRoom) -> PrioritisedRows:
         """The rows that matter most, of small tables all, to be frozen when they are read."""
         assert self.ranking is not None
         whole = self._no_rows()
@@ -266,7 +273,7 @@ class Slab:
             if t not in large:
                 first = int(self.bases_T[t]) >> 6
                 whole[first : first + ((self.slots_T[t] + 63) >> 6)] = np.uint64(2**64 - 1)
-        return PrioritisedRows(self, whole, buffer_nbytes)
+        return PrioritisedRows(self, whole, room)
 
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""

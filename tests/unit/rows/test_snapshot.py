@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import CancelledError
 from emberkeep.rows import snapshot as snapshots
-from emberkeep.rows.snapshot import Chunk, Snapshot, freeze
+from emberkeep.rows.snapshot import Chunk, CopyRoom, Snapshot, freeze
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
 from tests.contracts.engine import grads_of, wanted_of
@@ -141,7 +141,7 @@ def test_the_buffer_of_saved_rows_is_bounded_by_waiting() -> None:
     slab.track()
     everything = wanted_of(cluster, {"t": list(range(6400))})
     cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)
-    (taken,) = freeze([slab], since=None, buffer_nbytes=1000)
+    (taken,) = freeze([slab], since=None, room=CopyRoom(1000))
     state = rows_of(cluster)
     cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)  # fills the buffer
     pusher = threading.Thread(

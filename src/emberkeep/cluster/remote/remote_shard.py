@@ -262,8 +262,8 @@ class RemoteShard:
     def track(self, priority: Priority | None = None) -> None:
         self._act("track", {"priority": None if priority is None else asdict(priority)})
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
-        header = {"since": since, "buffer_nbytes": buffer_nbytes}
+    def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]:
+        header = {"since": since, "buffer_nbytes": buffer}
         reply, _ = self._act("freeze", header, serving=True)
         return Cut([RemoteRows(self)], reply["tables"])
 
