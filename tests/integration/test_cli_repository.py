@@ -195,8 +195,11 @@ def test_gc_asks_before_it_fences(shell: Shell, tmp_path: Path) -> None:
     options = ("--keep-last", 2, "--keep-every", 5, "--grace", 0)
     plan = shell.json("gc", root, *options, "--dry-run")
     assert (plan["kept"], plan["removed"]) == ([2, 5, 7, 8], [1, 3, 4, 6])
+    expected = {"2": ["tag best"], "5": ["retention"], "7": ["retention"]}
+    assert plan["reasons"] == {**expected, "8": ["retention", "newest"]}
     assert shell("gc", root, "--dry-run") == 0
     assert "would remove no version" in shell.out  # all are young
+    assert shell.out.count("grace until 20") == 8
     assert shell("gc", root, *options) == 2
     assert f"process {os.getpid()} on" in shell.err
     assert "--yes" in shell.err

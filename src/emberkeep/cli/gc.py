@@ -15,6 +15,7 @@ from emberkeep.cli._repository import (
     numbers_text,
     open_repository,
     print_json,
+    print_table,
     size_text,
 )
 from emberkeep.cli._shell import command
@@ -47,7 +48,8 @@ def gc(
 ) -> None:
     """Remove old versions, and files that no version needs.
 
-    Tagged and pinned versions stay, and whatever a kept version needs. Only the writer of a
+    Tagged and pinned versions stay, those younger than --grace, and whatever a kept version needs;
+    it says why each of them stays. Only the writer of a
     repository may remove anything, so this takes over from a trainer that is still running: it
     will stop at its next save. Trainers run gc themselves, after every save.
     """
@@ -71,6 +73,7 @@ def gc(
             {
                 "dry_run": dry_run,
                 "kept": [v.number for v in kept],
+                "reasons": {str(v.number): list(collected.reasons[v]) for v in kept},
                 "removed": [v.number for v in removed],
                 "nbytes": nbytes,
             }
@@ -81,6 +84,11 @@ def gc(
         "no version"
     )  # fmt: skip
     emit(f"{verb} {gone}, {size_text(nbytes)}; kept: {numbers_text(kept) or 'none'}")
+    print_table(
+        ["kept", "because"],
+        [(v.number, "; ".join(collected.reasons[v])) for v in kept],
+        right=["kept"],
+    )
 
 
 def _refuse_if_active(repository: Repository) -> None:

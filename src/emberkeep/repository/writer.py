@@ -236,6 +236,11 @@ class Writer:
             self._resumed = version
             return version == self._newest
 
+    @property
+    def resumed(self) -> VersionId | None:
+        """The version that the run went on from, until the next one is committed."""
+        return self._resumed
+
     def start_collecting(self) -> None:
         """Called by gc before it looks at the history: versions committed from now on are not
         in its view, so what they build on is remembered for it."""
