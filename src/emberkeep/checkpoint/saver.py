@@ -35,6 +35,7 @@ from emberkeep.errors import (
     CancelledError,
     DamageError,
     FencedError,
+    FullError,
     SaveError,
     ShardLostError,
     StateError,
@@ -209,9 +210,7 @@ class Checkpointer:
         codecs = spec.codecs(self._restores)
         if self.subject.forgot_changes():
             self._chain = _Chain()
-        since = self._since(spec)
-        if not whole and not self.due_whole:
-            since = PRIORITISED
+        since = self._since(spec) if whole or self.due_whole else PRIORITISED
         start = time.perf_counter()
         # Until the write has them, which ends them.
         with closed_if_raised() as taken:
@@ -341,6 +340,8 @@ class Checkpointer:
             if not isinstance(outcome, ShardLostError):
                 self._failures.append(outcome)
                 warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
+            if isinstance(outcome, FullError):
+                self._collect()  # what has come of age since the last version makes room
             self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
         saving.committed.set_exception(outcome)
 

@@ -53,6 +53,7 @@ def gc(
     repository may remove anything, so this takes over from a trainer that is still running: it
     will stop at its next save. Trainers run gc themselves, after every save.
     """
+    from emberkeep.blobs.wrapper import spending_reserve
     from emberkeep.inspect.summary import plan_collection
     from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
 
@@ -66,7 +67,8 @@ def gc(
     else:
         if not yes:
             _refuse_if_active(repository)
-        collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
+        with spending_reserve(repository.store):
+            collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
     kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
     if as_json:
         print_json(

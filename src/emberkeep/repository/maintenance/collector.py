@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
+from emberkeep.blobs.wrapper import spending_reserve
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
@@ -82,7 +83,12 @@ class Collector:
 
     def collect(self) -> Collected:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
-        that must be kept has a damaged manifest; then nothing more is deleted."""
+        that must be kept has a damaged manifest; then nothing more is deleted. Where the store
+        keeps a reserve it needs no byte free."""
+        with spending_reserve(self._store):
+            return self._collect()
+
+    def _collect(self) -> Collected:
         self._writer.check()
         self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
