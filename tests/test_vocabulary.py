@@ -20,14 +20,12 @@ SUFFIXES = {".py", ".md", ".toml", ".html", ".css"}
 BANNED = re.compile(
     r"(?<![a-z])(told|anew|whoever|apart|near|distant|begun|mine)(?![a-z])", re.IGNORECASE
 )
-# Names that stand until their modules are next changed. Entries go away, none come.
-ALLOWED = re.compile(r"starts_anew|self\._(told|begun)\b")
 
 
 def violations(text: str) -> Iterator[tuple[int, str]]:
     """(line, word) of every banned word in `text`."""
     for number, line in enumerate(text.splitlines(), 1):
-        for found in BANNED.finditer(ALLOWED.sub("", line)):
+        for found in BANNED.finditer(line):
             yield number, found[1]
 
 

@@ -69,6 +69,10 @@ class StorageError(EmberkeepError):
     exit_code = 20
 
 
+class FullError(StorageError):
+    """A store has no room for more; gc may make some."""
+
+
 class MissingObjectError(StorageError):
     """A store holds no object of that name."""
 

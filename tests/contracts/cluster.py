@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.target_view import shard_view
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.errors import ConfigError, ShardLostError, TableFullError
+from emberkeep.repository import Repository
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import Adagrad, Adam, Optimizer, Table
@@ -300,3 +303,45 @@ class ClusterContract:
             assert drained(frozen[1]) == expected
             for rows in (rows for shard in frozen for rows in shard):
                 rows.close(())
+
+    @pytest.mark.parametrize("on_full", ["error", "evict_oldest"])
+    def test_rows_that_do_not_fit_fewer_shards_are_never_lost_without_a_word(
+        self, on_full: Any, tmp_path: Any
+    ) -> None:
+        table = Table("items", rows=None, capacity=30, dim=4, on_full=on_full)
+        cluster = self.open([table], Adagrad(lr=0.1), shards=SHARDS)
+        for at in range(0, 60, 3):
+            batch = {"items": [at, at + 1, at + 2]}
+            grads = grads_of(cluster, {"items": np.ones((3, 4))})
+            cluster.push(wanted_of(cluster, batch), grads, lr=0.1)
+        store = LocalStore(tmp_path)
+        Repository.create(store, schema=cluster.schema())
+        Checkpointer(Repository.open(store), cluster).close(1)
+        rows = cluster.touched_ids("items").size
+        fewer = self.open([table], Adagrad(lr=0.1), shards=1)
+        restore = Checkpointer(Repository.open(store), fewer).restore
+        if on_full == "error":
+            with pytest.raises(TableFullError, match=rf"'items' has {rows} rows.*nothing was"):
+                restore()
+            assert fewer.touched_ids("items").size == 0
+        else:
+            with pytest.warns(RuntimeWarning, match=rf"{rows - 30} of {rows} rows.* evicted"):
+                restore()
+            assert fewer.touched_ids("items").size == 30
+
+    def test_the_digest_of_rows_is_the_same_for_any_number_of_shards(self) -> None:
+        """Made where rows live: no cluster hands rows or ids over for it."""
+        whole = self.open(tables(), Adagrad(lr=0.1), shards=1)
+        parts = self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
+        for cluster in (whole, parts):
+            push(cluster, np.random.default_rng(5), 4)
+        before = {table.name: whole.digest(table.name) for table in tables()}
+        assert before == {table.name: parts.digest(table.name) for table in tables()}
+        assert all(d.rows == whole.touched_ids(name).size for name, d in before.items())
+        ids, planes = parts.read_all("fixed")
+        planes["accumulator"][0, 0] = np.nextafter(planes["accumulator"][0, 0], np.float32(9))
+        parts.install("fixed", ids[:1], {name: values[:1] for name, values in planes.items()})
+        changed = parts.digest("fixed")
+        assert changed.rows == before["fixed"].rows
+        assert changed.low != before["fixed"].low
+        assert changed.high != before["fixed"].high

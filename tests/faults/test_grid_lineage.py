@@ -150,12 +150,16 @@ def test_a_commit_that_was_reported_as_failed_but_took_place_is_built_on(layout:
     check(memory, states)
 
 
-def test_the_version_that_a_run_goes_on_from_outlasts_gc_until_the_next_one() -> None:
+@pytest.mark.parametrize("resumed", [2, 4])
+@pytest.mark.parametrize("layout", ["consecutive", "grid"])
+def test_the_version_that_a_run_goes_on_from_outlasts_gc_until_the_next_one(
+    layout: str, resumed: int
+) -> None:
     """The retention of the new process lets the resumed version go."""
     store, states = MemoryStore(), dict[int, Any]()
-    Life(store, states, 1, "consecutive").save(4)
-    life = Life(store, states, 2, "consecutive", retention=KeepLast(n=1))
-    life.resume(2)
+    Life(store, states, 1, layout).save(4)
+    life = Life(store, states, 2, layout, retention=KeepLast(n=1))
+    life.resume(resumed)
     life.checkpointer._collect()
     life.save(1)
     check(store, states)

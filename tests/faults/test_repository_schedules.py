@@ -12,7 +12,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,6 +113,18 @@ def saves_chained(scene: Scene, store: BlobStore) -> None:
     scene.save(writer)
 
 
+def saves_by_a_clock_that_jumps(scene: Scene, store: BlobStore) -> None:
+    """With gc's own grace: hours ahead whatever was written is old, behind nothing is."""
+    writer = running(scene, store)
+    hours = itertools.cycle((2, 0, 3, -3))
+    repository = writer.repository
+    repository.clock = lambda: datetime.now(timezone.utc) + timedelta(hours=next(hours))
+    collector = Collector(writer, policy=KeepLast(n=1) | KeepNamed())
+    for _ in range(2):
+        scene.save(writer)
+        collector.collect()
+
+
 def collects(scene: Scene, store: BlobStore) -> None:
     gc(running(scene, store))
 
@@ -148,7 +160,7 @@ def tags(scene: Scene, store: BlobStore) -> None:
     scene.held.add(VersionId(2, 1))
 
 
-FIRST: list[Action] = [saves, saves_chained, collects]
+FIRST: list[Action] = [saves, saves_chained, saves_by_a_clock_that_jumps, collects]
 SECOND: list[Action] = [takes_over, takes_over_and_keeps, pins, tags]
 
 

@@ -49,10 +49,10 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Four consecutive versions, the second one tagged."""
+    """Four consecutive versions, the second one tagged; the first is larger than the others."""
     run = Run(store=LocalStore(tmp_path / "run"), bits=4)
-    for _ in range(4):
-        run.save()
+    for steps in (12, 1, 1, 1):
+        run.save(steps)
     run.repository.tag("best", 2)
     return run
 
@@ -92,7 +92,7 @@ def test_show(shell: Shell, root: Path, run: Run) -> None:
     files = run.repository.manifest(2).files
     assert [file["name"] for file in shown["files"]] == [file.name for file in files]
     storage = shown["storage"]
-    stored = [path for path in root.rglob("*") if path.is_file()]
+    stored = [path for path in root.rglob("*") if path.is_file() and path.name != ".reserve"]
     assert storage["objects"] == len(stored)
     assert storage["nbytes"] == sum(path.stat().st_size for path in stored)
     split = storage["split"]
@@ -195,8 +195,11 @@ def test_gc_asks_before_it_fences(shell: Shell, tmp_path: Path) -> None:
     options = ("--keep-last", 2, "--keep-every", 5, "--grace", 0)
     plan = shell.json("gc", root, *options, "--dry-run")
     assert (plan["kept"], plan["removed"]) == ([2, 5, 7, 8], [1, 3, 4, 6])
+    expected = {"2": ["tag best"], "5": ["retention"], "7": ["retention"]}
+    assert plan["reasons"] == {**expected, "8": ["retention", "newest"]}
     assert shell("gc", root, "--dry-run") == 0
     assert "would remove no version" in shell.out  # all are young
+    assert shell.out.count("grace until 20") == 8
     assert shell("gc", root, *options) == 2
     assert f"process {os.getpid()} on" in shell.err
     assert "--yes" in shell.err

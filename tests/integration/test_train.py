@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from emberkeep.cluster.base import Cluster
 from emberkeep.errors import ConfigError, DataError, GradientError, TableFullError
+from emberkeep.rows import row_digest
+from emberkeep.rows.slab import Slab
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step, TensorBoard
 from emberkeep.train.loop import digest, evaluate, run
@@ -101,10 +105,12 @@ def test_evaluation_changes_nothing() -> None:
     inputs = build.inputs(settings)
     bags = build.embeddings(settings, inputs.rows)
     network = build.model(settings, bags, features=26, dense=inputs.dense)
-    before = digest(bags, network)
+    trained = {table.name: bags.cluster.digest(table.name) for table in bags.tables}
+    before = digest(trained, network)
     first = evaluate(network, inputs.test, 500)
     assert evaluate(network, inputs.test, 64) == pytest.approx(first, rel=1e-5)
-    assert digest(bags, network) == before
+    trained = {table.name: bags.cluster.digest(table.name) for table in bags.tables}
+    assert digest(trained, network) == before
     assert network.training
 
 
@@ -250,3 +256,28 @@ def test_parquet_with_multi_hot_strings(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     assert (result.samples, result.rows) == (360, 128)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_digest_of_a_run_gathers_no_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shards: int
+) -> None:
+    """Also where rows live in files; each process looks at one chunk of its own rows at a time."""
+    expected = run(small()).digest
+    most = 0
+
+    def read(slab: Slab, table: int, ids: Any, unchanged: Any = Slab.read) -> Any:
+        nonlocal most
+        most = max(most, ids.size)
+        return unchanged(slab, table, ids)
+
+    def gathers(*_: object) -> None:
+        raise AssertionError("one process gathers the rows of all shards")
+
+    monkeypatch.setattr(row_digest, "_WORDS", 2)
+    monkeypatch.setattr(Slab, "read", read)
+    for name in ("read_all", "touched_ids"):
+        monkeypatch.setattr(Cluster, name, gathers)
+    tier = (f"tier.path={tmp_path}", "tier.memory=1MB") if shards == 1 else ()
+    assert run(small(f"cluster.shards={shards}", *tier)).digest == expected
+    assert 0 < most <= 2 * 64

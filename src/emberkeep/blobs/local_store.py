@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
-from emberkeep.errors import MissingObjectError, StorageError, UnsupportedStoreError
+from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 if sys.platform == "darwin":
@@ -35,6 +35,10 @@ if sys.platform == "darwin":
 _Result = TypeVar("_Result")
 
 _STAGING = ".incomplete"
+# Held back for gc, which has to write a few documents before it may delete anything.
+_RESERVE = ".reserve"
+_RESERVE_NBYTES = 4 * 2**20
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _LONG_NBYTES = 2**20
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -186,6 +190,8 @@ class LocalStore:
                 f"({error.strerror}); give an absolute path"
             ) from error
         self._staging = os.path.join(self._root, _STAGING)
+        self._reserve = os.path.join(self._root, _RESERVE)
+        self._spending = 0
         self._disk = disk or Disk()
         self._clock = clock
         self._durable_directories: set[str] = set()
@@ -195,7 +201,58 @@ class LocalStore:
     def url(self) -> str:
         return Path(self._root).as_uri()
 
+    def keep_reserve(self) -> None:
+        """Holds some room back, in a file, if there is any; what gc writes may take it."""
+        if self._spending:
+            return
+        try:
+            status = self._disk.status(self._reserve)
+            if status is not None and status.st_size >= _RESERVE_NBYTES:
+                return
+            if status is not None:
+                self._disk.unlink(self._reserve)
+            handle = self._disk.create(self._reserve)
+            try:
+                self._disk.allocate(handle, 0, _RESERVE_NBYTES)
+                self._disk.sync(handle)
+            finally:
+                self._disk.close(handle)
+        except FileExistsError:
+            pass  # another process was faster
+        except OSError:
+            self._discard(self._reserve)
+
+    @contextlib.contextmanager
+    def spending_reserve(self) -> Iterator[None]:
+        """For gc: small objects are written here also when no byte is free, at the cost of the
+        reserve, which is there again afterwards."""
+        with self._lock:
+            self._spending += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._spending -= 1
+            self.keep_reserve()
+
     def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
+        if isinstance(data, bytes | bytearray | memoryview):
+            return self._with_reserve(lambda: self._put(name, data))
+        return self._put(name, data)
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        return self._with_reserve(lambda: self._put_if_absent(name, data))
+
+    def _with_reserve(self, put: Callable[[], _Result]) -> _Result:
+        try:
+            return put()
+        except FullError:
+            if not self._spending:
+                raise
+            self._discard(self._reserve)
+            return put()
+
+    def _put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
         target = self._path(name)
         staged, size = self._stage(name, data)
         try:
@@ -207,7 +264,7 @@ class LocalStore:
         self._call(name, self._disk.sync_directory, os.path.dirname(target))
         return size
 
-    def put_if_absent(self, name: str, data: Buffer) -> bool:
+    def _put_if_absent(self, name: str, data: Buffer) -> bool:
         target = self._path(name)
         staged, _ = self._stage(name, data)
         try:
@@ -420,7 +477,8 @@ class LocalStore:
     def _explain(self, name: str, error: OSError) -> StorageError:
         reason = os.strerror(error.errno) if error.errno else str(error)
         remedy = _REMEDIES.get(error.errno or 0, "check the disk and the directory")
-        return StorageError(f"{name} in {self._root}: {reason}; {remedy}")
+        kind = FullError if error.errno in _FULL else StorageError
+        return kind(f"{name} in {self._root}: {reason}; {remedy}")
 
 
 def _recycled(nbytes: int) -> memoryview:

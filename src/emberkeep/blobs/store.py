@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -93,6 +94,15 @@ class BlobStore(Protocol):
         `older_than` protects the puts that are under way.
         """
         ...
+
+
+@runtime_checkable
+class KeepsReserve(Protocol):
+    """A store that holds room back, so that gc works when it is full."""
+
+    def keep_reserve(self) -> None: ...
+
+    def spending_reserve(self) -> AbstractContextManager[None]: ...
 
 
 @runtime_checkable

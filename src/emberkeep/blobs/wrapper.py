@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 from emberkeep.blobs.memory_store import MemoryStore
-from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer
+from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, KeepsReserve
 from emberkeep.errors import MissingObjectError
 
 
@@ -44,6 +45,26 @@ class WrapperStore:
 
     def sweep(self, *, older_than: timedelta) -> int:
         return self.inner.sweep(older_than=older_than)
+
+
+def keep_reserve(store: BlobStore) -> None:
+    """Has a store that can hold room back for gc do so, below whatever wraps it."""
+    if (found := _with_reserve(store)) is not None:
+        found.keep_reserve()
+
+
+@contextmanager
+def spending_reserve(store: BlobStore) -> Iterator[None]:
+    """While gc works: a store that keeps a reserve for it spends it if no byte is free."""
+    found = _with_reserve(store)
+    with nullcontext() if found is None else found.spending_reserve():
+        yield
+
+
+def _with_reserve(store: BlobStore) -> KeepsReserve | None:
+    while isinstance(store, WrapperStore) and not isinstance(store, OverlayStore):
+        store = store.inner
+    return store if isinstance(store, KeepsReserve) else None
 
 
 class ExclusiveStore(WrapperStore):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.checkpoint.restore import Restored, load
-    from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
+    from emberkeep.checkpoint.save import Extras, Saving
+    from emberkeep.checkpoint.saver import Checkpointer
     from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 
 __all__ = [
@@ -26,7 +27,8 @@ __all__ = [
 _MODULES = {
     "overheads": ["Job"],
     "restore": ["Restored", "load"],
-    "saver": ["Checkpointer", "Extras", "Saving"],
+    "save": ["Extras", "Saving"],
+    "saver": ["Checkpointer"],
     "spec": ["LOSSLESS", "SaveSettings", "VersionSpec"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

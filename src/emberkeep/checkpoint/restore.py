@@ -48,7 +48,10 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    rest = _load_by_holders(view_of(subject), repository, chain)
+    view = view_of(subject)
+    for part in view.parts:
+        part.check_room(manifest.layout["tables"])
+    rest = _load_by_holders(view, repository, chain)
     if rest.parts:
         rest.clear()
         _load_rows(repository, chain, rest, pool, lambda _: None)
@@ -80,6 +83,7 @@ def _load_by_holders(
             and target.reaches(repository.store.url)
         ):
             target.load_version(repository, chain, {own: name for name, own in part.names.items()})
+            part.load_table_state(chain[-1].layout["tables"])  # says what had no room
         elif part.names:
             rest.append(part)
     return TargetView(rest)
@@ -95,8 +99,9 @@ def _load_rows(
         _load_grid(repository, chain[-1], target, pool)
     else:
         _install(
-            target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier))
-        )
+            target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier)),
+            lambda earlier: _removals(repository, earlier, pool, shard_of(earlier)),
+        )  # fmt: skip
     target.load_table_state(chain[-1].layout["tables"])
 
 
@@ -137,11 +142,16 @@ def load_shard(
 
 
 def _install(
-    target: TargetView, chain: Sequence[Manifest], rows: Callable[[Manifest], Iterator[Chunk]]
+    target: TargetView,
+    chain: Sequence[Manifest],
+    rows: Callable[[Manifest], Iterator[Chunk]],
+    removals: Callable[[Manifest], Iterator[Chunk]],
 ) -> None:
     """Loads versions one over the other, oldest first."""
     last_whole = max((at for at, earlier in enumerate(chain) if earlier.whole), default=-1)
     for at, earlier in enumerate(chain):
+        for chunk in removals(earlier):
+            target.delete(chunk.table, chunk.ids)
         for chunk in ahead_of(rows(earlier)):
             if chunk.planes is None:
                 target.delete(chunk.table, chunk.ids)
@@ -167,6 +177,23 @@ def rows_of(
         if shard is not None and file.metadata.get("shard", shard) != shard:
             continue
         yield from read_chunks(file.name, repository.stream(file), pool)
+
+
+def _removals(
+    repository: Repository, manifest: Manifest, pool: Pool, shard: int | None
+) -> Iterator[Chunk]:
+    """What left dynamic tables, of all shards of a version: where fewer shards load it, it makes
+    room for rows of a shard that has grown, whose files may come before."""
+    files = manifest.of_kind(KIND)
+    if shard is not None or len({file.metadata.get("shard") for file in files}) < 2:
+        return
+    tables = repository.schema["tables"]
+    dynamic = {name for name, table in tables.items() if table.get("rows") is None}
+    for file in files:
+        if dynamic.intersection(file.metadata.get("tombstones", ())):
+            for chunk in read_chunks(file.name, repository.stream(file), pool):
+                if chunk.planes is None and chunk.table in dynamic:
+                    yield chunk
 
 
 def check_schema(saved: Json, present: Json) -> None:

@@ -7,10 +7,9 @@ does not know: in-process shards and plain torch modules are saved by the same c
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -25,15 +24,16 @@ from emberkeep.checkpoint.restore import (
     load,
     load_shard,
 )
+from emberkeep.checkpoint.save import Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView
 from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
-from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
     DamageError,
     FencedError,
+    FullError,
     SaveError,
     ShardLostError,
     StateError,
@@ -42,74 +42,15 @@ from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, Ve
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.pieces import KIND
-from emberkeep.repository.policies import Grid, resets, starts_anew
-from emberkeep.rows.snapshot import Cut, FrozenRows, closed_if_raised
+from emberkeep.repository.policies import Grid, needs_baseline, resets
+from emberkeep.rows.snapshot import closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.background import Worker
-from emberkeep.runtime.clock import Clock, Event
 from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
 # A version may be terabytes; one that takes longer hangs.
 _PATIENCE = timedelta(hours=6)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
-    """What a version holds beside rows: dense state as safetensors, the rest as plain data.
-
-    `dense` may be a function that makes the bytes; it is called in the background.
-    """
-
-    dense: bytes | Callable[[], bytes] | None = None
-    reader: Json = field(default_factory=dict)
-    user: Json = field(default_factory=dict)
-    counters: Json = field(default_factory=dict)
-
-
-class Saving:
-    """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
-
-    def __init__(self, step: int, pause: timedelta, clock: Clock, *, whole: bool = True) -> None:
-        self.step = step
-        self.pause = pause
-        self.whole = whole
-        self.started = clock.monotonic()
-        self.copied: Future[None] = Future()
-        self.committed: Future[Manifest] = Future()
-        self.cancelled = threading.Event()
-        self.ended = Event(clock)
-        # Whether a newer save may not give it up.
-        self.spared = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
-    """What one version is made of, from the freeze to the commit."""
-
-    saving: Saving
-    frozen: Cut[Sequence[FrozenRows]]
-    """By shard, with the state of their tables."""
-    extras: Extras
-    since: str | None
-    """What the rows have changed since; None for all rows."""
-    codecs: dict[str, Codec]
-    spec: VersionSpec
-
-    @property
-    def in_grid(self) -> bool:
-        return self.spec.layout == "grid"
-
-    @property
-    def advanced(self) -> list[str]:
-        """The cursors that forget the rows once they are committed."""
-        if self.since == PRIORITISED:
-            return [PRIORITISED]
-        return [SINCE_VERSION] if self.since else [SINCE_VERSION, SINCE_BASELINE]
-
-    def close(self, advanced: Sequence[str]) -> None:
-        for rows in (rows for shard in self.frozen for rows in shard):
-            rows.close(advanced)
 
 
 @dataclass(slots=True)
@@ -212,9 +153,7 @@ class Checkpointer:
         codecs = spec.codecs(self._restores)
         if self.subject.forgot_changes():
             self._chain = _Chain()
-        since = self._since(spec)
-        if not whole and not self.due_whole:
-            since = PRIORITISED
+        since = self._since(spec) if whole or self.due_whole else PRIORITISED
         start = self._clock.monotonic()
         # Until the write has them, which ends them.
         with closed_if_raised() as taken:
@@ -223,7 +162,7 @@ class Checkpointer:
             pause = timedelta(seconds=self._clock.monotonic() - start)
             saving = Saving(step, pause, self._clock, whole=since != PRIORITISED)
             saving.spared = self._cancelled_since_version
-            save = _Save(
+            save = Save(
                 saving=saving, frozen=frozen, extras=extras or Extras(), since=since,
                 codecs=codecs, spec=spec,
             )  # fmt: skip
@@ -251,7 +190,7 @@ class Checkpointer:
             if reason is not None:
                 self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
             return SINCE_VERSION if reason is None else None
-        if starts_anew(spec.layout, chain.sizes):
+        if needs_baseline(spec.layout, chain.sizes):
             return None
         return SINCE_VERSION if spec.layout == "consecutive" else SINCE_BASELINE
 
@@ -320,7 +259,7 @@ class Checkpointer:
         finally:
             saving.ended.set()
 
-    def _write_and_settle(self, save: _Save) -> None:
+    def _write_and_settle(self, save: Save) -> None:
         saving = save.saving
         try:
             outcome: BaseException | Manifest = self._write_version(save)
@@ -348,10 +287,12 @@ class Checkpointer:
             if not isinstance(outcome, ShardLostError):
                 self._failures.append(outcome)
                 warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
+            if isinstance(outcome, FullError):
+                self._collect()  # what has come of age since the last version makes room
             self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
         saving.committed.set_exception(outcome)
 
-    def _write_version(self, save: _Save) -> Manifest:
+    def _write_version(self, save: Save) -> Manifest:
         saving, extras, since = save.saving, save.extras, save.since
         settled = self.writer.settle()
         if settled is not None:
@@ -417,10 +358,12 @@ class Checkpointer:
             )
         else:
             base = manifest.layout["baseline_nbytes"]
-            sizes = [*manifest.layout["sizes"], nbytes / base]
+            # A one-shot layout never asks for sizes, and its chain has no end.
+            endless = manifest.layout["layout"] == "one_shot"
+            sizes = [] if endless else [*manifest.layout["sizes"], nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
 
-    def _write_shards(self, draft: Draft, save: _Save) -> None:
+    def _write_shards(self, draft: Draft, save: Save) -> None:
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
         once, while this process writes what it holds."""
         settings, cancelled = self.settings, save.saving.cancelled

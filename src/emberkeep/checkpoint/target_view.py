@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from emberkeep._types import I64, Json
-from emberkeep.checkpoint.targets import InstallsScattered, Subject, Target
+from emberkeep.checkpoint.targets import InstallsScattered, LimitsRows, Subject, Target
 from emberkeep.cluster.base import Cluster, of_shard
 from emberkeep.runtime.memory import Values
 
@@ -64,9 +64,16 @@ class ViewPart:
             ids = ids[self.own_rows(self.names[table], ids)]
         return self.target.delete(self.names[table], ids)
 
+    def check_room(self, state: Json) -> None:
+        if isinstance(self.target, LimitsRows):
+            self.target.check_room(self._known(state))
+
     def load_table_state(self, state: Json) -> None:
-        known = {own: state[name] for name, own in self.names.items() if name in state}
+        known = self._known(state)
         self.target.load_table_state(known if self.own_state is None else self.own_state(known))
+
+    def _known(self, state: Json) -> Json:
+        return {own: state[name] for name, own in self.names.items() if name in state}
 
 
 class TargetView:

@@ -21,7 +21,7 @@ DENSE = "dense"
 class Target(Protocol):
     """Rows that a version can be loaded into."""
 
-    def load_table_state(self, state: Json) -> None: ...
+    def load_table_state(self, state: Json) -> object: ...
 
     def clear(self) -> None:
         """Takes every row back to its initial state."""
@@ -59,6 +59,15 @@ class Subject(Target, Protocol):
     def forgot_changes(self) -> bool:
         """Whether some changes have been forgotten since the last call: rows came back, but not
         who had left. No increment can be trusted then, and the next version is a baseline."""
+        ...
+
+
+@runtime_checkable
+class LimitsRows(Protocol):
+    """A target with tables that can be full."""
+
+    def check_room(self, state: Json) -> None:
+        """Raises `TableFullError` if rows of a version, by the state of its tables, do not fit."""
         ...
 
 

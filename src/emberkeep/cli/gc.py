@@ -15,6 +15,7 @@ from emberkeep.cli._repository import (
     numbers_text,
     open_repository,
     print_json,
+    print_table,
     size_text,
 )
 from emberkeep.cli._shell import command
@@ -47,10 +48,12 @@ def gc(
 ) -> None:
     """Remove old versions, and files that no version needs.
 
-    Tagged and pinned versions stay, and whatever a kept version needs. Only the writer of a
+    Tagged and pinned versions stay, those younger than --grace, and whatever a kept version needs;
+    it says why each of them stays. Only the writer of a
     repository may remove anything, so this takes over from a trainer that is still running: it
     will stop at its next save. Trainers run gc themselves, after every save.
     """
+    from emberkeep.blobs.wrapper import spending_reserve
     from emberkeep.inspect.summary import plan_collection
     from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
 
@@ -64,13 +67,15 @@ def gc(
     else:
         if not yes:
             _refuse_if_active(repository)
-        collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
+        with spending_reserve(repository.store):
+            collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
     kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
     if as_json:
         print_json(
             {
                 "dry_run": dry_run,
                 "kept": [v.number for v in kept],
+                "reasons": {str(v.number): list(collected.reasons[v]) for v in kept},
                 "removed": [v.number for v in removed],
                 "nbytes": nbytes,
             }
@@ -81,6 +86,11 @@ def gc(
         "no version"
     )  # fmt: skip
     emit(f"{verb} {gone}, {size_text(nbytes)}; kept: {numbers_text(kept) or 'none'}")
+    print_table(
+        ["kept", "because"],
+        [(v.number, "; ".join(collected.reasons[v])) for v in kept],
+        right=["kept"],
+    )
 
 
 def _refuse_if_active(repository: Repository) -> None:

@@ -8,6 +8,7 @@ Each kind of cluster moves the rows of pulls and pushes, and makes replacements,
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -20,11 +21,12 @@ from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import ConfigError, PeerError, ShardLostError
+from emberkeep.errors import ConfigError, PeerError, ShardLostError, TableFullError
 from emberkeep.kernels import hash_index
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
-from emberkeep.rows.snapshot import Cut, FrozenRows
+from emberkeep.rows.row_digest import RowDigest
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.tables import Optimizer, Table, check_tables
 
@@ -61,19 +63,23 @@ class ShardHandle(Protocol):
 
     def touched_ids(self, table: str) -> I64: ...
 
+    def digest(self, table: str) -> RowDigest: ...
+
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
 
     def delete(self, table: str, ids: I64) -> int: ...
 
     def table_state(self) -> Json: ...
 
-    def load_table_state(self, state: Json) -> None: ...
+    def load_table_state(self, state: Json) -> Json:
+        """Goes on from a state; returns how many rows the dynamic tables among them hold."""
+        ...
 
     def clear(self) -> None: ...
 
     def track(self, priority: Priority | None = None) -> None: ...
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]: ...
+    def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]: ...
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
 
@@ -314,6 +320,15 @@ class Cluster:
         """The ids of a table's rows that were trained and not deleted since, ascending."""
         return np.sort(np.concatenate([shard.touched_ids(table) for shard in self._serving()]))
 
+    @surviving
+    def digest(self, table: str) -> RowDigest:
+        """Of all trained rows of a table, made where they live: the same for the same rows,
+        whatever number of shards holds them."""
+        with self._push_lock:
+            shards = self._serving()
+            parts = self._each([functools.partial(shard.digest, table) for shard in shards])
+        return functools.reduce(RowDigest.joined, parts, RowDigest())
+
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes whole rows, all planes together."""
         self._present()
@@ -335,8 +350,10 @@ class Cluster:
         """How many pushes the table has taken part in."""
         return int(self.table_state()[table]["steps"])
 
-    def set_steps(self, table: str, steps: int) -> None:
-        self.load_table_state({table: {**self.table_state()[table], "steps": steps}})
+    def set_steps(self, table: str, steps: int, rows: int = 0) -> None:
+        """Goes on from these steps; warns unless so many rows are there that were installed."""
+        state = {**self.table_state()[table], "steps": steps, "rows": [rows]}
+        self.load_table_state({table: state})
 
     # -- what a checkpointer asks ----------------------------------------------------------------
 
@@ -373,9 +390,10 @@ class Cluster:
         rows, because the shard reads it under the lock under which it freezes.
         """
         taken: dict[int, Cut[FrozenRows]] = {}
+        room = CopyRoom(buffer_nbytes)
 
         def take(shard: ShardHandle) -> None:
-            taken[shard.index] = shard.freeze(since, buffer_nbytes)
+            taken[shard.index] = self._freeze_shard(shard, since, room)
 
         with self._push_lock:
             shards = self._serving()
@@ -388,14 +406,54 @@ class Cluster:
                     frozen.close(())
                 raise
 
+    def _freeze_shard(
+        self, shard: ShardHandle, since: str | None, room: CopyRoom
+    ) -> Cut[FrozenRows]:
+        """Freezes one of the shards. A server has a process, and a buffer, of its own."""
+        return shard.freeze(since, room.nbytes)
+
     @surviving
     def table_state(self) -> Json:
         """The step of each table, and the next tick of those that evict."""
         return _joined([shard.table_state() for shard in self._serving()])
 
+    def check_room(self, state: Json) -> None:
+        """Raises `TableFullError` if a table that does not evict has no room for the rows of that
+        state, before any of them is there."""
+        count = len(self.handles)
+        for table in self.tables:
+            rows_S = state.get(table.name, {}).get("rows")
+            if rows_S is None or table.on_full == "evict_oldest":
+                continue
+            # As many shards have the same ids each; over others ids spread evenly but for chance,
+            # for which only rows within the capacity leave room.
+            fits = (
+                all(rows <= table.slots_on(s, count) for s, rows in enumerate(rows_S))
+                if len(rows_S) == count
+                else sum(rows_S) <= table.slots
+            )
+            if not fits:
+                raise TableFullError(
+                    f"table {table.name!r} has {sum(rows_S)} rows in the version, saved by "
+                    f"{len(rows_S)} shards, and capacity={table.slots} here on {count}: nothing "
+                    f"was loaded; raise capacity= to {sum(rows_S)} or more"
+                )
+
     def load_table_state(self, state: Json) -> None:
-        for shard in self._present():
-            shard.load_table_state(of_shard(state, shard.index, len(self.handles)))
+        """Goes on from a state; warns if tables that evict did not have room for all its rows."""
+        count = len(self.handles)
+        held_S = [
+            shard.load_table_state(of_shard(state, shard.index, count)) for shard in self._present()
+        ]
+        for name, table in state.items():
+            gone = sum(table.get("rows", ())) - sum(held.get(name, 0) for held in held_S)
+            if gone > 0:
+                warnings.warn(
+                    f"table {name!r}: {gone} of {sum(table['rows'])} rows had no room and were "
+                    "evicted, those trained least recently; raise capacity= to keep all",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def clear(self) -> None:
         """Takes every row of every table back to its initial state."""
@@ -468,8 +526,9 @@ def _joined(states: Sequence[Json]) -> Json:
             "steps": max(state[name]["steps"] for state in states),
             "tick": max(state[name]["tick"] for state in states),
             "ticks": [state[name]["tick"] for state in states],
+            **({"rows": [state[name]["rows"] for state in states]} if "rows" in table else {}),
         }
-        for name in states[0]
+        for name, table in states[0].items()
     }
 
 

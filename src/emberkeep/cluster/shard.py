@@ -16,8 +16,9 @@ from emberkeep.errors import ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
+from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
-from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
@@ -285,6 +286,18 @@ class Shard:
             ids = slab.touched_ids(t)
             return ids, slab.read(t, ids)
 
+    def digest(self, table: str) -> RowDigest:
+        """Of all trained rows of a table, some of them at a time: of one instant if nobody pushes
+        meanwhile."""
+        self._need_rows(table)
+        digest, at = RowDigest(), 0
+        while at >= 0:
+            with self._lock:
+                self._must_serve()
+                part, at = digest_chunk(*self._places[table], at)
+            digest = digest.joined(part)
+        return digest
+
     def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         """Writes whole rows; they become touched and dirty."""
         ids = np.ascontiguousarray(ids, np.int64)
@@ -293,7 +306,7 @@ class Shard:
             self._must_live()
             slab, t = self._places[table]
             with self._recording_at_least():
-                slab.install(slab.one_table(t, ids), planes)
+                slab.install(*slab.newest_of(slab.one_table(t, ids), planes))
             self._record()
 
     def install_scattered(
@@ -326,8 +339,9 @@ class Shard:
                 ):
                     counts_T[t + 1] = count
                 wanted = RowIds(ids[some], np.cumsum(counts_T))
+                rows = slab.newest_of(wanted, {name: v[some] for name, v in planes.items()})
                 with self._recording_at_least():
-                    slab.install(wanted, {name: v[some] for name, v in planes.items()}, busy=busy)
+                    slab.install(*rows, busy=busy)
                 first = last
             self._record()
 
@@ -351,18 +365,21 @@ class Shard:
             return slab.touched_ids(t)
 
     def table_state(self) -> dict[str, Any]:
-        """Of each table: how many pushes it has taken part in, and the next tick if it evicts."""
+        """Of each table: how many pushes it has taken part in; of dynamic ones also the next tick
+        and how many rows they hold."""
         with self._lock:
             self._must_serve()
             return {
                 name: {
                     "steps": int(slab.steps_T[t]),
                     "tick": slab.slots[t].next_tick if t in slab.slots else 0,
+                    **({"rows": slab.slots[t].count} if t in slab.slots else {}),
                 }
                 for name, (slab, t) in self._places.items()
             }
 
-    def load_table_state(self, state: Mapping[str, Any]) -> None:
+    def load_table_state(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Goes on from a state; returns how many rows the dynamic tables among them hold."""
         with self._lock:
             self._must_live()
             for name, table in state.items():
@@ -371,6 +388,8 @@ class Shard:
                 if t in slab.slots:
                     slab.slots[t].go_on_from(table["tick"])
             self._record()
+            places = {name: self._places[name] for name in state}
+            return {n: slab.slots[t].count for n, (slab, t) in places.items() if t in slab.slots}
 
     def track(self, priority: Priority | None = None) -> None:
         """Starts to follow changes; every row that was trained before counts as changed."""
@@ -386,19 +405,20 @@ class Shard:
         """What it takes to know which rows matter most."""
         return sum(slab.ranking.nbytes for slab in self.slabs if slab.ranking is not None)
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
-        """Freezes the rows of every slab, and the state of their tables: no push comes between."""
+    def freeze(self, since: str | None, buffer: int | CopyRoom) -> Cut[FrozenRows]:
+        """Freezes the rows of every slab, and the state of their tables: no push comes between.
+
+        The `buffer` for copies, or its size, is one for all slabs.
+        """
+        room = buffer if isinstance(buffer, CopyRoom) else CopyRoom(buffer, self._clock)
         for table in self.tables:
             self._need_rows(table.name)
         with self._lock:
             self._must_serve()
             tables = self.table_state()
             if since == PRIORITISED:
-                return Cut((slab.prioritised(buffer_nbytes) for slab in self.slabs), tables)
-            return Cut(
-                freeze(self.slabs, since=since, buffer_nbytes=buffer_nbytes, clock=self._clock),
-                tables,
-            )
+                return Cut((slab.prioritised(room) for slab in self.slabs), tables)
+            return Cut(freeze(self.slabs, since=since, room=room), tables)
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""

@@ -140,7 +140,7 @@ class Keeper:
         )  # fmt: skip
         self._went_back = False
         self._warned_of_data = False
-        self._begun = False
+        self._started = False
         self._closed = False
         self._exact_step = 0
         self._unfollow = (
@@ -354,7 +354,7 @@ class Keeper:
         """
         with self._ledger.stalling():
             kept = self._resume(version, fall_back)
-            self._begun = True
+            self._started = True
             if kept is not None and self.reader is None and not self._warned_of_data:
                 self._warned_of_data = True
                 warnings.warn(
@@ -376,7 +376,7 @@ class Keeper:
                 f"the rows are those of the durable step already: remove {self._url()} before the "
                 "model is made to start over"
             )
-        self._begun = True
+        self._started = True
         (beside,) = self._ranks.largest([self._holds_run()])
         if not beside:
             return self.resume()
@@ -457,14 +457,14 @@ class Keeper:
     def _begin(self) -> None:
         if self._closed:
             raise StateError("the keeper is closed: make another")
-        if self._begun:
+        if self._started:
             return
         if self._holds_run():
             raise StateError(
                 f"{self._url()} holds versions of this run: call resume() before the first "
                 "step, or start_over() to leave them behind, or use another repository"
             )
-        self._begun = True
+        self._started = True
         if self.steps == 0:
             self._first_version()
         self._pace.look_ahead(self.steps)

@@ -9,7 +9,8 @@ from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, load
-from emberkeep.checkpoint.saver import Checkpointer, Extras, Saving
+from emberkeep.checkpoint.save import Extras, Saving
+from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import NoRepositoryError, NoVersionError, StateError

@@ -21,7 +21,7 @@ from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.rows.priority import Priority, Ranking
-from emberkeep.rows.snapshot import Arrays, Cut, FrozenRows, Snapshot, TableRange, freeze
+from emberkeep.rows.snapshot import Arrays, CopyRoom, Cut, FrozenRows, Snapshot, TableRange, freeze
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock
@@ -60,7 +60,7 @@ class TorchTable:
         self._make_state()
         self.planes: Planes = self._views()
         self._addresses = self._where()
-        self._told = False
+        self._warned = False
 
     def ranges(self) -> Sequence[TableRange]:
         return (TableRange(self.name, 0, self.rows, tuple(self.planes)),)
@@ -122,8 +122,8 @@ class TorchTable:
         if blind:
             reason = "the gradient is computed inside of step(closure)"
         if reason is not None:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 warnings.warn(
                     f"all rows of table {self.name!r} count as changed: {reason}", stacklevel=2
                 )
@@ -254,8 +254,7 @@ class TorchTables:
     def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
         self.look_again()
         tables = list(self.tables.values())
-        share = buffer_nbytes // max(1, len(tables))
-        return Cut([freeze(tables, since=since, buffer_nbytes=share)], {})
+        return Cut([freeze(tables, since=since, room=CopyRoom(buffer_nbytes))], {})
 
     def load_table_state(self, state: dict[str, Any]) -> None:
         for table in self.tables.values():

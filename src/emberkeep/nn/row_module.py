@@ -344,7 +344,7 @@ class RowModule(nn.Module):
             except (StateError, IdError) as error:
                 error_msgs.append(str(error))
                 continue
-            self.cluster.set_steps(table.name, steps)
+            self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
         self._drop_gradients()
         if strict:
             unexpected_keys.extend(

@@ -17,18 +17,30 @@ FILTERS = ("range", "bloom", "true")
 _RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
 
 
-def starts_anew(layout: Layout, sizes: Sequence[float]) -> bool:
+# So many increments may follow a baseline: manifests list their sizes, and each consecutive one
+# needs all before it.
+_MOST_INCREMENTS: dict[Layout, int] = {"intermittent": 1000, "consecutive": 100}
+
+
+def needs_baseline(layout: Layout, sizes: Sequence[float]) -> bool:
     """Whether the next version is a new baseline.
 
     `sizes` are the increments since the baseline, oldest first, each as a fraction of the
-    baseline. An intermittent layout starts over when what a fresh start costs by the same point
-    next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the last increment
-    for S. Increments grow, so the next is expected to be larger by as much as the last one was.
+    baseline. A consecutive layout starts over when they are together as large as the baseline: a
+    restore reads at most about twice what a baseline takes, and versions that retention lets go
+    are not needed for ever. An intermittent layout starts over when what a fresh start costs by
+    the same point next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the
+    last increment for S. Increments grow, so the next is expected to be larger by as much as the
+    last one was. Either starts over after so many increments that manifests stay small.
     """
     if layout == "full":
         return True
-    if layout != "intermittent" or not sizes:
+    if layout not in _MOST_INCREMENTS or not sizes:
         return False
+    if len(sizes) >= _MOST_INCREMENTS[layout]:
+        return True
+    if layout == "consecutive":
+        return sum(sizes) >= 1.0
     growth = sizes[-1] - sizes[-2] if len(sizes) > 1 else 0.0
     expected = sizes[-1] + max(growth, 0.0)
     return 1.0 + sum(sizes) <= (len(sizes) + 1) * expected

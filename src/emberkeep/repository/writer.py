@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, Buffer
+from emberkeep.blobs.wrapper import keep_reserve
 from emberkeep.errors import (
     DamageError,
     FencedError,
@@ -105,6 +106,7 @@ class Writer:
             repository.store.put(name, content)
         elif found != content:
             raise _lost_the_race(repository)
+        keep_reserve(repository.store)
         start = lineage.newest.number if lineage.newest else 0
         return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
 
@@ -235,6 +237,11 @@ class Writer:
             self.settle()
             self._resumed = version
             return version == self._newest
+
+    @property
+    def resumed(self) -> VersionId | None:
+        """The version that the run went on from, until the next one is committed."""
+        return self._resumed
 
     def start_collecting(self) -> None:
         """Called by gc before it looks at the history: versions committed from now on are not

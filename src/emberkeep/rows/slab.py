@@ -27,7 +27,14 @@ from emberkeep.rows.push import (
     update_call,
 )
 from emberkeep.rows.slots import Slots
-from emberkeep.rows.snapshot import Arrays, PrioritisedRows, RowSource, Snapshot, TableRange
+from emberkeep.rows.snapshot import (
+    Arrays,
+    CopyRoom,
+    PrioritisedRows,
+    RowSource,
+    Snapshot,
+    TableRange,
+)
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
@@ -257,7 +264,7 @@ class Slab:
                 pool=self.pool,
             )
 
-    def prioritised(self, buffer_nbytes: int) -> PrioritisedRows:
+    def prioritised(self, room: CopyRoom) -> PrioritisedRows:
         """The rows that matter most, of small tables all, to be frozen when they are read."""
         assert self.ranking is not None
         whole = self._no_rows()
@@ -266,7 +273,7 @@ class Slab:
             if t not in large:
                 first = int(self.bases_T[t]) >> 6
                 whole[first : first + ((self.slots_T[t] + 63) >> 6)] = np.uint64(2**64 - 1)
-        return PrioritisedRows(self, whole, buffer_nbytes)
+        return PrioritisedRows(self, whole, room)
 
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""
@@ -370,8 +377,27 @@ class Slab:
         if "used" in planes:
             for t, slots in self.slots.items():
                 used = planes["used"][wanted.offsets[t] : wanted.offsets[t + 1]]
-                slots.next_tick = max(slots.next_tick, int(np.max(used, initial=-1)) + 1)
+                slots.installed(np.asarray(used))
         self._after_write(found, places)
+
+    def newest_of(
+        self, wanted: RowIds, planes: Mapping[str, Values]
+    ) -> tuple[RowIds, Mapping[str, Values]]:
+        """What to install of rows: without those that a table that evicts would give up at once,
+        being older than all that it holds then."""
+        taken = np.ones(wanted.ids.size, np.bool_)
+        for t, slots in self.slots.items():
+            part = slice(wanted.offsets[t], wanted.offsets[t + 1])
+            found = np.empty(part.stop - part.start, np.int64)
+            surplus = slots.find(wanted.ids[part], 0, found) + slots.count - slots.capacity
+            if surplus > 0 and slots.ticks is not None and "used" in planes:
+                used = np.asarray(planes["used"])[part, 0]
+                taken[part] = slots.newest_of(found, used, surplus)
+        if taken.all():
+            return wanted, planes
+        rows = np.flatnonzero(taken)
+        some = RowIds(wanted.ids[rows], np.searchsorted(rows, wanted.offsets))
+        return some, {name: values[rows] for name, values in planes.items()}
 
     def _check_install(self, wanted: RowIds, planes: Mapping[str, Values]) -> tuple[I64, list[int]]:
         """Everything that can refuse whole rows, before any changes; the rows of the ids, and how

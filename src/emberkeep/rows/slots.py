@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep._types import I64, U64
 from emberkeep.kernels import hash_index
@@ -59,6 +60,24 @@ class Slots:
         if self.ticks is not None:
             self.ticks[slots] = np.arange(self.next_tick, self.next_tick + slots.size)
             self.next_tick += slots.size
+
+    def installed(self, ticks: I64) -> None:
+        """Rows came with ticks of their own: some may be older than those queued as the oldest."""
+        self.next_tick = max(self.next_tick, int(ticks.max(initial=-1)) + 1)
+        self._queue = self._queue_ticks = np.empty(0, np.int64)
+
+    def newest_of(self, found: I64, ticks: I64, surplus: int) -> npt.NDArray[np.bool_]:
+        """Which rows of an install to take where `surplus` rows have to go, the oldest of those
+        that are here and those that come; `found` has the slots of the latter, -1 for new ids."""
+        assert self.ticks is not None
+        held = self.ticks[: self.fresh].copy()
+        held[found[found >= 0]] = 0
+        held = held[held > 0]
+        new = np.flatnonzero(found < 0)
+        oldest = np.argpartition(np.concatenate([held, ticks[new]]), surplus - 1)[:surplus]
+        taken = np.ones(found.size, np.bool_)
+        taken[new[oldest[oldest >= held.size] - held.size]] = False
+        return taken
 
     def go_on_from(self, tick: int) -> None:
         """The next tick is this one, or the first that is later than those of all rows."""

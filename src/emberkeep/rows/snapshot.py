@@ -30,6 +30,8 @@ from emberkeep.runtime.pool import ForkLock
 # Rows copied, and words of bitmaps looked at, under one holding of the lock.
 _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
+# Rows of a chunk take at most so much: some are on their way to the store at once.
+_CHUNK_NBYTES = 16 * 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
 # A save takes a few megabytes at a time; one that takes nothing for that long hangs.
@@ -152,28 +154,54 @@ class RowHolder(Protocol):
     def source(self) -> RowSource: ...
 
 
+class CopyRoom:
+    """The memory for copies that writers make of rows, of all that was frozen together.
+
+    A writer waits while it is full, and then copies what it is about to write: beyond `nbytes`
+    there are the rows of one push.
+    """
+
+    def __init__(self, nbytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.nbytes = nbytes
+        self.clock = clock
+        self._held_nbytes = 0
+        self._changed = threading.Condition()
+
+    def change(self, nbytes: int = 0) -> None:
+        """So much more is held, or less; wakes those who wait in any case."""
+        with self._changed:
+            self._held_nbytes += nbytes
+            self._changed.notify_all()
+
+    @property
+    def full(self) -> bool:
+        return self._held_nbytes > self.nbytes
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Waits while it is full, unless something else holds."""
+        with self._changed:
+            wait_in_time(
+                self._changed, lambda: not self.full or until(),
+                "a save to take rows that a push is about to change", _PATIENCE, self.clock,
+            )  # fmt: skip
+
+
 class Snapshot:
     """One frozen selection of one slab. Make it with `freeze`, under no lock.
 
-    `chunks` may be iterated once, by one thread. `buffer_nbytes` bounds the old planes that
-    writers have saved and nobody has taken yet: beyond it writers wait, which `waits` counts.
+    `chunks` may be iterated once, by one thread. `room` bounds the old planes that writers have
+    saved and nobody has taken yet: beyond it writers wait, which `waits` counts.
     `chosen` replaces the rows that changed by others; the ids that left are those of `since`.
     """
 
     def __init__(
-        self,
-        holder: RowHolder,
-        since: str | None,
-        buffer_nbytes: int,
-        chosen: U64 | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        self, holder: RowHolder, since: str | None, room: CopyRoom, chosen: U64 | None = None
     ) -> None:
         assert holder.tracker is not None
-        self._clock = clock
         self.holder = holder
         self.waits = 0
         self._since = since
-        self._buffer_nbytes = buffer_nbytes
+        self._room = room
         self._frozen: dict[str, Frozen] = holder.tracker.freeze(holder.dirty)
         holder.dirty = lazy_zeros(holder.dirty.shape, np.uint64)
         self._copied: U64 = lazy_zeros(holder.touched.shape, np.uint64)
@@ -190,7 +218,6 @@ class Snapshot:
         self._saved_nbytes = 0
         self._source: RowSource = holder.source()
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
-        self._room = threading.Condition()
         self._done = False
         self._lost: ShardLostError | None = None
 
@@ -228,8 +255,8 @@ class Snapshot:
                 part = CopiedRows(trained, table.ids_of(table_rows), planes)
                 self._saved[t].append(part)
                 saved_nbytes += part.nbytes
-        with self._room:
-            self._saved_nbytes += saved_nbytes
+        self._saved_nbytes += saved_nbytes
+        self._room.change(saved_nbytes)
 
     def abandon(self, lost: ShardLostError) -> None:
         """Called with the lock held when the rows are gone: later reads get the error.
@@ -239,27 +266,22 @@ class Snapshot:
         self._lost = lost
         self._source = Arrays({})
         self._done = True
-        with self._room:
-            self._room.notify_all()
+        self._room.change()
 
     def wait_for_room(self) -> None:
         """Called by writers before they take the lock: holds them while the buffer is full.
 
         `DeadlineError`, with no row changed, if nobody takes anything from it.
         """
-        if self._saved_nbytes <= self._buffer_nbytes or self._done:
-            return
-        self.waits += 1
-        with self._room:
-            wait_in_time(
-                self._room, lambda: self._saved_nbytes <= self._buffer_nbytes or self._done,
-                "a save to take rows that a push is about to change", _PATIENCE, self._clock,
-            )  # fmt: skip
+        if self._room.full and not self._done:
+            self.waits += 1
+            self._room.wait(lambda: self._done)
 
     # -- the reader ------------------------------------------------------------------------------
 
     def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
-        """The selected rows, at most about `rows` at a time; ids that left come first."""
+        """The selected rows, at most about `rows` or `_CHUNK_NBYTES` at a time; ids that left come
+        first."""
         if self._since is not None:
             for t, table in enumerate(self._ranges):
                 removed = self._frozen[self._since].removed.get(t)
@@ -270,10 +292,16 @@ class Snapshot:
             while word < last:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("the snapshot was cancelled for a newer one")
-                part, word = self._copy(table, word, last, rows)
+                part, word = self._copy(table, word, last, self._fitting(table, rows))
                 yield from _as_chunks(table, [part])
                 yield from self._take_saved(rows)
         yield from self._take_saved(rows)
+
+    def _fitting(self, table: TableRange, most: int) -> int:
+        """How many rows of a table a chunk has."""
+        shapes = (self._shapes[name] for name in table.planes)
+        row_nbytes = sum(int(width) * int(np.dtype(kind).itemsize) for width, kind in shapes)
+        return max(1, min(most, _CHUNK_NBYTES // max(1, row_nbytes)))
 
     def _check_lost(self) -> None:
         if self._lost is not None:
@@ -286,9 +314,9 @@ class Snapshot:
         planes = self._empty(table, limit)
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
-            asked = self._clock.monotonic()
+            asked = self._room.clock.monotonic()
             with self.holder.lock:
-                began = self._clock.monotonic()
+                began = self._room.clock.monotonic()
                 # After a long wait for training the copy may delay it a little longer: else the
                 # snapshot would last for as many steps as it has slices.
                 until = began + (began - asked) * _SHARE_OF_WAIT
@@ -309,7 +337,7 @@ class Snapshot:
                     if (
                         word >= last
                         or count + _SLICE_ROWS > limit
-                        or self._clock.monotonic() >= until
+                        or self._room.clock.monotonic() >= until
                     ):
                         break
             for copy in later:
@@ -322,9 +350,10 @@ class Snapshot:
             for name in table.planes
         }
 
-    def _take_saved(self, rows: int) -> Iterator[Chunk]:
-        """What writers had to save so far; it counts against the buffer until it was used."""
+    def _take_saved(self, most: int) -> Iterator[Chunk]:
+        """What writers had to save so far; it counts against the room until it was used."""
         for t, table in enumerate(self._ranges):
+            rows = self._fitting(table, most)
             while self._saved[t]:
                 parts: list[CopiedRows] = []
                 count = 0
@@ -332,16 +361,15 @@ class Snapshot:
                     while self._saved[t] and count < rows:
                         parts.append(self._saved[t].pop())
                         count += parts[-1].ids.size
-                nbytes = sum(part.nbytes for part in parts)
+                    nbytes = sum(part.nbytes for part in parts)
+                    self._saved_nbytes -= nbytes
                 if len(parts) > 1 or count <= rows:
                     yield from _as_chunks(table, parts)
                 else:
                     for start in range(0, count, rows):
                         yield from _as_chunks(table, [parts[0].cut(start, start + rows)])
                 del parts
-                with self._room:
-                    self._saved_nbytes -= nbytes
-                    self._room.notify_all()
+                self._room.change(-nbytes)
 
     def close(self, advanced: Collection[str]) -> None:
         """Ends the snapshot: the cursors that advanced forget the rows, the others keep them."""
@@ -349,10 +377,9 @@ class Snapshot:
             if self.holder.snapshot is self:
                 self.holder.snapshot = None
             self._saved = [[] for _ in self._ranges]
-            self._saved_nbytes = 0
+            given_back, self._saved_nbytes = self._saved_nbytes, 0
             self._done = True
-        with self._room:
-            self._room.notify_all()
+        self._room.change(-given_back)
         if self._lost is not None:
             return
         assert self.holder.tracker is not None
@@ -370,11 +397,11 @@ class PrioritisedRows:
     comes after this was made; small tables are there with all their rows.
     """
 
-    def __init__(self, holder: RowHolder, whole: U64, buffer_nbytes: int) -> None:
+    def __init__(self, holder: RowHolder, whole: U64, room: CopyRoom) -> None:
         """`whole` has the bits of all rows of the small tables."""
         self.holder = holder
         self._whole = whole
-        self._buffer_nbytes = buffer_nbytes
+        self._room = room
         self._names: dict[str, str] = {}
         self._taken: list[Any] = []
         self._inner: Snapshot | None = None
@@ -393,7 +420,7 @@ class PrioritisedRows:
             self._ranking()
             chosen: U64 = self._whole & self.holder.touched
             bitmaps.set_bits(chosen, selected)
-            self._inner = Snapshot(self.holder, SINCE_VERSION, self._buffer_nbytes, chosen)
+            self._inner = Snapshot(self.holder, SINCE_VERSION, self._room, chosen)
             self.holder.snapshot = self._inner
         self._inner.rename(self._names)
         yield from self._inner.chunks(rows, cancelled)
@@ -452,19 +479,19 @@ def closed_if_raised() -> Iterator[list[Any]]:
 
 
 def freeze(
-    holders: Sequence[RowHolder], *, since: str | None, buffer_nbytes: int = 256 * 2**20,
-    clock: Clock = SYSTEM_CLOCK,
-) -> list[Snapshot]:  # fmt: skip
+    holders: Sequence[RowHolder], *, since: str | None, room: CopyRoom | None = None
+) -> list[Snapshot]:
     """Freezes several slabs at one instant: the caller keeps pushes out between them.
 
     `since=None` selects every touched row, a cursor's name the rows that changed for it. If one
     cannot be frozen, none is.
     """
+    room = room or CopyRoom(256 * 2**20)
     with closed_if_raised() as taken:
         for holder in holders:
             with holder.lock:
                 if holder.snapshot is not None:
                     raise AssertionError("a slab has one snapshot at a time")
-                holder.snapshot = Snapshot(holder, since, buffer_nbytes, clock=clock)
+                holder.snapshot = Snapshot(holder, since, room)
                 taken.append(holder.snapshot)
     return taken

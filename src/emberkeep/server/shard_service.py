@@ -119,6 +119,7 @@ class ShardService:
             "read": self._read,
             "read_all": self._read_all,
             "touched_ids": self._touched_ids,
+            "digest": self._digest,
             "install": self._install,
             "delete": self._delete,
             "clear": self._clear,
@@ -327,8 +328,7 @@ class ShardService:
         yield {"tables": self._checked(header).shard.table_state()}, _NONE
 
     def _load_table_state(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.load_table_state(header["tables"])
-        yield {}, _NONE
+        yield {"rows": self._checked(header).shard.load_table_state(header["tables"])}, _NONE
 
     def _read(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])
@@ -347,6 +347,10 @@ class ShardService:
         step = FRAME_NBYTES // 8
         for start in range(0, max(1, ids.size), step):
             yield {}, {"ids": ids[start : start + step]}
+
+    def _digest(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        digest = self._checked(header).shard.digest(header["table"])
+        yield {"rows": digest.rows, "low": f"{digest.low:x}", "high": f"{digest.high:x}"}, _NONE
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}

@@ -116,6 +116,11 @@ class Decisions:
             found = os.listdir(os.path.join(self.top, "state"))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise TierError(
+                f"{self.top}: the decisions in state/ cannot be listed: {error.strerror}; nothing "
+                "was changed. Check the disk and what is mounted, and try again"
+            ) from error
         return sorted(name for name in found if name.startswith("decision-"))
 
 

@@ -2,8 +2,9 @@
 
 The same settings give the same bits: the digest of a result covers every trained row and every
 dense parameter. It does not depend on the number of threads that rows are updated with; torch
-makes that promise for a given number of its own threads. Nor does it depend on how often the run
-was stopped and resumed, where versions are saved in float32.
+makes that promise for a given number of its own threads. Nor does it depend on how many shards
+hold the rows, or where: each makes the digest of its own, and no row leaves it. Nor does it depend
+on how often the run was stopped and resumed, where versions are saved in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 
 import numpy as np
@@ -27,6 +28,7 @@ from emberkeep.errors import ConfigError, GradientError
 from emberkeep.keeper import Keeper
 from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
+from emberkeep.rows.row_digest import RowDigest
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.kept_run import Keeping, Progress
@@ -97,6 +99,7 @@ def _run(
         fit(plain, [optimizer], inputs.train, batch_size, hooks=hooks, phase="baseline")
         baseline_auc, baseline_log_loss = evaluate(plain, inputs.test, batch_size)
 
+    digests = {table.name: bags.cluster.digest(table.name) for table in bags.tables}
     result = Result(
         settings=settings,
         samples=inputs.train.count() or 0,
@@ -111,9 +114,9 @@ def _run(
         baseline_log_loss=baseline_log_loss,
         best_auc=inputs.best_auc,
         rows=sum(table.slots for table in bags.tables),
-        rows_trained=sum(len(bags.cluster.touched_ids(table.name)) for table in bags.tables),
+        rows_trained=sum(digest.rows for digest in digests.values()),
         peak_memory_nbytes=_peak_memory_nbytes(),
-        digest=digest(bags, network),
+        digest=digest(digests, network),
         resumed_step=progress.resumed_step,
         checkpoints=progress.costs,
         recoveries=progress.recoveries,
@@ -222,14 +225,11 @@ def evaluate(network: nn.Module, samples: Window, batch_size: int) -> tuple[floa
     return auc(truth_all, logits_all), log_loss(truth_all, logits_all)
 
 
-def digest(bags: EmbeddingBags, network: nn.Module) -> str:
-    """Of every trained row with all its planes, and of every dense parameter: equal, same bits."""
+def digest(tables: Mapping[str, RowDigest], network: nn.Module) -> str:
+    """Of every trained row, by its table's digest, and of every dense parameter."""
     digest = xxhash.xxh3_128()
-    for table in bags.tables:
-        ids, planes = bags.cluster.read_all(table.name)
-        for name, values in [("id", ids), *sorted(planes.items())]:
-            digest.update(f"{table.name}/{name}/{len(ids)};".encode())
-            digest.update(np.ascontiguousarray(values).data)
+    for table, rows in tables.items():
+        digest.update(f"{table}/{rows.rows}/{rows.low:x}/{rows.high:x};".encode())
     for name, parameter in sorted(network.named_parameters()):
         digest.update(f"{name};".encode())
         digest.update(parameter.detach().contiguous().numpy().data)

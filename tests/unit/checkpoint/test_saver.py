@@ -557,3 +557,26 @@ def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
         keeper.close(step + 1)
         names = {thread.name for thread in threading.enumerate()} - before
         assert not [name for name in names if name in ("emberkeep-save", "emberkeep-extract")]
+
+
+@pytest.mark.parametrize("layout", ["consecutive", "one_shot"])
+def test_retention_lets_go_of_chains_and_manifests_stay_small(layout: Any) -> None:
+    """Each version of a chain needs those before it: unless chains end, all are kept for ever."""
+    cluster = opened()
+    settings = SaveSettings(retention=KeepLast(n=3), grace=timedelta(0))
+    keeper = started(cluster, settings=settings, spec=VersionSpec(layout=layout))
+    random = np.random.default_rng(4)
+    train(cluster, random, steps=60)
+    standing, sizes = [], []
+    for step in range(1, 61):
+        train(cluster, random)
+        keeper.save(step)
+        manifest = keeper.wait()
+        assert manifest is not None
+        standing.append(len(keeper.repository.versions()))
+        sizes.append(len(manifest.encode()))
+    assert max(standing) < 30
+    assert max(sizes[30:]) <= max(sizes[:30]) + 64
+    fresh = opened()
+    started(fresh, keeper.repository.store).restore()
+    assert state(fresh) == state(cluster)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from emberkeep.repository.policies import starts_anew
+from emberkeep.repository.policies import Layout, needs_baseline
 
 
 def cycle(size: Callable[[int], float], most: int = 400) -> list[float]:
     """The increments between two baselines; `size` of the i-th one."""
     sizes: list[float] = []
-    while len(sizes) < most and not starts_anew("intermittent", sizes):
+    while len(sizes) < most and not needs_baseline("intermittent", sizes):
         sizes.append(size(len(sizes) + 1))
     return sizes
 
@@ -36,11 +36,26 @@ def test_rows_that_stay_the_same_need_no_new_baseline() -> None:
 
 
 def test_growth_is_expected_to_go_on() -> None:
-    assert not starts_anew("intermittent", [0.25])
-    assert starts_anew("intermittent", [0.25, 0.42])  # 0.59 is next: more than a fresh start costs
-    assert not starts_anew("intermittent", [0.42, 0.25])  # rows were deleted
+    assert not needs_baseline("intermittent", [0.25])
+    assert needs_baseline("intermittent", [0.25, 0.42])  # 0.59 is next: dearer than a baseline
+    assert not needs_baseline("intermittent", [0.42, 0.25])  # rows were deleted
 
 
-def test_other_layouts() -> None:
-    assert starts_anew("full", [])
-    assert not any(starts_anew(layout, [1.0, 2.0]) for layout in ("one_shot", "consecutive"))
+@pytest.mark.parametrize(
+    ("layout", "sizes", "expected"),
+    [
+        ("full", [], True),
+        ("one_shot", [1.0, 2.0], False),
+        ("one_shot", [0.1] * 5000, False),  # each needs the baseline alone, and knows no sizes
+        ("intermittent", [0.001] * 999, False),
+        ("intermittent", [0.001] * 1000, True),
+        ("consecutive", [], False),
+        ("consecutive", [0.4, 0.5], False),
+        ("consecutive", [0.4, 0.6], True),  # a restore would read twice what a baseline takes
+        ("consecutive", [2.0], True),
+        ("consecutive", [0.0] * 99, False),
+        ("consecutive", [0.0] * 100, True),
+    ],
+)
+def test_chains_end(layout: Layout, sizes: list[float], expected: bool) -> None:
+    assert needs_baseline(layout, sizes) is expected

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+import re
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -24,6 +25,7 @@ from emberkeep.repository import (
 )
 from emberkeep.testing.contracts import check_content, save
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.unit.repositories import Run
 
 
 def history(numbers: list[int], named: dict[int, str] | None = None) -> list[VersionFacts]:
@@ -174,3 +176,29 @@ def test_files_of_earlier_epochs_go_with_their_versions(repository: Repository) 
         manifest.name,
         VersionId(1, 1).removed_name,
     ]
+
+
+def test_gc_says_why_it_keeps_what_it_keeps() -> None:
+    run = Run(layout="consecutive")
+    for _ in range(6):
+        run.save(1)
+    repository, now = run.repository, datetime.now(timezone.utc)
+    repository.tag("best", 2)
+    numbered = {v.number: v for v in repository.versions()}
+    kinds = {n: repository.manifest(v).layout["kind"] for n, v in numbered.items()}
+    chain = {f"needed by {n + 1}" for n in (1, 2) if kinds[n + 1] != "full"}
+    writer = Writer.open(repository)
+    writer.resume(numbered[3])
+    grace = timedelta(minutes=10)
+    with Pin(repository, numbered[4]):
+        collected = Collector(writer, policy=KeepLast(n=1) | KeepNamed(), grace=grace).collect()
+        young = collected.reasons[numbered[1]][0]
+        assert re.fullmatch(r"grace until \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", young)
+        assert now.strftime("%Y-%m-%d") <= young.split()[2]
+        collector = Collector(writer, policy=KeepLast(n=1) | KeepNamed(), grace=timedelta(0))
+        found = {v.number: set(why) for v, why in collector.collect().reasons.items()}
+    assert "tag best" in found[2]
+    assert "resumed from" in found[3]
+    assert any(why.startswith("pinned until ") for why in found[4])
+    assert found[6] >= {"retention", "newest"}
+    assert chain <= set().union(*found.values())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import CancelledError, DeadlineError
 from emberkeep.rows import snapshot as snapshots
-from emberkeep.rows.snapshot import Chunk, Snapshot, freeze
+from emberkeep.rows.snapshot import Chunk, CopyRoom, Snapshot, freeze
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -142,7 +142,7 @@ def test_the_buffer_of_saved_rows_is_bounded_by_waiting() -> None:
     slab.track()
     everything = wanted_of(cluster, {"t": list(range(6400))})
     cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)
-    (taken,) = freeze([slab], since=None, buffer_nbytes=1000)
+    (taken,) = freeze([slab], since=None, room=CopyRoom(1000))
     state = rows_of(cluster)
     cluster.push(everything, [np.ones((6400, 8), np.float32)], lr=0.1)  # fills the buffer
     pusher = threading.Thread(
@@ -166,7 +166,7 @@ def test_a_push_does_not_wait_for_ever_for_a_save_that_hangs() -> None:
     everything, grads = wanted_of(cluster, {"t": list(range(640))}), np.ones((640, 8), np.float32)
     cluster.push(everything, [grads], lr=0.1)
     clock = VirtualClock(pace=1e6)
-    (taken,) = freeze([slab], since=None, buffer_nbytes=1000, clock=clock)
+    (taken,) = freeze([slab], since=None, room=CopyRoom(1000, clock))
     cluster.push(everything, [grads], lr=0.1)  # fills the buffer
     state = rows_of(cluster)
     with pytest.raises(DeadlineError, match="a save to take rows that a push is about to change"):

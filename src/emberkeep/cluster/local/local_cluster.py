@@ -24,6 +24,7 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
@@ -415,6 +416,11 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
                     own = {name: v[rows] for name, v in planes.items()}
                     shard.install_scattered([table], [0, rows.size], ids[rows], own, busy=busy)
         self._settle_writes()
+
+    def _freeze_shard(self, shard: Any, since: str | None, room: CopyRoom) -> Cut[FrozenRows]:
+        """All shards are in this process, and share one buffer."""
+        frozen: Cut[FrozenRows] = shard.freeze(since, room)
+        return frozen
 
     def clear(self) -> None:
         if self._protection is None:

@@ -26,6 +26,7 @@ from emberkeep.errors import (
 from emberkeep.repository import Draft, Manifest, Repository
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
+from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
@@ -37,7 +38,7 @@ from emberkeep.wire.transport import Transport
 Arrays = dict[str, npt.NDArray[Any]]
 
 _POLL_SECONDS = (0.005, 0.1)
-_BULK = ("read", "read_all", "touched_ids", "install", "clear", "delete")
+_BULK = ("read", "read_all", "touched_ids", "digest", "install", "clear", "delete")
 # Whether a server is there at all is known sooner than what it has to say.
 _GREETING = timedelta(seconds=3)
 
@@ -237,6 +238,10 @@ class RemoteShard:
         frames = self._all("touched_ids", {"table": table})
         return np.concatenate([frame["ids"] for frame in frames])
 
+    def digest(self, table: str) -> RowDigest:
+        reply, _ = self._act("digest", {"table": table}, serving=True)
+        return RowDigest(int(reply["rows"]), int(reply["low"], 16), int(reply["high"], 16))
+
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
         step = max(1, FRAME_NBYTES // row_nbytes)
@@ -255,8 +260,9 @@ class RemoteShard:
         state: Json = self._act("table_state", serving=True)[0]["tables"]
         return state
 
-    def load_table_state(self, state: Json) -> None:
-        self._act("load_table_state", {"tables": state})
+    def load_table_state(self, state: Json) -> Json:
+        rows: Json = self._act("load_table_state", {"tables": state})[0]["rows"]
+        return rows
 
     def clear(self) -> None:
         self._act("clear")
@@ -264,8 +270,8 @@ class RemoteShard:
     def track(self, priority: Priority | None = None) -> None:
         self._act("track", {"priority": None if priority is None else asdict(priority)})
 
-    def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[FrozenRows]:
-        header = {"since": since, "buffer_nbytes": buffer_nbytes}
+    def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]:
+        header = {"since": since, "buffer_nbytes": buffer}
         reply, _ = self._act("freeze", header, serving=True)
         return Cut([RemoteRows(self)], reply["tables"])
 

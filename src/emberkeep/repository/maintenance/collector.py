@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
+from emberkeep.blobs.wrapper import spending_reserve
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
@@ -49,9 +50,10 @@ _LEFTOVERS_AFTER = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a gc did."""
+    """What a gc did, and for each version that it kept the reasons."""
 
     kept: tuple[VersionId, ...]
+    reasons: Mapping[VersionId, tuple[str, ...]]
     removed: tuple[VersionId, ...]
     files: int
     nbytes: int
@@ -81,7 +83,12 @@ class Collector:
 
     def collect(self) -> Collected:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
-        that must be kept has a damaged manifest; then nothing more is deleted."""
+        that must be kept has a damaged manifest; then nothing more is deleted. Where the store
+        keeps a reserve it needs no byte free."""
+        with spending_reserve(self._store):
+            return self._collect()
+
+    def _collect(self) -> Collected:
         self._writer.check()
         self._writer.start_collecting()
         oldest = self._repository.clock.now() - self._grace
@@ -99,7 +106,8 @@ class Collector:
         superfluous = [name for mark in history.marks for name in mark.documents]
         doomed = standing & self._decided(history)
 
-        unwanted = standing - doomed - self._keep(history, doomed, oldest)
+        reasons = self._keep(history, doomed, oldest)
+        unwanted = standing - doomed - reasons.keys()
         condemned = self._writer.condemn(unwanted)
         try:
             removed = doomed
@@ -110,7 +118,9 @@ class Collector:
                 ]
                 put_mark(self._store, self._repository.id, key, condemned, decision=False)
                 # Once more, for pins and tags put since. A later one sees the mark.
-                condemned -= self._keep(history, doomed, oldest)
+                since = self._keep(history, doomed, oldest)
+                reasons = {**since, **reasons}
+                condemned -= since.keys()
                 put_mark(self._store, self._repository.id, key, condemned, decision=True)
                 removed |= condemned
             superfluous += note_removed(self._store, removed, history.listing.removed)
@@ -130,6 +140,7 @@ class Collector:
             self._read.pop(version, None)
         return Collected(
             kept=kept,
+            reasons={v: reasons.get(v, ("a save in progress",)) for v in kept},
             removed=tuple(sorted(removed)),
             files=len(garbage),
             nbytes=sum(info.size for info in garbage),
@@ -144,23 +155,43 @@ class Collector:
 
     def _keep(
         self, history: History, doomed: frozenset[VersionId], oldest: datetime
-    ) -> frozenset[VersionId]:
-        """What must stay: policy, newest, young, pinned, in use by a save, and all they need."""
+    ) -> dict[VersionId, tuple[str, ...]]:
+        """What must stay, and why: policy, newest, young, pinned, in use by a save, and all they
+        need."""
         tags = self._repository.tags()
         standing = sorted({*history.versions, *history.condemned} - doomed)
         facts = [
             VersionFacts(version=version, tags=tuple(tag for tag in tags if tags[tag] == version))
             for version in standing
         ]
-        pins = read_pins(self._repository).values()
-        roots = {
-            *self._policy.keep(facts),
-            *history.versions[-1:],
-            *self._writer.protected(),
-            *(version for version, expires in pins if expires > oldest),
-            *(v for v in history.versions if history.listing.manifests[v].modified > oldest),
-        }
-        return needed_by(roots.intersection(standing), self._needs)
+        untagged = self._policy.keep([VersionFacts(version=fact.version) for fact in facts])
+        roots: dict[VersionId, list[str]] = {version: [] for version in standing}
+
+        def root(version: VersionId | None, reason: str) -> None:
+            if version in roots:
+                roots[version].append(reason)
+
+        named = {fact.version: ", ".join(fact.tags) for fact in facts}
+        for version in self._policy.keep(facts):
+            root(version, "retention" if version in untagged else f"tag {named[version]}")
+        for version in history.versions[-1:]:
+            root(version, "newest")
+        for version in self._writer.protected() - {*history.versions[-1:]}:
+            resumed = version == self._writer.resumed
+            root(version, "resumed from" if resumed else "a save in progress")
+        for version, expires in read_pins(self._repository).values():
+            if expires > oldest:
+                root(version, f"pinned until {_time(expires)}")
+        for version in history.versions:
+            modified = history.listing.manifests[version].modified
+            if modified > oldest:
+                root(version, f"grace until {_time(modified + self._grace)}")
+        kept = needed_by([version for version in standing if roots[version]], self._needs)
+        reasons = {version: list(roots.get(version, ())) for version in sorted(kept)}
+        for version in sorted(kept):
+            for needed in self._needs(version):
+                reasons[needed].append(f"needed by {version.number}")
+        return {version: tuple(found) for version, found in reasons.items()}
 
     def _needs(self, version: VersionId) -> tuple[VersionId, ...]:
         return needed_versions(self._manifest(version), self._covered_by)
@@ -307,3 +338,7 @@ class Collector:
         probes = [info.name for info in self._store.list(names.PROBES) if info.modified <= oldest]
         self._store.delete(probes)
         self._store.sweep(older_than=max(self._grace, _LEFTOVERS_AFTER))
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M:%SZ")
