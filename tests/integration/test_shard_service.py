@@ -384,14 +384,8 @@ class _Groups:
 
 
 def _send_raw(connection: Connection, kind: str, content: bytes) -> None:
-    import pyarrow.flight as flight
-
-    try:
-        options = connection._call_options(SECONDS)
-        for result in connection._channel._client.do_action(flight.Action(kind, content), options):
-            unpack_frame(result.body)
-    except flight.FlightError as error:
-        raise ServerError(str(error)) from None
+    for body in connection._channel.call(kind, content, SECONDS):
+        unpack_frame(body)
 
 
 def _rows(served: ShardService) -> Any:
