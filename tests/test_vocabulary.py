@@ -56,13 +56,13 @@ def test_banned_words_do_not_occur() -> None:
         ("def test_it_is_told(): ...", ["told"]),
         ("self._mine, near_shards, Distant", ["mine", "near", "Distant"]),
         ("take it apart", ["apart"]),
-        ("starts_anew(layout, sizes), told", ["told"]),
+        ("starts_anew(layout, sizes), told", ["anew", "told"]),
     ],
 )
 def test_a_violation_is_caught(text: str, words: list[str]) -> None:
     assert [word for _, word in violations(text)] == words
 
 
-@pytest.mark.parametrize("text", ["nearly", "nearest", "apartment", "examined", "starts_anew(x)"])
+@pytest.mark.parametrize("text", ["nearly", "nearest", "apartment", "examined"])
 def test_other_words_are_allowed(text: str) -> None:
     assert list(violations(text)) == []
