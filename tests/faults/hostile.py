@@ -223,7 +223,7 @@ def forged_offsets(column: str) -> Callable[[], None]:
         form, length = ("<qq", 12345) if column == "data" else ("<ii", 77)
         value = bytes(length) if column == "data" else "q" * length
         content = _stream(*_records(**{column: value}))
-        before, after = struct.pack(form, 0, length), struct.pack(form, 0, 2**30)
+        before, after = struct.pack(form, 0, length), struct.pack(form, 0, 2**26)
         start, _, end = content.rpartition(before)  # the lengths of buffers come before them
         assert start
         _read(start + after + end)

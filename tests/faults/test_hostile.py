@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint.recovery import Losses
 from emberkeep.errors import DamageError
+from emberkeep.keeper import tier_state
+from emberkeep.keeper.plain_state import Packed, unpack
 from emberkeep.repository import Repository, verify
+from emberkeep.tiered import superblock
 from tests.faults import hostile
-from tests.faults.damage import healthy
+from tests.faults.damage import healthy, make_tier, open_tier, small_tiers
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = ["consecutive, 4 bits", "grid"]
@@ -61,6 +71,68 @@ def forge(label: str, choose: Callable[[int], int]) -> bool:
 @given(data=st.data())
 def test_forged_documents_are_refused(label: str, data: st.DataObject) -> None:
     forge(label, lambda count: data.draw(st.integers(0, count - 1)))
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_forged_state_is_refused(data: st.DataObject) -> None:
+    """What a keeper stores beside rows, in a version or beside a tier."""
+    tensors = {"a": torch.ones(3), "i": torch.zeros(1, 2, dtype=torch.int64), "v": torch.ones(2)}
+    plain = {
+        "reader": {"place": 3, "float": {"$float": "nan"}},
+        "losses": {"pls": 0.5, "recovered_at": {"1": 2}},
+        "model": [{"$tensor": "a"}, {"$array": "a"}, {"$bytes": "AAAA"}, {"$tuple": [1, 2]}],
+        "sparse": {"$sparse": {
+            "indices": {"$tensor": "i"}, "values": {"$tensor": "v"}, "size": [4],
+            "coalesced": False,
+        }},
+        "pairs": {"$dict": [[1, 2]]},
+        "counter": {"$counter": [["a", 2]]},
+    }  # fmt: skip
+    forged = hostile.mutated(plain, lambda count: data.draw(st.integers(0, count - 1)))
+    content = safetensors.torch.save(tensors, metadata={"emberkeep": forged.decode()})
+
+    def read() -> None:
+        found = unpack(Packed.decode(content))
+        tier_state._beside(
+            "state/step-3.safetensors", Packed(Packed.decode(content).plain, tensors)
+        )
+        Losses.from_dict(found["losses"])
+
+    hostile.attempt(read)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_forged_heads_and_decisions_of_tiers_are_refused(data: st.DataObject) -> None:
+    def choose(count: int) -> int:
+        return data.draw(st.integers(0, count - 1))
+
+    with small_tiers(), tempfile.TemporaryDirectory() as parent:
+        top = Path(parent) / "tier"
+        shutil.copytree(undecided_tier(), top)
+        if choose(3):
+            path = top / "rows-0-0.tier"
+            head, sequence = superblock.read_head(str(path))
+            text = hostile.mutated(json.loads(superblock.encode(head)), choose)
+            assume(len(text) <= superblock.ROOM)
+            with open(path, "r+b") as file:
+                file.seek((sequence - 1) % 2 * superblock.SLOT_NBYTES)
+                file.write(superblock.slot(text, sequence))
+        else:
+            (path,) = (top / "state").glob("decision-*")
+            body = hostile.mutated(hostile.body_of(path.read_bytes()), choose)
+            path.write_bytes(hostile.enveloped(body))
+        hostile.attempt(lambda: open_tier(top, undecided=True))
+        assert [each.name for each in Path(parent).iterdir()] == ["tier"]
+
+
+@cache
+def undecided_tier() -> Path:
+    top = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, top)
+    make_tier(top / "tier", undecided=True)
+    return top / "tier"
 
 
 @pytest.mark.soak

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,8 +64,8 @@ class _Origin:
             return None
         try:
             key, init = origin_from(described)
-            if not 0 <= key < 2**64:
-                raise ConfigError(f"{key} is no key")
+            if not 0 <= key < 2**64 or max(map(abs, astuple(init))) > np.finfo(np.float32).max:
+                raise ConfigError(f"{init} with the key {key} is none")
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             raise DamageError(
                 f"repository.json is damaged: the schema names no origin of rows: {error}",
@@ -373,7 +373,7 @@ class _Arena:
     def no_rows(self, name: str, table: Json) -> _Rows:
         return _Rows(
             name=name,
-            limit=table["rows"],
+            limit=table.get("rows"),
             origin=_Origin.of(table),
             entries=np.zeros(16, np.uint64),
             count=0,

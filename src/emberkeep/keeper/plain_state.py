@@ -73,6 +73,8 @@ def reading_state(what: str) -> Iterator[None]:
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
         safetensors.SafetensorError,
     ) as error:  # fmt: skip
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
         raise DamageError(
             f"the {what} is no state of a keeper ({type(error).__name__}: {error}); restore "
             "another version"

@@ -58,7 +58,8 @@ def decode(name: str, content: bytes) -> tuple[Packed, Json]:
     others = {key: t for key, t in both.tensors.items() if key.startswith(BESIDE)}
     dense = {key: t for key, t in both.tensors.items() if key not in others}
     plain = Fields(name, both.plain)
-    return Packed(plain.plain("dense"), dense), _beside(name, Packed(plain.plain("beside"), others))
+    beside = _beside(name, Packed(plain.dictionary("beside"), others))
+    return Packed(plain.dictionary("dense"), dense), beside
 
 
 def _decode_without_digest(name: str, content: bytes) -> tuple[Packed, Json]:
@@ -77,11 +78,12 @@ def _decode_without_digest(name: str, content: bytes) -> tuple[Packed, Json]:
 
 def _beside(name: str, packed: Packed) -> Json:
     """What stands beside the dense state: the place of the reader, and what was lost so far."""
-    beside: Json = unpack(packed)
+    beside = unpack(packed)
+    fields = Fields(name, beside)
     for field in ("reader", "losses"):
-        if not isinstance(beside.get(field), dict):
-            raise damaged(name, f"it lacks the {field}")
-    return beside
+        fields.dictionary(field)
+    whole: Json = beside
+    return whole
 
 
 def _decoded(name: str, content: bytes) -> Packed:

@@ -107,7 +107,8 @@ class Fields:
         """`name` is the stored object's, `where` leads to this place in it."""
         self.name, self._where = name, where
         if not isinstance(values, dict):
-            raise damaged(name, f"{where or 'it'} is {reprlib.repr(values)}, not an object")
+            what = where.removesuffix(".") or "it"
+            raise damaged(name, f"{what} is {reprlib.repr(values)}, not an object")
         self._values: Json = values
 
     def __contains__(self, field: str) -> bool:
