@@ -44,10 +44,15 @@ class Run:
             TABLES, Adam(lr=0.05, step="row"), seed=3
         )
         self.repository = Repository.create(self.store, schema=self.cluster.schema())
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Another epoch of the same run, which goes on with the newest version if there is one."""
         # When a grid takes a new baseline by its rule depends on measured times.
         grid = Grid(resets=False) if self.layout == "grid" else None
         spec = VersionSpec(layout=self.layout, bits=self.bits, grid=grid)
         self.keeper = Checkpointer(self.repository, self.cluster, spec=spec, settings=KEEP)
+        self.keeper.restore()
 
     def train(self) -> None:
         table = TABLES[self.random.integers(0, len(TABLES))]

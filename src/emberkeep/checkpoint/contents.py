@@ -23,7 +23,7 @@ from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import plan
 from emberkeep.repository.grid.version_rows import rows_of_bundle, rows_of_plan
-from emberkeep.repository.pieces import KIND, read_chunks
+from emberkeep.repository.pieces import KIND, counts_of, read_chunks
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
 
@@ -135,7 +135,7 @@ def merged_rows(
     for manifest in reversed(manifests):
         gone: dict[str, list[I64]] = defaultdict(list)
         files = manifest.of_kind(KIND)
-        with_tombstones = {name for file in files for name in file.metadata.get("tombstones", ())}
+        with_tombstones = {name for file in files for name in counts_of(file, "tombstones")}
         written: dict[str, list[I64]] = defaultdict(list)
         for file in files:
             for chunk in checked_rows(repository, file, pool):
@@ -179,7 +179,7 @@ def checked_rows(repository: Repository, file: FileRef, pool: Pool) -> Iterator[
         else rows_of_bundle(repository, bundle, pool)
     )
     for chunk in chunks:
-        problem = _problem(repository.schema["tables"], chunk)
+        problem = _problem(repository.tables, chunk)
         if problem:
             raise DamageError(
                 f"{file.name} does not hold what belongs there: table {chunk.table!r}: {problem}; "
@@ -189,14 +189,15 @@ def checked_rows(repository: Repository, file: FileRef, pool: Pool) -> Iterator[
         counts = counted["tombstones" if chunk.planes is None else "rows"]
         counts[chunk.table] = counts.get(chunk.table, 0) + chunk.ids.size
         yield chunk
+    stated = {what: counts_of(file, what) for what in counted if what in file.metadata}
     if bundle is not None and sum(piece.rows for piece in bundle.pieces) != sum(
-        sum(file.metadata.get(what, {}).values()) for what in counted
+        sum(counts.values()) for counts in stated.values()
     ):
         return  # the counts are those of the whole file, and some of its pieces are not needed
-    for what, counts in counted.items():
-        if counts != file.metadata.get(what, counts):
+    for what, counts in stated.items():
+        if counts != counted[what]:
             raise DamageError(
-                f"{file.name} holds {what} {counts}, its manifest says {file.metadata[what]}; "
+                f"{file.name} holds {what} {counted[what]}, its manifest says {counts}; "
                 "restore another version",
                 name=file.name,
             )
@@ -220,7 +221,7 @@ def _problem(tables: Mapping[str, Json], chunk: Chunk) -> str | None:
 
 def check_tables(repository: Repository, wanted: Sequence[str] | None) -> tuple[str, ...]:
     """The tables asked for, all by default; unknown names are refused."""
-    have = tuple(repository.schema["tables"])
+    have = tuple(repository.tables)
     unknown = [name for name in wanted or () if name not in have]
     if unknown:
         raise ConfigError(

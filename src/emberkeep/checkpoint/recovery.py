@@ -14,10 +14,11 @@ from typing import Literal, get_args
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.overheads import pls_of_loss
+from emberkeep.checkpoint.restore import table_state
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.cluster.base import Cluster
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import Manifest
 
 Scope = Literal["full", "partial"]
@@ -76,10 +77,14 @@ class Losses:
 
     @classmethod
     def from_dict(cls, document: Json) -> Losses:
-        return cls(
-            pls=document.get("pls", 0.0),
-            recovered_at={int(s): step for s, step in document.get("recovered_at", {}).items()},
-        )
+        try:
+            recovered_at = document.get("recovered_at", {})
+            return cls(
+                pls=float(document.get("pls", 0.0)),
+                recovered_at={int(shard): int(step) for shard, step in recovered_at.items()},
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DamageError(f"the counters of a version are damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +157,7 @@ class Home:
 
     def saved_by_same_shards(self, manifest: Manifest) -> bool:
         """Whether a version's files hold this cluster's rows shard by shard as they are now."""
-        tables = manifest.layout["tables"]
+        tables = table_state(manifest)
         return all(
             len(tables.get(name, {}).get("ticks", ())) == self.cluster.shard_count
             for name in self.names
@@ -177,7 +182,7 @@ def recover_partially(
         view = shard_view(cluster, shard, home.names)
         manifest = checkpointer.restore_shard(view, shard, home.saved_by_same_shards)
         if steps:
-            saved = {} if manifest is None else manifest.layout["tables"]
+            saved = {} if manifest is None else table_state(manifest)
             view.load_table_state(
                 {
                     name: {"tick": 0, **saved.get(name, {}), "steps": steps[own]}

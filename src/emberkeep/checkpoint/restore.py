@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.contents import checked_rows
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.errors import ChangedError, StateError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.version_rows import scattered_rows
-from emberkeep.repository.pieces import KIND, read_chunks
+from emberkeep.repository.pieces import KIND
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import ahead_of
@@ -43,7 +44,10 @@ def load(
     """Replaces every row of the subject by those of a version. What can, loads itself."""
     chain = repository.chain(version)
     manifest = chain[-1]
-    check_schema(repository.schema, subject.schema())
+    check_schema(repository.tables, subject.schema())
+    for earlier in chain:
+        earlier.described.text("kind")
+    table_state(manifest)
     files = manifest.of_kind(DENSE)
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
@@ -102,7 +106,7 @@ def _load_rows(
             target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier)),
             lambda earlier: _removals(repository, earlier, pool, shard_of(earlier)),
         )  # fmt: skip
-    target.load_table_state(chain[-1].layout["tables"])
+    target.load_table_state(table_state(chain[-1]))
 
 
 def _load_grid(repository: Repository, manifest: Manifest, target: TargetView, pool: Pool) -> None:
@@ -157,7 +161,7 @@ def _install(
                 target.delete(chunk.table, chunk.ids)
             else:
                 target.install(chunk.table, chunk.ids, chunk.planes)
-        if earlier.layout["kind"] == "full":
+        if earlier.described.text("kind") == "full":
             target.forget_changes(keep_since_baseline=False)
         if at == last_whole:
             target.forget_changes(keep_since_baseline=True)
@@ -176,7 +180,20 @@ def rows_of(
     for file in manifest.of_kind(KIND):
         if shard is not None and file.metadata.get("shard", shard) != shard:
             continue
-        yield from read_chunks(file.name, repository.stream(file), pool)
+        yield from checked_rows(repository, file, pool)
+
+
+def table_state(manifest: Manifest) -> Json:
+    """What a version knows of its tables beside their rows: steps and ticks."""
+    tables = manifest.described.object("tables")
+    for name in tables:
+        table = tables.object(name)
+        for field in ("steps", "tick"):
+            if field in table:
+                table.number(field)
+        if "ticks" in table and min(table.list_of("ticks", int), default=0) < 0:
+            raise table.wrong("ticks", "numbers from 0 up")
+    return manifest.described.plain("tables")
 
 
 def _removals(
@@ -191,16 +208,16 @@ def _removals(
     dynamic = {name for name, table in tables.items() if table.get("rows") is None}
     for file in files:
         if dynamic.intersection(file.metadata.get("tombstones", ())):
-            for chunk in read_chunks(file.name, repository.stream(file), pool):
+            for chunk in checked_rows(repository, file, pool):
                 if chunk.planes is None and chunk.table in dynamic:
                     yield chunk
 
 
 def check_schema(saved: Json, present: Json) -> None:
-    """Refuses to mix runs: names every table and plane that differs."""
+    """Refuses to mix runs: names every table and plane of the repository that differs."""
     wrong = []
-    for name in sorted({*saved["tables"], *present["tables"]}):
-        was, now = saved["tables"].get(name), present["tables"].get(name)
+    for name in sorted({*saved, *present["tables"]}):
+        was, now = saved.get(name), present["tables"].get(name)
         if was is None:
             wrong.append(f"table {name!r} is not in the repository")
         elif now is None:

@@ -87,7 +87,7 @@ class Checkpointer:
         self.subject = subject
         self.spec = spec or VersionSpec()
         self.settings = settings or SaveSettings()
-        check_schema(repository.schema, subject.schema())
+        check_schema(repository.tables, subject.schema())
         subject.track(self.spec.priority)
         if self.spec.layout != "grid":  # whose rows this process writes
             check_holders(repository, subject)
@@ -352,15 +352,16 @@ class Checkpointer:
         grid = grid_of(manifest)
         if grid is not None:
             self._chain = _Chain(grid, manifest.version, grid=True, nbytes=max(1, nbytes))
-        elif manifest.layout["kind"] == "full":
+        elif manifest.described.text("kind") == "full":
             self._chain = _Chain(
                 manifest.version, manifest.version, sizes=[], nbytes=max(1, nbytes)
             )
         else:
-            base = manifest.layout["baseline_nbytes"]
+            base = manifest.described.number("baseline_nbytes", least=1)
             # A one-shot layout never asks for sizes, and its chain has no end.
-            endless = manifest.layout["layout"] == "one_shot"
-            sizes = [] if endless else [*manifest.layout["sizes"], nbytes / base]
+            endless = manifest.described.text("layout") == "one_shot"
+            earlier = [] if endless else manifest.described.list_of("sizes", float)
+            sizes = [] if endless else [*earlier, nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
 
     def _write_shards(self, draft: Draft, save: Save) -> None:
@@ -392,7 +393,7 @@ class Checkpointer:
                 if save.in_grid:
                     write_bundles(
                         draft, slabs, save.codecs, self._pool,
-                        tables=list(self.repository.schema["tables"]),
+                        tables=list(self.repository.tables),
                         file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
                         cancelled=cancelled,
                     )  # fmt: skip
@@ -512,7 +513,7 @@ class Checkpointer:
         self.repository.record_restore(target)
         self._restores += 1
         manifest = restored.manifest
-        shards = manifest.layout["shards"]
+        shards = manifest.described.number("shards", least=1)
         self._chain = _Chain()
         # Increments count from a baseline of the same shards: another number starts over.
         if shards == self.subject.schema().get("shards", shards):

@@ -28,6 +28,7 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.fields import Fields
 from emberkeep.tables import Optimizer, Table, check_tables
 
 _T = TypeVar("_T")
@@ -535,12 +536,10 @@ def _joined(states: Sequence[Json]) -> Json:
 def of_shard(state: Json, shard: int, count: int) -> Json:
     """One shard's part of the state of tables; any tick that is late enough serves where another
     number of shards saved it."""
-    return {
-        name: {
-            "steps": table["steps"],
-            "tick": table["ticks"][shard]
-            if len(table.get("ticks", ())) == count
-            else table["tick"],
-        }
-        for name, table in state.items()
-    }
+    found = {}
+    for name, values in state.items():
+        table = Fields("a version", values, f"tables.{name}.")
+        ticks = table.list_of("ticks", int) if "ticks" in table else []
+        tick = ticks[shard] if len(ticks) == count else table.number("tick")
+        found[name] = {"steps": table.number("steps"), "tick": tick}
+    return found

@@ -8,6 +8,7 @@ from emberkeep.codecs.row_codecs import (
     Quantized,
     Raw,
     codec_from_dict,
+    is_plane,
 )
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Quantized",
     "Raw",
     "codec_from_dict",
+    "is_plane",
     "pack_ids",
     "unpack_ids",
 ]

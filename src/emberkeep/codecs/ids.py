@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from emberkeep._types import Array
-from emberkeep.errors import ConfigError, DamageError, IdError, StateError
+from emberkeep.errors import ConfigError, DamageError, FormatError, IdError
 
 _ID_HEADER = np.dtype(
     [
@@ -21,6 +21,8 @@ _ID_HEADER = np.dtype(
     ]
 )
 _ID_VERSION = 1
+MOST_IDS = 2**24
+"""So many ids are packed together at most; a checkpoint has 32,768 to a chunk."""
 _RANGE, _BITMAP, _GAPS = range(3)
 
 
@@ -39,6 +41,8 @@ def pack_ids(ids: Array) -> Array:
     ids = np.ascontiguousarray(ids)
     if ids.ndim != 1 or ids.dtype != np.int64:
         raise ConfigError(f"ids are one int64 array, not {ids.dtype} of shape {ids.shape}")
+    if len(ids) > MOST_IDS:
+        raise ConfigError(f"{len(ids)} ids are too many for one pack: at most {MOST_IDS}")
     header = np.zeros(1, _ID_HEADER)
     header["version"], header["count"] = _ID_VERSION, len(ids)
     if not len(ids):
@@ -73,17 +77,20 @@ def pack_ids(ids: Array) -> Array:
 def unpack_ids(packed: Array, *, count: int) -> Array:
     """The ids that `pack_ids` packed; `count` is how many the caller knows them to be.
 
-    The count bounds what is allocated: a damaged header cannot ask for more.
+    The count bounds what is allocated: a damaged header cannot ask for more. No caller knows of
+    more than `MOST_IDS`: a range of them has no byte of its own that would bound its length.
     """
     from emberkeep.kernels import packed_ids
 
+    if not 0 <= count <= MOST_IDS:
+        raise DamageError(f"packed ids are {count}, and at most {MOST_IDS} are read at once")
     packed = np.array(packed, np.uint8).reshape(-1)  # aligned and writable: one kernel signature
     if len(packed) < _ID_HEADER.itemsize:
         raise DamageError("packed ids end within their header: they are damaged")
     header = packed[: _ID_HEADER.itemsize].view(_ID_HEADER)[0]
     body = packed[_ID_HEADER.itemsize :]
     if header["version"] > _ID_VERSION:
-        raise StateError(
+        raise FormatError(
             f"ids were packed as version {header['version']} and this release reads version "
             f"{_ID_VERSION}: read them with the release that wrote them, or a later one"
         )

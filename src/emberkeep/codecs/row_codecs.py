@@ -14,6 +14,7 @@ than the row itself is stored raw, whatever the codec.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,17 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from emberkeep._types import Array
-from emberkeep.errors import ConfigError, DamageError, StateError
+from emberkeep.errors import ConfigError, DamageError, FormatError, StateError
 from emberkeep.runtime.pool import Pool, shared, spans
 
 Buffers = Mapping[str, Array]
 
+MOST_WIDTH = 2**24
+"""The widest plane that is read."""
+_NUMBER_TYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
+    "float32", "float64",
+)  # fmt: skip
 _PARAM_BYTES = 4
 # Spans smaller than this cost more to hand out than to encode.
 _LEAST_SPAN_BYTES = 1 << 16
@@ -370,27 +377,34 @@ class NonNegative(NonNegative8):
         return out
 
 
+def is_plane(width: object, dtype: object) -> bool:
+    """Whether a plane can have that width and type: numbers alone, never references to objects."""
+    return type(width) is int and 0 < width <= MOST_WIDTH and dtype in _NUMBER_TYPES
+
+
 def codec_from_dict(spec: Mapping[str, Any]) -> Codec:
     """The codec that wrote `spec` with `to_dict`; one that this release cannot read is refused."""
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("codec"), str):
+        raise DamageError(f"{reprlib.repr(spec)} describes no codec: the object is damaged")
     fields = dict(spec)
     name, version = fields.pop("codec", None), fields.pop("version", None)
     known: dict[Any, Callable[..., Codec]] = {
         codec.name: codec for codec in (Raw, Quantized, NonNegative8, NonNegative)
     }
     if name not in known:
-        raise StateError(
+        raise FormatError(
             f"codec {name!r} is not known to this release (it knows {', '.join(known)}): "
             "read it with the release that wrote it, or a later one"
         )
     if version != 1:
-        raise StateError(
+        raise FormatError(
             f"codec {name!r} was written as version {version!r} and this release reads version 1: "
             "read it with the release that wrote it, or a later one"
         )
     try:
         return known[name](**fields)
     except (TypeError, ConfigError) as error:
-        raise StateError(f"codec {name!r} has fields that do not fit: {error}") from error
+        raise DamageError(f"codec {name!r} has fields that do not fit: {error}") from error
 
 
 # What the lossy codecs share.

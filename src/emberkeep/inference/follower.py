@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,7 @@ from emberkeep.kernels import hash_index, initial_values
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.manifest import needed_by
-from emberkeep.repository.pieces import KIND
+from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.memory import lazy_zeros
@@ -62,7 +62,15 @@ class _Origin:
         described = table.get("origin")
         if not isinstance(described, dict):
             return None
-        key, init = origin_from(described)
+        try:
+            key, init = origin_from(described)
+            if not 0 <= key < 2**64 or max(map(abs, astuple(init))) > np.finfo(np.float32).max:
+                raise ConfigError(f"{init} with the key {key} is none")
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            raise DamageError(
+                f"repository.json is damaged: the schema names no origin of rows: {error}",
+                name="repository.json",
+            ) from error
         if isinstance(init, Normal):
             kind, a, b = initial_values.NORMAL, init.mean, init.std
         else:
@@ -193,7 +201,7 @@ class Follower:
         self._top: dict[str, I64] = {}
         self._arenas = {
             name: _Arena(table["planes"]["weight"][0])
-            for name, table in self._repository.schema["tables"].items()
+            for name, table in self._repository.tables.items()
         }
         self._retired: list[tuple[weakref.ref[View], dict[str, I64]]] = []
         self._refreshing = threading.Lock()
@@ -297,7 +305,7 @@ class Follower:
         builds: dict[str, _Build] = {}
         top: dict[str, list[I64]] = defaultdict(list)
         covered: dict[str, list[I64]] = defaultdict(list)
-        tables = self._repository.schema["tables"]
+        tables = self._repository.tables
         before = {} if self._view is None else self._view._rows
         counts = _row_counts(manifests)
         for name, arena in self._arenas.items():
@@ -365,7 +373,7 @@ class _Arena:
     def no_rows(self, name: str, table: Json) -> _Rows:
         return _Rows(
             name=name,
-            limit=table["rows"],
+            limit=table.get("rows"),
             origin=_Origin.of(table),
             entries=np.zeros(16, np.uint64),
             count=0,
@@ -484,7 +492,7 @@ def _row_counts(manifests: Sequence[Manifest]) -> Counter[str]:
     """How many rows of each table the versions wrote; some maybe several times."""
     counts: Counter[str] = Counter()
     for file in (file for manifest in manifests for file in manifest.of_kind(KIND)):
-        counts.update(file.metadata.get("rows", {}))
+        counts.update(counts_of(file, "rows"))
     return counts
 
 

@@ -14,7 +14,7 @@ from emberkeep._types import F32, I64, Bools
 from emberkeep.checkpoint.contents import Hold, IdSet, check_tables, checked_rows, merged_rows
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
-from emberkeep.repository.pieces import KIND
+from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.runtime.pool import Pool
 
 _BUDGET_NBYTES = 512 * 2**20
@@ -125,9 +125,9 @@ def _nbytes(
     if touched is None and (planned := plan(repository, chain[-1])) is not None:
         return planned.nbytes
     for name in names:
-        stored = [f.metadata.get("rows", {}).get(name, 0) for m in chain for f in m.of_kind(KIND)]
+        stored = [counts_of(f, "rows").get(name, 0) for m in chain for f in m.of_kind(KIND)]
         rows = sum(stored) if touched is None else touched[name].size
-        nbytes += rows * (4 * repository.schema["tables"][name]["planes"]["weight"][0] + 32)
+        nbytes += rows * (4 * repository.tables[name]["planes"]["weight"][0] + 32)
     return nbytes
 
 

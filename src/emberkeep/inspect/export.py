@@ -95,7 +95,7 @@ def to_parquet(
         writers = {}
         try:
             for name in names:
-                planes = repository.schema["tables"][name]["planes"]
+                planes = repository.tables[name]["planes"]
                 schema = pa.schema(
                     [("id", pa.int64()), *((p, _arrow_type(*spec)) for p, spec in planes.items())],
                     metadata={"emberkeep": json.dumps(_about(chain[-1]))},
@@ -217,7 +217,7 @@ class _Safetensors:
         self.rows = dict.fromkeys(prefixes, 0)
         scratch.mkdir(exist_ok=True)
         for table, prefix in prefixes.items():
-            planes = repository.schema["tables"][table]["planes"]
+            planes = repository.tables[table]["planes"]
             tensors = {"id": (None, np.dtype(np.int64))}
             tensors |= {name: (width, np.dtype(kind)) for name, (width, kind) in planes.items()}
             for name, (width, kind) in tensors.items():

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from emberkeep._types import Json
 from emberkeep.blobs.wrapper import OverlayStore
 from emberkeep.checkpoint.contents import checked_rows, dense_tensors
+from emberkeep.checkpoint.restore import table_state
 from emberkeep.checkpoint.targets import DENSE
-from emberkeep.codecs import Raw, codec_from_dict
+from emberkeep.codecs import Codec, NonNegative8, Quantized, Raw, codec_from_dict
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.repository import (
     Collected,
@@ -33,7 +35,7 @@ from emberkeep.repository import names as places
 from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import needed_by
-from emberkeep.repository.pieces import KIND
+from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.runtime.pool import Pool
 
 _THREADS = 4
@@ -81,8 +83,8 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
             tags=named,
             created=manifest.created,
             step=manifest.step,
-            kind=manifest.layout.get("kind"),
-            layout=manifest.layout.get("layout"),
+            kind=_text(manifest, "kind"),
+            layout=_text(manifest, "layout"),
             codec=codec_text(repository, manifest),
             rows=sum(_counts(manifest, "rows").values()),
             tombstones=sum(_counts(manifest, "tombstones").values()),
@@ -97,26 +99,37 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
 
 def codec_text(repository: Repository, manifest: Manifest) -> str:
     """How planes are stored, in a few words: "exact", "weight 4 bits"."""
-    planes = {plane for table in repository.schema["tables"].values() for plane in table["planes"]}
+    planes = {plane for table in repository.tables.values() for plane in table["planes"]}
     words = []
-    for plane, spec in manifest.layout.get("codecs", {}).items():
+    for plane, codec in _codecs(manifest).items():
         if plane not in planes:
             continue
-        bits = spec.get("bits", 8 if spec.get("codec") == "nonnegative8" else None)
-        words.append(f"{plane} {bits} bits" if bits else f"{plane} {spec.get('codec')}")
+        bits = codec.bits if isinstance(codec, Quantized) else None
+        bits = 8 if isinstance(codec, NonNegative8) else bits
+        words.append(f"{plane} {bits} bits" if bits else f"{plane} {codec.name}")
     return ", ".join(words) or "exact"
+
+
+def _codecs(manifest: Manifest) -> dict[str, Codec]:
+    if "codecs" not in manifest.described:
+        return {}
+    specs = manifest.described.object("codecs")
+    return {plane: codec_from_dict(specs.plain(plane)) for plane in specs}
+
+
+def _text(manifest: Manifest, field: str) -> str | None:
+    return manifest.described.text(field) if field in manifest.described else None
 
 
 def describe(repository: Repository, version: VersionId) -> Json:
     """One version, and what the repository's storage is used for, seen from there."""
     chain = repository.chain(version)
     manifest = chain[-1]
-    description = repository.document(places.REPOSITORY, "repository") or {}
     return {
         "repository": {
             "url": repository.store.url,
             "id": repository.id,
-            "created": description.get("created"),
+            "created": repository.created.isoformat(),
             "forked_from": repository.forked_from,
             "exclusive": repository.exclusive,
             "versions": len(repository.versions()),
@@ -127,8 +140,8 @@ def describe(repository: Repository, version: VersionId) -> Json:
             "epoch": version.epoch,
             "created": manifest.created.isoformat(),
             "step": manifest.step,
-            "kind": manifest.layout.get("kind"),
-            "layout": manifest.layout.get("layout"),
+            "kind": _text(manifest, "kind"),
+            "layout": _text(manifest, "layout"),
             "codec": codec_text(repository, manifest),
             "shards": manifest.layout.get("shards"),
             "parent": manifest.parent and manifest.parent.number,
@@ -139,17 +152,14 @@ def describe(repository: Repository, version: VersionId) -> Json:
             "user": manifest.user,
             "counters": manifest.counters,
         },
-        "tables": [
-            _table(name, spec, manifest, chain)
-            for name, spec in repository.schema["tables"].items()
-        ],
+        "tables": [_table(name, spec, manifest, chain) for name, spec in repository.tables.items()],
         "files": [
             {
                 "name": file.name,
                 "kind": file.kind,
                 "nbytes": file.size,
                 "shard": file.metadata.get("shard"),
-                "rows": sum(file.metadata.get("rows", {}).values()),
+                "rows": sum(counts_of(file, "rows").values()),
             }
             for file in manifest.files
         ],
@@ -159,17 +169,15 @@ def describe(repository: Repository, version: VersionId) -> Json:
 
 def _table(name: str, spec: Json, manifest: Manifest, chain: Sequence[Manifest]) -> Json:
     rows = _counts(manifest, "rows").get(name, 0)
-    codecs = {
-        plane: codec_from_dict(described)
-        for plane, described in manifest.layout.get("codecs", {}).items()
-    }
+    codecs = _codecs(manifest)
+    state = table_state(manifest) if "tables" in manifest.described else {}
     return {
         "name": name,
         "fixed_rows": spec.get("rows"),
         "rows": rows,
         "tombstones": _counts(manifest, "tombstones").get(name, 0),
         "rows_in_chain": sum(_counts(earlier, "rows").get(name, 0) for earlier in chain),
-        "state": manifest.layout.get("tables", {}).get(name),
+        "state": state.get(name),
         "planes": {
             plane: {
                 "width": width,
@@ -223,7 +231,7 @@ def _storage(repository: Repository, chain: Sequence[Manifest]) -> Json:
 def _counts(manifest: Manifest, what: str) -> Mapping[str, int]:
     counts: Counter[str] = Counter()
     for file in manifest.of_kind(KIND):
-        counts.update(file.metadata.get(what, {}))
+        counts.update(counts_of(file, what))
     return counts
 
 
@@ -386,13 +394,14 @@ def newest_writer(repository: Repository) -> WriterActivity | None:
     name = places.writer_name(listing.epoch)
     seen = [i.modified for v, i in listing.manifests.items() if v.epoch == listing.epoch]
     seen += [info.modified for info in repository.store.list(places.WRITERS) if info.name == name]
-    try:
-        body = repository.document(name, "writer") or {}
-    except DamageError:
-        body = {}
+    host, pid = "unknown", 0
+    with suppress(DamageError):
+        body = repository.document(name, "writer")
+        if body is not None:
+            host, pid = body.text("host"), body.number("pid")
     return WriterActivity(
         epoch=listing.epoch,
-        host=str(body.get("host", "unknown")),
-        pid=int(body.get("pid", 0)),
+        host=host,
+        pid=pid,
         last_seen=max(seen),
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from emberkeep._types import Json
 from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
-from emberkeep.keeper.plain_state import Packed, pack, unpack
+from emberkeep.keeper.plain_state import Packed, pack, reading_state, unpack
 
 
 class Stateful(Protocol):
@@ -94,7 +94,19 @@ class Dense:
     def check(self, packed: Packed) -> Json:
         """The state that a version holds; raises `StateError` if it does not fit the model."""
         saved: Json = unpack(packed)
-        wrong = [
+        with reading_state("dense state"):
+            wrong = self._wrong(saved)
+        if wrong:
+            raise StateError(
+                "the model does not fit the version, nothing was loaded: "
+                + shortened(wrong, most=20)
+                + "; build the model as it was saved, or use another repository"
+            )
+        return saved
+
+    def _wrong(self, saved: Json) -> list[str]:
+        """How saved state differs from what there is."""
+        return [
             *_differences("tensor", _shapes(saved["model"]), _shapes(self._tensors())),
             *_differences(
                 "extra state of module", _set(saved["extra"]), _set(dict(self._with_extra_state()))
@@ -109,13 +121,6 @@ class Dense:
                 },
             ),
         ]
-        if wrong:
-            raise StateError(
-                "the model does not fit the version, nothing was loaded: "
-                + shortened(wrong, most=20)
-                + "; build the model as it was saved, or use another repository"
-            )
-        return saved
 
     @torch.no_grad()
     def load(self, saved: Json) -> None:
@@ -125,7 +130,8 @@ class Dense:
         for path, module in self._with_extra_state():
             module.set_extra_state(saved["extra"][path])
         for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
-            self._load_optimizer(optimizer, state)
+            with reading_state("state of an optimizer"):
+                self._load_optimizer(optimizer, state)
             optimizer.zero_grad()
         for name, state in self._states.items():
             state.load_state_dict(saved["states"][name])
@@ -238,12 +244,13 @@ def generators() -> Json:
 
 
 def set_generators(state: Json) -> None:
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    version, numbers, second = state["python"]
-    random.setstate((version, tuple(int(number) for number in numbers), second))
-    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
+    with reading_state("state of the random generators"):
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+        version, numbers, second = state["python"]
+        random.setstate((version, tuple(int(number) for number in numbers), second))
+        if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
+            torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:

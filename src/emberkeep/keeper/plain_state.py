@@ -12,7 +12,8 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from emberkeep.errors import ConfigError, DamageError
+from emberkeep.runtime.fields import Fields, parse
 
 _KEY = "emberkeep"
 
@@ -42,13 +44,11 @@ class Packed:
 
     @classmethod
     def decode(cls, content: bytes, name: str = "dense state") -> Packed:
-        try:
+        with reading_state(name):
             length = int.from_bytes(content[:8], "little")
-            header = json.loads(content[8 : 8 + length])
-            plain = json.loads(header["__metadata__"][_KEY])
+            header = Fields(name, parse(name, content[8 : 8 + length]))
+            plain = parse(name, header.object("__metadata__").text(_KEY).encode())
             return cls(plain, safetensors.torch.load(content))
-        except (KeyError, ValueError, safetensors.SafetensorError) as error:
-            raise DamageError(f"the {name} is no state of a keeper: {error}") from error
 
 
 def pack(value: Any, *, what: str = "state") -> Packed:
@@ -58,8 +58,27 @@ def pack(value: Any, *, what: str = "state") -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The state as it was, tensors in host memory."""
-    return _unpack(packed.plain, packed.tensors)
+    """The state as it was, tensors in host memory; `DamageError` if it makes no sense."""
+    with reading_state("state"):
+        return _unpack(packed.plain, packed.tensors)
+
+
+@contextmanager
+def reading_state(what: str) -> Iterator[None]:
+    """State is free in its form, so it cannot be held against one: whatever error it leads to where
+    it is taken for what it should be, it is damaged."""
+    try:
+        yield
+    except (
+        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+        safetensors.SafetensorError,
+    ) as error:  # fmt: skip
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        raise DamageError(
+            f"the {what} is no state of a keeper ({type(error).__name__}: {error}); restore "
+            "another version"
+        ) from error
 
 
 def copied(tensor: Tensor, where: str) -> Tensor:
@@ -138,7 +157,7 @@ def _unpack(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
                 parts = _unpack(value, tensors)
                 return torch.sparse_coo_tensor(
                     parts["indices"], parts["values"], parts["size"],
-                    is_coalesced=parts["coalesced"], check_invariants=False,
+                    is_coalesced=parts["coalesced"], check_invariants=True,
                 )  # fmt: skip
             case "$array":
                 return tensors[value].numpy()

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from emberkeep._types import Json
-from emberkeep.errors import StateError
+from emberkeep.errors import DamageError, StateError
 from emberkeep.keeper.dense import Dense, check_stateful, generators, set_generators
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
@@ -62,6 +62,8 @@ class RunState:
                 else "the version holds no place of a reader: leave reader= out"
             )
         self._fitting = {**self._dense.check(saved.dense), "reader": saved.reader}
+        if not isinstance(self._fitting.get("generators"), list):
+            raise DamageError("the version holds no state of random generators: it is damaged")
 
     def load(self) -> None:
         """Loads what `fit` has accepted."""

@@ -14,7 +14,8 @@ import xxhash
 
 from emberkeep._types import Json
 from emberkeep.errors import DamageError
-from emberkeep.keeper.plain_state import Packed, unpack
+from emberkeep.keeper.plain_state import Packed, reading_state, unpack
+from emberkeep.runtime.fields import Fields, parse
 
 HEAD = b'{"__metadata__":{"xxh3_128":"'
 _NONE = b"0" * 32
@@ -56,21 +57,33 @@ def decode(name: str, content: bytes) -> tuple[Packed, Json]:
     both = _decoded(name, content)
     others = {key: t for key, t in both.tensors.items() if key.startswith(BESIDE)}
     dense = {key: t for key, t in both.tensors.items() if key not in others}
-    beside: Json = unpack(Packed(both.plain["beside"], others))
-    return Packed(both.plain["dense"], dense), beside
+    plain = Fields(name, both.plain)
+    beside = _beside(name, Packed(plain.dictionary("beside"), others))
+    return Packed(plain.dictionary("dense"), dense), beside
 
 
 def _decode_without_digest(name: str, content: bytes) -> tuple[Packed, Json]:
     try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        keys = set(header["__metadata__"])
-    except (KeyError, ValueError, TypeError) as error:
+        header = parse(name, content[8 : 8 + int.from_bytes(content[:8], "little")])
+        keys = set(Fields(name, header).object("__metadata__"))
+    except DamageError as error:
         raise damaged(name, "it has no readable header") from error
     # Files from before have this key alone: damage of the digest's own key adds another.
     if keys != {_PLAIN}:
         raise damaged(name, "it has no digest")
-    beside: Json = unpack(_decoded(name, content))
-    return Packed.decode(beside.pop("dense")), beside
+    beside = _beside(name, _decoded(name, content))
+    with reading_state(name):
+        return Packed.decode(beside.pop("dense")), beside
+
+
+def _beside(name: str, packed: Packed) -> Json:
+    """What stands beside the dense state: the place of the reader, and what was lost so far."""
+    beside = unpack(packed)
+    fields = Fields(name, beside)
+    for field in ("reader", "losses"):
+        fields.dictionary(field)
+    whole: Json = beside
+    return whole
 
 
 def _decoded(name: str, content: bytes) -> Packed:

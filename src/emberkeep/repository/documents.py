@@ -11,12 +11,12 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import xxhash
 
 from emberkeep._types import Json
 from emberkeep.errors import ConfigError, DamageError, FormatError
+from emberkeep.runtime.fields import Fields, damaged, parse
 
 FORMAT = 2
 """The format that this release writes. Format 1 is read, and continued, by every later release."""
@@ -50,32 +50,29 @@ def encode(name: str, kind: str, repository: str, body: Json) -> bytes:
     return _HEAD + _digest(content) + _MIDDLE + content + _TAIL
 
 
-def decode(name: str, data: bytes, kind: str, repository: str | None = None) -> Json:
-    """The body of the document called `name`.
+def decode(name: str, data: bytes, kind: str, repository: str | None = None) -> Fields:
+    """The body of the document called `name`, of which nothing was looked at but what follows.
 
     Raises `DamageError` if a single bit differs from what was written or another document stands
     under that name, and `FormatError` if a newer release wrote it.
     """
     content = data[len(_HEAD) + _HEX + len(_MIDDLE) : -len(_TAIL)]
     if len(data) < _OVERHEAD or data != _HEAD + _digest(content) + _MIDDLE + content + _TAIL:
-        raise DamageError(
-            f"{name} is damaged: its content does not match its digest; copy it back from a "
-            "backup, or use another version",
-            name=name,
-        )
+        raise damaged(name, "its content does not match its digest")
     with _uncollected(len(content)):
-        body: Json = json.loads(content)
-    if body["format"] > FORMAT:
+        body = Fields(name, parse(name, content))
+    if body.number("format", least=1) > FORMAT:
+        release = body.text("release") if "release" in body else "of that format"
         raise FormatError(
-            f"{name} has format {body['format']}, this release reads up to {FORMAT}: upgrade to "
-            f"emberkeep {body.get('release', 'of that format')} or newer"
+            f"{name} has format {body.number('format')}, this release reads up to {FORMAT}: "
+            f"upgrade to emberkeep {release} or newer"
         )
-    expected = {"kind": kind, "name": name, "repository": repository or body["repository"]}
+    expected = {"kind": kind, "name": name, "repository": repository or body.text("repository")}
     for field, value in expected.items():
-        if body[field] != value:
+        if body.text(field) != value:
             raise DamageError(
-                f"{name} is damaged: it says {field} {body[field]} where {value} belongs, so it "
-                "was swapped with another object",
+                f"{name} is damaged: it says {field} {body.text(field)!r} where {value} belongs, "
+                "so it was swapped with another object",
                 name=name,
             )
     return body
@@ -93,26 +90,6 @@ def _uncollected(nbytes: int) -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def plain(what: str, value: Json) -> Json:
-    """A copy of the value as it will be read back; refuses what JSON would change."""
-    try:
-        copy: Json = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be stored as JSON: {error}") from error
-    if not isinstance(copy, dict) or copy != _lists(value):
-        raise ConfigError(f"{what} must be a JSON object with string keys and JSON values")
-    return copy
-
-
-def _lists(value: Any) -> Any:
-    """Tuples as the lists that JSON makes of them, so that only real losses differ."""
-    if isinstance(value, dict):
-        return {key: _lists(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_lists(entry) for entry in value]
-    return value
 
 
 def _digest(content: bytes) -> bytes:

@@ -28,6 +28,7 @@ from emberkeep.repository.names import (
     parse_writer,
     writer_name,
 )
+from emberkeep.runtime.fields import Fields
 
 _ATTEMPTS = 3
 
@@ -66,8 +67,16 @@ class Lineage:
         return [list(end) for end in self.ends]
 
     @classmethod
-    def from_json(cls, value: list[list[int]]) -> Lineage:
-        return cls(tuple((epoch, last) for epoch, last in value))
+    def of(cls, body: Fields) -> Lineage:
+        """The lineage that a document holds."""
+        ends: list[tuple[int, int]] = [(0, 0)]
+        for end in body.list_of("lineage", list):
+            if [type(number) for number in end] != [int, int] or not (
+                ends[-1][0] < end[0] < 10**6 and ends[-1][1] < end[1] < 10**10
+            ):
+                raise body.wrong("lineage", "pairs of an epoch and its last number that ascend")
+            ends.append((end[0], end[1]))
+        return cls(tuple(ends[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +145,11 @@ class Claim:
     lineage: Lineage
     honoured: frozenset[str] | None = None
 
+    @classmethod
+    def of(cls, body: Fields) -> Claim:
+        honoured = frozenset(body.list_of("honours", str)) if "honours" in body else None
+        return cls(lineage=Lineage.of(body), honoured=honoured)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -197,7 +211,7 @@ def seal_document(*, repository: str, version: VersionId, nonce: str, lineage: L
 def read_seal(name: str, data: bytes) -> Lineage | None:
     """The lineage in a seal, or None if the object is something else, whole or not."""
     try:
-        return Lineage.from_json(documents.decode(name, data, "seal")["lineage"])
+        return Lineage.of(documents.decode(name, data, "seal"))
     except DamageError:
         return None
 
@@ -205,12 +219,7 @@ def read_seal(name: str, data: bytes) -> Lineage | None:
 def read_claim(store: BlobStore, repository: str, epoch: int) -> Claim:
     """The claim of an epoch; `DamageError` if it is not what was written."""
     name = writer_name(epoch)
-    body = documents.decode(name, store.get(name), "writer", repository)
-    honoured = body.get("honours")
-    return Claim(
-        lineage=Lineage.from_json(body["lineage"]),
-        honoured=None if honoured is None else frozenset(honoured),
-    )
+    return Claim.of(documents.decode(name, store.get(name), "writer", repository))
 
 
 def newest_claim(store: BlobStore, repository: str, listing: Listing, origin: Lineage) -> Claim:

@@ -16,8 +16,9 @@ from datetime import datetime, timezone
 from emberkeep._types import Json
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents
-from emberkeep.repository.names import VersionId, parse_data
+from emberkeep.repository.names import VersionId, parse_data, parse_version
 from emberkeep.rows.tracker import PRIORITISED
+from emberkeep.runtime.fields import Fields, plain
 
 _NONCE = re.compile(r"[0-9a-f]{16}\Z")
 
@@ -39,7 +40,7 @@ class FileRef:
     blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metadata", documents.plain("metadata", self.metadata))
+        object.__setattr__(self, "metadata", plain("metadata", self.metadata))
         expected = -(-self.size // self.block_nbytes) if self.size > self.block_nbytes else 0
         if len(self.blocks) != expected:
             raise ConfigError(
@@ -59,8 +60,21 @@ class FileRef:
         }
 
     @classmethod
-    def from_json(cls, value: Json) -> FileRef:
-        return cls(**{**value, "blocks": tuple(value["blocks"])})
+    def of(cls, fields: Fields, *, without: str | None = None) -> FileRef:
+        """A file as a document names it; `without` an entry of its metadata."""
+        metadata = fields.dictionary("metadata")
+        try:
+            return cls(
+                name=fields.text("name"),
+                size=fields.number("size"),
+                digest=fields.text("digest"),
+                kind=fields.text("kind"),
+                metadata={key: value for key, value in metadata.items() if key != without},
+                block_nbytes=fields.number("block_nbytes", least=1),
+                blocks=tuple(fields.list_of("blocks", str)),
+            )
+        except ConfigError as error:
+            raise fields.wrong("blocks", f"what belongs to the file ({error})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +114,7 @@ class Manifest:
                     f"version {self.version} cannot build on {number}: only on earlier versions"
                 )
         for what in ("layout", "reader", "user", "counters"):
-            object.__setattr__(self, what, documents.plain(what, getattr(self, what)))
+            object.__setattr__(self, what, plain(what, getattr(self, what)))
         # gc knows files by name alone: a file belongs to the version in its name.
         for file in self.files:
             if parse_data(file.name) != (self.version, self.nonce):
@@ -120,6 +134,11 @@ class Manifest:
         """Whether it holds one instant. Prioritised versions do not: they hold the rows that
         mattered most, each at a moment of its own, and serve to bring single shards back."""
         return self.layout.get("kind") != PRIORITISED
+
+    @property
+    def described(self) -> Fields:
+        """`layout`, whose fields are to be taken as what they must be."""
+        return Fields(self.name, self.layout, "layout.")
 
     def of_kind(self, kind: str) -> tuple[FileRef, ...]:
         return tuple(file for file in self.files if file.kind == kind)
@@ -147,26 +166,33 @@ class Manifest:
     @classmethod
     def decode(cls, version: VersionId, repository: str, data: bytes) -> Manifest:
         """The manifest of that version of that repository; anything else is `DamageError`."""
-        name = version.manifest_name
-        body = documents.decode(name, data, "manifest", repository)
+        return cls.of(documents.decode(version.manifest_name, data, "manifest", repository))
+
+    @classmethod
+    def of(cls, body: Fields) -> Manifest:
+        parsed = parse_version(body.name)
+        if parsed is None:
+            raise body.wrong("name", "the name of a version")
         try:
             return cls(
-                repository=repository,
-                version=version,
-                nonce=body["nonce"],
-                step=body["step"],
-                created=utc(body["created"]),
-                parent=_version(body["parent"]),
-                baseline=_version(body["baseline"]),
-                needs=tuple(VersionId.parse(needed) for needed in body["needs"]),
-                layout=body["layout"],
-                reader=body["reader"],
-                user=body["user"],
-                counters=body["counters"],
-                files=tuple(FileRef.from_json(file) for file in body["files"]),
+                repository=body.text("repository"),
+                version=parsed[0],
+                nonce=body.text("nonce"),
+                step=body.number("step"),
+                created=body.parsed("created", utc),
+                parent=version_in(body, "parent"),
+                baseline=version_in(body, "baseline"),
+                needs=versions_in(body, "needs"),
+                layout=body.dictionary("layout"),
+                reader=body.dictionary("reader"),
+                user=body.dictionary("user"),
+                counters=body.dictionary("counters"),
+                files=tuple(FileRef.of(file) for file in body.objects("files")),
             )
-        except (ConfigError, KeyError, TypeError, ValueError) as error:
-            raise DamageError(f"{name} is not a valid manifest: {error}", name=name) from error
+        except ConfigError as error:
+            raise DamageError(
+                f"{body.name} is not a valid manifest: {error}", name=body.name
+            ) from error
 
 
 def needed_by(
@@ -191,5 +217,14 @@ def _optional(version: VersionId | None) -> str | None:
     return None if version is None else str(version)
 
 
-def _version(text: str | None) -> VersionId | None:
-    return None if text is None else VersionId.parse(text)
+def version_in(body: Fields, field: str) -> VersionId | None:
+    """A version that a document names, or None."""
+    return body.parsed(field, VersionId.parse) if field in body else None
+
+
+def versions_in(body: Fields, field: str) -> tuple[VersionId, ...]:
+    """The versions that a document lists."""
+    try:
+        return tuple(VersionId.parse(text) for text in body.list_of(field, str))
+    except ConfigError as error:
+        raise body.wrong(field, f"a list of versions ({error})") from error

@@ -23,11 +23,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
-from emberkeep.errors import ConfigError, DamageError, MissingObjectError
+from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import documents
+from emberkeep.repository.manifest import versions_in
 from emberkeep.repository.names import CONDEMNED, VersionId, mark_name, parse_mark
+from emberkeep.runtime.fields import Fields
+
+_Body = tuple[tuple[VersionId, ...], int]  # versions, and the format that it was written in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class Mark:
 def read_marks(store: BlobStore, repository: str) -> tuple[Mark, ...]:
     """Every mark with its decision, valid or not. A damaged document counts as not written: gc
     deletes only after mark and decision were put whole."""
-    found: dict[str, dict[bool, tuple[str, Json | None]]] = {}
+    found: dict[str, dict[bool, tuple[str, _Body | None]]] = {}
     for info in store.list(CONDEMNED):
         parsed = parse_mark(info.name)
         if parsed is not None:
@@ -68,25 +71,30 @@ def read_marks(store: BlobStore, repository: str) -> tuple[Mark, ...]:
     return tuple(_mark(key, parts) for key, parts in sorted(found.items()))
 
 
-def _mark(key: str, parts: Mapping[bool, tuple[str, Json | None]]) -> Mark:
+def _mark(key: str, parts: Mapping[bool, tuple[str, _Body | None]]) -> Mark:
     bodies = {decision: body for decision, (_, body) in parts.items() if body is not None}
     # A decision without its mark is what a gc left that died while it tidied up: it counts.
-    body = bodies.get(True) or bodies.get(False) or {"versions": (), "format": documents.FORMAT}
+    versions, written = bodies.get(True) or bodies.get(False) or ((), documents.FORMAT)
     return Mark(
         key=key,
         epoch=int(key.partition("-")[0]),
-        versions=frozenset(VersionId.parse(text) for text in body["versions"]),
+        versions=frozenset(versions),
         decided=True in bodies,
-        format=body["format"],
+        format=written,
         documents=tuple(name for name, _ in parts.values()),
     )
 
 
-def _read(store: BlobStore, name: str, kind: str, repository: str) -> Json | None:
+def _read(store: BlobStore, name: str, kind: str, repository: str) -> _Body | None:
     try:
-        return documents.decode(name, store.get(name), kind, repository)
-    except (MissingObjectError, DamageError, ConfigError):
+        return condemned_in(documents.decode(name, store.get(name), kind, repository))
+    except (MissingObjectError, DamageError):
         return None
+
+
+def condemned_in(body: Fields) -> _Body:
+    """What a mark or a decision says."""
+    return versions_in(body, "versions"), body.number("format")
 
 
 def put_mark(

@@ -22,12 +22,15 @@ RESTORES = "restores"
 PROBES = "probes"
 GRID = "grid"
 
-_VERSION = re.compile(VERSIONS + r"/(\d{10})-(\d{6})\.(json|void|removed)\Z")
-_WRITER = re.compile(WRITERS + r"/(\d{6})\.json\Z")
-_DATA = re.compile(DATA + r"/(\d{6})-(\d{10})-([0-9a-f]{16})-\d+\.[a-z0-9]+\Z")
-_GENERATION = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{8})\.json\Z")
-_BUNDLE = re.compile(GRID + r"/(\d{10})-(\d{6})/(\d{6})-[0-9a-f]{16}-\d+\.grid\Z")
-_MARK = re.compile(CONDEMNED + r"/(\d{6}-[0-9a-f]{16})(\.decision)?\.json\Z")
+# Numbers and epochs begin with 1: a name with a 0 is none of ours.
+_NUMBER, _EPOCH = r"((?!0{10})[0-9]{10})", r"((?!0{6})[0-9]{6})"
+_VERSION = re.compile(rf"{VERSIONS}/{_NUMBER}-{_EPOCH}\.(json|void|removed)\Z")
+_WRITER = re.compile(rf"{WRITERS}/{_EPOCH}\.json\Z")
+_DATA = re.compile(rf"{DATA}/{_EPOCH}-{_NUMBER}-([0-9a-f]{{16}})-[0-9]+\.[a-z0-9]+\Z")
+_GENERATION = re.compile(rf"{GRID}/{_NUMBER}-{_EPOCH}/([0-9]{{8}})\.json\Z")
+_BUNDLE = re.compile(rf"{GRID}/{_NUMBER}-{_EPOCH}/{_EPOCH}-[0-9a-f]{{16}}-[0-9]+\.grid\Z")
+_MARK = re.compile(CONDEMNED + r"/([0-9]{6}-[0-9a-f]{16})(\.decision)?\.json\Z")
+_TEXT = re.compile(r"([0-9]{1,10})-([0-9]{1,6})\Z")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
 
 
@@ -47,11 +50,10 @@ class VersionId:
 
     @classmethod
     def parse(cls, text: str) -> VersionId:
-        number, _, epoch = text.partition("-")
-        try:
-            return cls(int(number), int(epoch))
-        except ValueError:
-            raise ConfigError(f"{text!r} is not a version: write <number>-<epoch>") from None
+        match = _TEXT.match(text)
+        if match is None:
+            raise ConfigError(f"{text!r} is not a version: write <number>-<epoch>")
+        return cls(int(match[1]), int(match[2]))
 
     @property
     def manifest_name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Any
@@ -18,9 +19,11 @@ import numpy.typing as npt
 
 from emberkeep._types import Json
 from emberkeep.blobs import Buffer
-from emberkeep.codecs import Codec, Raw, codec_from_dict, pack_ids, unpack_ids
-from emberkeep.errors import DamageError, FormatError
+from emberkeep.codecs import Codec, Raw, codec_from_dict, is_plane, pack_ids, unpack_ids
+from emberkeep.errors import ConfigError, DamageError, FormatError
+from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.snapshot import Chunk
+from emberkeep.runtime.fields import Fields, parse
 from emberkeep.runtime.memory import recycled
 from emberkeep.runtime.pool import Pool
 
@@ -127,37 +130,68 @@ def pieces(
         first = piece.next
 
 
+def counts_of(file: FileRef, what: str) -> dict[str, int]:
+    """How many `rows` or `tombstones` of each table a file holds, as its manifest says; rows are
+    never more than bytes, so that room for them can be made in advance."""
+    metadata = Fields(file.name, file.metadata, "metadata.")
+    if what not in metadata:
+        return {}
+    counts = metadata.object(what)
+    most = file.size if what == "rows" else 2**63 - 1
+    return {table: counts.number(table, most=most) for table in counts}
+
+
 def read_chunks(name: str, blocks: Iterator[Buffer], pool: Pool) -> Iterator[Chunk]:
     """The chunks of one file, in the order in which they were written.
 
     The blocks have been checked against their digests; what still does not make sense is
-    `DamageError`, and a file of a later format is refused.
+    `DamageError`, and a file of a later format is refused. Memory is taken in proportion to the
+    file: bodies are never compressed, whatever lengths they state lie in them, and ids that need
+    no bytes are bounded in number.
     """
     import pyarrow as pa
 
     try:
-        stream = pa.ipc.open_stream(_Source(blocks))
-        about = json.loads(stream.schema.metadata[b"emberkeep"])
-    except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"{name} is not a piece: {error}", name=name) from error
-    if about["format"] > _FORMAT:
-        raise FormatError(f"{name} was written by a later release of emberkeep: upgrade to read it")
-    codecs = {plane: codec_from_dict(spec) for plane, spec in about["codecs"].items()}
-    try:
+        messages = pa.ipc.MessageReader.open_stream(_Source(blocks))
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        if not schema.equals(_schema({})):
+            raise DamageError(f"{name} is not a piece: it has other columns", name=name)
+        about = Fields(name, parse(name, (schema.metadata or {}).get(b"emberkeep", b"")))
+        if about.number("format", least=1) > _FORMAT:
+            raise FormatError(
+                f"{name} was written by a later release of emberkeep: upgrade to read it"
+            )
+        specs = about.object("codecs")
+        codecs = {plane: codec_from_dict(specs.plain(plane)) for plane in specs}
         group: list[dict[str, Any]] = []
-        for record in _records(stream):
+        for record in _records(messages, schema):
             if group and record["group"] != group[0]["group"]:
                 yield _chunk(group, codecs, pool)
                 group = []
             group.append(record)
         if group:
             yield _chunk(group, codecs, pool)
-    except (pa.ArrowInvalid, KeyError, TypeError, ValueError, OSError) as error:
+    except (
+        pa.ArrowException, ConfigError, StopIteration, struct.error, OSError, ValueError, TypeError,
+        KeyError,
+    ) as error:  # fmt: skip
         raise DamageError(f"{name} does not hold rows: {error}", name=name) from error
+    except DamageError as error:
+        raise DamageError(f"{name}: {error}", name=name) if error.name is None else error from None
 
 
-def _records(stream: Any) -> Iterator[dict[str, Any]]:
-    for batch in stream:
+def _records(messages: Any, schema: Any) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+
+    for message in messages:
+        # Before a body is looked at: a few bytes can stand for gigabytes of another.
+        if message.type != "record batch" or _is_compressed(message.metadata):
+            raise DamageError(f"a {message.type} that is compressed, or does not belong there")
+        batch = pa.ipc.read_record_batch(message, schema)
+        # Offsets that lead out of their buffers end the process where they are followed.
+        batch.validate(full=True)
+        if any(column.null_count for column in batch.columns):
+            raise DamageError("a record lacks a value")
         fields = [field for field in batch.schema.names if field != "data"]
         columns = [batch.column(field).to_pylist() for field in fields]
         data = _buffers(batch.column("data"))
@@ -165,22 +199,53 @@ def _records(stream: Any) -> Iterator[dict[str, Any]]:
             yield {**dict(zip(fields, values, strict=True)), "data": buffer}
 
 
+def _is_compressed(metadata: Any) -> bool:
+    """Whether the head of a batch says so: Message, header, RecordBatch, compression, as the
+    flatbuffers of Arrow have them."""
+    data = memoryview(metadata)
+
+    def field(table: int, number: int) -> int:
+        """Where a field of a table stands; 0 where it is left out."""
+        (back,) = struct.unpack_from("<i", data, table)
+        (size,) = struct.unpack_from("<H", data, table - back)
+        if 4 + 2 * number >= size:
+            return 0
+        (offset,) = struct.unpack_from("<H", data, table - back + 4 + 2 * number)
+        return table + offset if offset else 0
+
+    def target(at: int) -> int:
+        return int(at + struct.unpack_from("<I", data, at)[0])
+
+    return field(target(field(target(0), 2)), 3) != 0
+
+
 def _chunk(group: list[dict[str, Any]], codecs: Codecs, pool: Pool) -> Chunk:
     """The rows of one group of records: ids first, then the buffers of each plane."""
     first = group[0]
     count = first["rows"]
-    ids = unpack_ids(first["data"], count=count)
-    if first["part"] == "tombstones":
-        return Chunk(first["table"], ids, None)
+    deleted = first["part"] == "tombstones"
+    if first["part"] not in ("ids", "tombstones") or any(
+        (record["part"], record["rows"], record["table"]) != ("plane", count, first["table"])
+        for record in group[1:]
+    ):
+        raise DamageError("its records do not belong together")
+    # Planes first: their bytes are there, and bound how many ids there can be.
     planes: dict[str, Any] = {}
     for plane, records in groupby(group[1:], key=lambda record: record["plane"]):
         parts = list(records)
+        forms = {(record["width"], record["dtype"]) for record in parts}
+        ((width, dtype),) = forms if len(forms) == 1 else ((0, ""),)
+        if count < 0 or plane in planes or not is_plane(width, dtype):
+            raise DamageError(f"plane {plane!r} has a form that is never written")
         codec = codecs.get(plane, _RAW)
         planes[plane] = codec.decode(
             {record["buffer"]: record["data"] for record in parts},
-            rows=count, width=parts[0]["width"], dtype=parts[0]["dtype"], pool=pool,
+            rows=count, width=width, dtype=dtype, pool=pool,
         )  # fmt: skip
-    return Chunk(first["table"], ids, planes)
+    if deleted == bool(planes):
+        raise DamageError("rows have planes, and tombstones have none")
+    ids = unpack_ids(first["data"], count=count)
+    return Chunk(first["table"], ids, None if deleted else planes)
 
 
 def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
@@ -204,7 +269,6 @@ def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
 
 def _buffers(data: Any) -> list[npt.NDArray[np.uint8]]:
     """The values of a binary column, where they stand: its scalars would be copies."""
-    data.validate(full=True)  # offsets lie within the data
     _, offsets, content = data.buffers()
     bounds = np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1]
     flat = np.frombuffer(content, np.uint8) if content else np.empty(0, np.uint8)

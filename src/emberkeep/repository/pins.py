@@ -14,6 +14,7 @@ from emberkeep.repository import names
 from emberkeep.repository.manifest import Manifest, utc
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
+from emberkeep.runtime.fields import Fields
 
 
 class Pin:
@@ -70,6 +71,11 @@ class Pin:
         self.release()
 
 
+def pin_in(body: Fields) -> tuple[VersionId, datetime]:
+    """What a pin says: its version, and when it expires."""
+    return body.parsed("version", VersionId.parse), body.parsed("expires", utc)
+
+
 def read_pins(repository: Repository) -> dict[str, tuple[VersionId, datetime]]:
     """Every pin by name, expired ones included: its version, and when it expires.
 
@@ -79,8 +85,8 @@ def read_pins(repository: Repository) -> dict[str, tuple[VersionId, datetime]]:
     for info in repository.store.list(names.PINS):
         try:
             body = repository.document(info.name, "pin")
+            if body is not None:
+                pins[info.name] = pin_in(body)
         except DamageError:
             continue
-        if body is not None:
-            pins[info.name] = (VersionId.parse(body["version"]), utc(body["expires"]))
     return pins

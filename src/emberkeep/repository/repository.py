@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobInfo, BlobStore, Buffer
 from emberkeep.blobs.wrapper import ExclusiveStore
+from emberkeep.codecs import is_plane
 from emberkeep.errors import (
     ConfigError,
     DamageError,
@@ -34,10 +37,11 @@ from emberkeep.repository.history import (
     read_claim,
     read_seal,
 )
-from emberkeep.repository.manifest import FileRef, Manifest, needed_by
+from emberkeep.repository.manifest import FileRef, Manifest, needed_by, utc
 from emberkeep.repository.marks import read_marks
 from emberkeep.repository.names import VersionId
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.fields import Fields, plain
 
 
 class Repository:
@@ -47,19 +51,42 @@ class Repository:
     is `DamageError`, naming the object. All that is done with it reads time from its `clock`.
     """
 
-    def __init__(self, store: BlobStore, description: Json, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.store: BlobStore = ExclusiveStore(store) if description["exclusive"] else store
-        self.id: str = description["repository"]
-        self.schema: Json = description["schema"]
-        self.forked_from: Json | None = description["forked_from"]
-        self.exclusive: bool = description["exclusive"]
-        self.origin = Lineage.from_json(description["lineage"])
+    def __init__(
+        self, store: BlobStore, description: Fields, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.exclusive: bool = description.flag("exclusive")
+        self.store: BlobStore = ExclusiveStore(store) if self.exclusive else store
+        self.id: str = description.text("repository")
+        self.schema: Json = description.plain("schema")
+        self.created: datetime = description.parsed("created", utc)
+        self.forked_from: Json | None = (
+            description.plain("forked_from") if "forked_from" in description else None
+        )
+        self.origin = Lineage.of(description)
         self.clock = clock
         # Names known to hold manifests or seals, as they were listed: asked for once.
         self._seals: dict[BlobInfo, bool] = {}
         # The newest catalog of each grid as it was last read: immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
         self._whole: dict[VersionId, bool] = {}
+
+    @cached_property
+    def tables(self) -> dict[str, Json]:
+        """The tables of the schema, each with `rows` (None for any) and `planes`: a width and the
+        name of a type of numbers for each; `DamageError` if that is not what they are."""
+        described = Fields(names.REPOSITORY, self.schema, "schema.").object("tables")
+        for name in described:
+            table = described.object(name)
+            if "rows" in table:
+                table.number("rows", most=2**48)
+            planes = table.object("planes")
+            planes.list_of("weight", object)
+            for plane in planes:
+                shape = planes.list_of(plane, object)
+                if len(shape) != 2 or not is_plane(*shape):
+                    raise planes.wrong(plane, "a width and a type of numbers")
+        tables: dict[str, Json] = self.schema["tables"]
+        return tables
 
     @classmethod
     def create(
@@ -114,7 +141,7 @@ class Repository:
             {
                 "release": "0.1.0",
                 "created": clock.now().isoformat(),
-                "schema": documents.plain("schema", schema),
+                "schema": plain("schema", schema),
                 "exclusive": not capable,
                 "lineage": (lineage or Lineage()).to_json(),
                 "forked_from": forked_from,
@@ -332,7 +359,8 @@ class Repository:
         for info in self.store.list(names.TAGS):
             body = self.document(info.name, "tag")
             if body is not None:
-                found[body["tag"]] = VersionId.parse(body["version"])
+                tag, version = tag_in(body)
+                found[tag] = version
         return found
 
     def tag(self, name: str, version: VersionId | int) -> None:
@@ -383,7 +411,7 @@ class Repository:
                 raise NoVersionError(f"version {version} is being removed: use a newer one")
         return self.manifest(version)
 
-    def document(self, name: str, kind: str) -> Json | None:
+    def document(self, name: str, kind: str) -> Fields | None:
         """A listed document, or None if it was deleted since it was listed."""
         try:
             content = self.store.get(name)
@@ -394,6 +422,18 @@ class Repository:
     def encode(self, name: str, kind: str, body: Json) -> bytes:
         """The bytes of a document of this repository."""
         return documents.encode(name, kind, self.id, body)
+
+
+def tag_in(body: Fields) -> tuple[str, VersionId]:
+    """What a tag says: itself, and the version that it names."""
+    if body.parsed("tag", names.tag_name) != body.name:
+        raise body.wrong("tag", "the one that the object is named by")
+    return body.text("tag"), body.parsed("version", VersionId.parse)
+
+
+def restore_in(body: Fields) -> tuple[VersionId, datetime]:
+    """What the record of a restore says: of which version, and when."""
+    return body.parsed("version", VersionId.parse), body.parsed("at", utc)
 
 
 def void(repository: Repository, version: VersionId) -> None:

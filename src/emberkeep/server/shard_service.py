@@ -450,7 +450,7 @@ class ShardService:
             target.clear()
             load_shard(
                 repository, version, target, epoch.shard.index,
-                lambda earlier: bool(earlier.layout["shards"] == epoch.shards), self._pool,
+                lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
             )  # fmt: skip
             return {}
 

@@ -13,16 +13,18 @@ file says where that is, so that a tier which is opened alone asks there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from emberkeep._types import Json
 from emberkeep.blobs.local_store import Disk, LocalStore
 from emberkeep.errors import DamageError, EmberkeepError, TierError
+from emberkeep.runtime.fields import Fields, parse
 from emberkeep.tiered import directory
 from emberkeep.tiered.superblock import Point, read_head
 from emberkeep.tiered.tiered_slab import TieredSlab
@@ -31,6 +33,7 @@ _FORMAT = 1
 TierFiles = Mapping[str, Sequence[str]]
 """The files of each tier of a run, by its directory; also those of shards that are lost."""
 FIRST_FILE = "rows-0-0.tier"  # every tier has one
+_FILE = re.compile(r"([^\0]*/)?rows-[0-9]+-[0-9]+\.tier\Z")
 _COMMITTED, _ABORTED = "committed", "aborted"
 
 
@@ -63,18 +66,19 @@ class Decisions:
             "batch": point.batch, "nonce": point.nonce, "files": dict(lives),
         }  # fmt: skip
         if not self._store.put_if_absent(name, _encode(body)):
-            outcome = str(self._body(name)["outcome"])
+            outcome = self._body(name).text("outcome")
         return outcome == _COMMITTED
 
-    def _body(self, name: str) -> Json:
+    def _body(self, name: str) -> Fields:
         content = self._store.get(name)
-        try:
-            body: Json = json.loads(content)["body"]
-            if content == _encode(body) and body["name"] == name:
-                return body
-        except (ValueError, KeyError, TypeError):
-            pass
         path = os.path.join(self.top, "state", name)
+        with contextlib.suppress(DamageError):
+            whole = Fields(path, parse(path, content))
+            body = whole.object("body")
+            named = body.text("name") == name and all(map(_FILE.match, body.object("files")))
+            decided = body.text("outcome") in (_COMMITTED, _ABORTED)
+            if content == _encode(whole.plain("body")) and named and decided:
+                return body
         raise DamageError(
             f"{path} is damaged, so it is not known whether batch {name.split('-')[1]} took place; "
             "nothing was changed. Bring that file back, or restore a version of a repository into "
@@ -97,7 +101,7 @@ class Decisions:
 
     def _recorded(self, name: str, own: Sequence[str]) -> bool:
         try:
-            others = [file for file in self._body(name)["files"] if file not in own]
+            others = [file for file in self._body(name).object("files") if file not in own]
         except DamageError:
             return False  # another tier may wait for it
         return all(

@@ -23,6 +23,7 @@ from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.tiered import directory, upkeep
@@ -222,8 +223,10 @@ def _open_log(
                 directory.check_unlocked(path)
                 head, sequence = read_head(path)
                 check_schema(path, head.schema, wanted)
-            if not durable_points(os.path.dirname(path), files, disk):
-                area_nbytes = layout.segment_blocks(SEGMENT_NBYTES) * layout.block_nbytes
+            if durable_points(os.path.dirname(path), files, disk):
+                _check_length(path, head, layout)
+            else:
+                area_nbytes = _segment_nbytes(SEGMENT_NBYTES, layout)
                 head, sequence = create(path, wanted, SEGMENT_NBYTES, area_nbytes, disk)
             return RowLog(path, head, sequence, layout, disk, claim, clock)
         except BaseException:
@@ -246,7 +249,6 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
         *(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None),
     )
     lives = (*log.head.lives, (point.stamp, synced))
-    _check_length(log, point)
     first_life, last = _scan(slab, point, lives)
     found = int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
@@ -273,16 +275,21 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
     return point.batch
 
 
-def _check_length(log: RowLog, point: Point) -> None:
-    nbytes = log.segment_blocks * log.block_nbytes
-    size = os.path.getsize(log.path)
-    if size < START + log.head.segments * nbytes:
+def _check_length(path: str, head: Superblock, layout: Layout) -> None:
+    """Before anything is as long as the head says that the file is."""
+    size = os.path.getsize(path)
+    expected = START + head.segments * _segment_nbytes(head.segment_nbytes, layout)
+    if size < expected:
         raise DamageError(
-            f"{log.path} has {size} bytes and should have {START + log.head.segments * nbytes}: it "
-            "was cut short; nothing was changed. Bring the whole file back, or restore a version "
-            "of a repository into a new tier",
-            name=log.path,
+            f"{path} has {size} bytes and should have {expected}: it was cut short; nothing was "
+            "changed. Bring the whole file back, or restore a version of a repository into a new "
+            "tier",
+            name=path,
         )
+
+
+def _segment_nbytes(nbytes: int, layout: Layout) -> int:
+    return layout.segment_blocks(nbytes) * layout.block_nbytes
 
 
 def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -296,7 +303,12 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
     stamps_R = np.zeros(slab.rows, np.int64)
     ends, last = (np.array(part, np.int64) for part in zip(*lives, strict=True))
     needed = np.zeros(log.states.size, np.bool_)
-    needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
+    try:
+        needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
+    except ValueError as error:
+        raise DamageError(
+            f"{log.path} does not say which segments are free: {error}", name=log.path
+        ) from error
     for area in log.head.areas:
         needed[list(area)] = False
     merging = threading.Lock()
@@ -375,9 +387,10 @@ def _rebuild(slab: TieredSlab, point: Point) -> None:
         held = np.empty(slab.slots_T[t], np.bool_)
         batch_rows.test_bits(slab.touched, np.arange(base, base + slab.slots_T[t]), held)
         slots.occupy(np.flatnonzero(held))
+    tables = Fields(slab.log.path, point.tables, "tables.")
     for t, table in enumerate(slab.tables):
-        state = point.tables[table.name]
-        slab.steps_T[t] = state["steps"]
+        state = tables.object(table.name)
+        slab.steps_T[t] = state.number("steps")
         if t in slab.slots:
-            slab.slots[t].next_tick = state["tick"]
+            slab.slots[t].next_tick = state.number("tick")
     np.bitwise_or(slab.dirty, slab.touched, out=slab.dirty)

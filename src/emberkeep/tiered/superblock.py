@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import struct
 import zlib
@@ -29,12 +30,14 @@ import xxhash
 from emberkeep._types import Bools, Json
 from emberkeep.blobs.local_store import Disk
 from emberkeep.errors import DamageError, FormatError, StateError
+from emberkeep.runtime.fields import MOST, Fields, parse
 
 FORMAT = 2
 SLOT_NBYTES = 64 * 1024
 START = 2 * SLOT_NBYTES
 """Where the segments begin."""
 _MAGIC = b"EMBRTIER"
+_NONCE = re.compile(r"[0-9A-Za-z]{1,64}\Z")
 _HEAD = struct.Struct("<8sQQQ")  # magic, sequence, length, checksum
 ROOM = SLOT_NBYTES - _HEAD.size
 """So many bytes of a head fit its slot."""
@@ -96,10 +99,17 @@ def pack_bits(bits: Bools) -> str:
 
 
 def unpack_bits(text: str, count: int) -> Bools:
+    """The way back; ValueError if there are fewer bits or more, found without unpacking them."""
     if not text:
         return np.zeros(count, np.bool_)
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    return np.unpackbits(packed, count=count).astype(np.bool_)
+    unpacking, nbytes = zlib.decompressobj(), -(-count // 8)
+    try:
+        packed = unpacking.decompress(base64.b64decode(text), nbytes + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(packed) != nbytes:
+        raise ValueError(f"not {count} bits")
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
 
 
 def _fields(of: Superblock | Point) -> Json:
@@ -125,7 +135,7 @@ def slot(text: bytes, sequence: int, area: Extents = ()) -> bytes:
 def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
     """The newest whole head and its sequence number."""
     slots = file.read(2 * SLOT_NBYTES)
-    found: list[tuple[int, Json]] = []
+    found: list[tuple[int, Fields]] = []
     for at in (0, SLOT_NBYTES):
         taken = slots[at : at + SLOT_NBYTES]
         if len(taken) < _HEAD.size:
@@ -133,11 +143,11 @@ def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
         magic, sequence, length, checksum = _HEAD.unpack_from(taken)
         text = taken[_HEAD.size : _HEAD.size + length]
         if magic == _MAGIC and xxhash.xxh3_64_intdigest(text, seed=sequence) == checksum:
-            found.append((sequence, json.loads(text)))
-    for sequence, document in sorted(found, key=lambda entry: -entry[0]):
-        if document["format"] > FORMAT:
+            found.append((sequence, Fields(path, parse(path, text))))
+    for sequence, head in sorted(found, key=lambda entry: -entry[0]):
+        if head.number("format", least=1) > FORMAT:
             raise FormatError(f"{path} was written by a newer release of emberkeep: upgrade")
-        whole = _from_area(file, document) if "area" in document else document
+        whole = _from_area(file, path, head) if "area" in head else head
         if whole is not None:
             return _superblock(whole), sequence
     raise DamageError(
@@ -148,30 +158,66 @@ def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
     )
 
 
-def _from_area(file: BinaryIO, place: Json) -> Json | None:
+def _from_area(file: BinaryIO, path: str, place: Fields) -> Fields | None:
     """A head that lies in segments; None if it is torn."""
     size = os.fstat(file.fileno()).st_size
+    extents = _pairs(place, "area")
+    if any(offset > size for offset, _ in extents) or sum(n for _, n in extents) > size:
+        return None
     text = b""
-    for offset, nbytes in place["area"]:
-        if offset + nbytes > size:
-            return None
+    for offset, nbytes in extents:
         file.seek(offset)
         text += file.read(nbytes)
-    if xxhash.xxh3_128_hexdigest(text) != place["xxh3_128"]:
+    if xxhash.xxh3_128_hexdigest(text) != place.text("xxh3_128"):
         return None
-    whole: Json = json.loads(text)
-    return whole
+    return Fields(path, parse(path, text))
 
 
-def _superblock(fields: Json) -> Superblock:
+def _superblock(head: Fields) -> Superblock:
     """From the fields of a head; those of the first format have no areas."""
-    fields = {name: value for name, value in fields.items() if name != "format"}
-    for name in ("prepared", "committed"):
-        fields[name] = None if fields[name] is None else Point(**fields[name])
-    fields["lives"] = tuple((stamp, last) for stamp, last in fields["lives"])
-    even, odd = fields.get("areas", ((), ()))
-    fields["areas"] = (tuple(even), tuple(odd))
-    return Superblock(**fields)
+    segments = head.number("segments", most=2**32)
+    areas = head.list_of("areas", list) if "areas" in head else [[], []]
+    numbers = [segment for area in areas for segment in area]
+    if len(areas) != 2 or any(type(n) is not int or not 0 <= n < segments for n in numbers):
+        raise head.wrong("areas", "two lists of segments")
+    return Superblock(
+        schema=head.plain("schema"),
+        salt=head.number("salt"),
+        segment_nbytes=head.number("segment_nbytes", least=1, most=2**40),
+        segments=segments,
+        free=head.text("free"),
+        first_life=head.number("first_life", least=1, most=2**32),
+        lives=tuple(_pairs(head, "lives")),
+        prepared=_point(head.object("prepared")) if "prepared" in head else None,
+        committed=_point(head.object("committed")) if "committed" in head else None,
+        synced=head.number("synced") if "synced" in head else 0,
+        areas=(tuple(areas[0]), tuple(areas[1])),
+    )
+
+
+def _pairs(head: Fields, field: str) -> list[tuple[int, int]]:
+    """A list of pairs of numbers."""
+    pairs = head.list_of(field, list)
+    for pair in pairs:
+        if [type(number) for number in pair] != [int, int] or not (
+            0 <= min(pair) <= max(pair) <= MOST
+        ):
+            raise head.wrong(field, "pairs of numbers")
+    return [(first, second) for first, second in pairs]
+
+
+def _point(point: Fields) -> Point:
+    nonce = point.text("nonce") if "nonce" in point else ""
+    if nonce and not _NONCE.match(nonce):
+        raise point.wrong("nonce", "a nonce")
+    home = point.text("home") if "home" in point else ""
+    if "\0" in home:
+        raise point.wrong("home", "a path")
+    return Point(
+        batch=point.number("batch"), stamp=point.number("stamp"),
+        sequence=point.number("sequence"), rows=point.number("rows"),
+        floor=point.number("floor"), tables=point.plain("tables"), nonce=nonce, home=home,
+    )  # fmt: skip
 
 
 def extents_of(area: Sequence[int], segment_nbytes: int, nbytes: int) -> list[tuple[int, int]]:

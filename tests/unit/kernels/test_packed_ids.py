@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.codecs import pack_ids, unpack_ids
-from emberkeep.errors import ConfigError, DamageError, IdError, StateError
+from emberkeep.errors import ConfigError, DamageError, FormatError, IdError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 RANGE, BITMAP, GAPS = range(3)
@@ -118,7 +118,7 @@ def test_a_flipped_bit_never_breaks_the_order(name: str) -> None:
             wrong[at] ^= 1 << bit
             try:
                 back = unpack_ids(wrong, count=len(ids))
-            except (DamageError, StateError):
+            except (DamageError, FormatError):
                 continue
             assert len(back) == len(ids)
             assert (back[1:] > back[:-1]).all()
@@ -127,7 +127,7 @@ def test_a_flipped_bit_never_breaks_the_order(name: str) -> None:
 def test_a_newer_version_is_refused() -> None:
     packed = pack_ids(np.arange(3))
     packed[0] = 2
-    with pytest.raises(StateError, match="release"):
+    with pytest.raises(FormatError, match="release"):
         unpack_ids(packed, count=3)
 
 

@@ -30,6 +30,7 @@ from emberkeep.repository.grid.extraction import Extracted
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.policies import Grid, GridCosts, resets
 from emberkeep.rows.priority import Priority
+from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.memory import ScatteredRows, lazy_zeros
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.repositories import Run
@@ -376,9 +377,8 @@ def test_extraction_that_is_too_far_behind(behind: str, monkeypatch: pytest.Monk
     )  # fmt: skip
 
     def arrive(number: int) -> None:
-        manifest: Any = SimpleNamespace(
-            version=VersionId(number, 1), layout={"grid": str(VersionId(1, 1))}
-        )
+        layout = Fields("a", {"grid": str(VersionId(1, 1))})
+        manifest: Any = SimpleNamespace(version=VersionId(number, 1), described=layout)
         rounds.arrived(manifest)
 
     for number in range(1, 6):

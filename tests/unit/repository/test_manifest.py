@@ -23,6 +23,7 @@ from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId, 
 from emberkeep.repository.digests import Digester, digest
 from emberkeep.repository.history import Lineage
 from emberkeep.repository.names import data_name, parse_data, parse_version, tag_name
+from emberkeep.runtime.fields import Fields
 from emberkeep.testing import RecordingStore
 from emberkeep.testing.contracts import save
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -101,7 +102,7 @@ def test_a_long_document_leaves_the_collector_as_it_was(collecting: bool) -> Non
     try:
         if not collecting:
             gc.disable()
-        assert documents.decode("a.json", content, "pin", "id")["x"][-1] == [19_999]
+        assert documents.decode("a.json", content, "pin", "id").list_of("x", list)[-1] == [19_999]
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
@@ -109,7 +110,7 @@ def test_a_long_document_leaves_the_collector_as_it_was(collecting: bool) -> Non
 
 def test_a_document_elsewhere_is_damage() -> None:
     content = documents.encode("a.json", "pin", "id", {"x": 1})
-    assert documents.decode("a.json", content, "pin", "id")["x"] == 1
+    assert documents.decode("a.json", content, "pin", "id").number("x") == 1
     for name, kind, repository in (
         ("b.json", "pin", "id"),
         ("a.json", "tag", "id"),
@@ -212,7 +213,7 @@ def test_lineage_counts_each_epoch_up_to_its_end() -> None:
     assert lineage.next_epoch == 5
     counted = [v for n in range(1, 12) for e in range(1, 6) if (v := VersionId(n, e)) in lineage]
     assert counted == [VersionId(n, 1) for n in (1, 2, 3)] + [VersionId(n, 4) for n in range(4, 10)]
-    assert Lineage.from_json(lineage.to_json()) == lineage
+    assert Lineage.of(Fields("a.json", {"lineage": lineage.to_json()})) == lineage
     # A start whose version was discarded stays the start: its number is spent.
     assert lineage.extended(VersionId(2, 1)) == lineage
 

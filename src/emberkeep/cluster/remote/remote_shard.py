@@ -29,6 +29,7 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.fields import Fields
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
@@ -401,7 +402,8 @@ class RemoteRows:
             "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
         }  # fmt: skip
         answer = self._shard._until_done("write", header, cancelled)
-        draft.adopt([FileRef.from_json(file) for file in answer["files"]])
+        files = (Fields("the answer of a server", file) for file in answer["files"])
+        draft.adopt([FileRef.of(file) for file in files])
 
     def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
         header = {"epoch": self._epoch, "rows": rows}

@@ -57,7 +57,16 @@ def ranges(bundle: Bundle) -> list[Range]:
     ]
 
 
+def ensure_there(repository: Repository, name: str, end: int, nbytes: int) -> None:
+    """Looks whether a file is that long, before much memory is taken to read it."""
+    if nbytes > _READ_NBYTES:
+        with missing_is_damage(name):
+            if repository.store.size(name) < end:
+                raise damaged(name)
+
+
 def read_range(repository: Repository, wanted: Range) -> Buffer:
+    ensure_there(repository, wanted.bundle.name, wanted.start + wanted.length, wanted.length)
     with missing_is_damage(wanted.bundle.name):
         return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
 
@@ -96,6 +105,7 @@ def read_heads(
     order = sorted(range(len(starts)), key=starts.__getitem__)
     parts, found, done = [], [0] * len(starts), 0
     for first, last, start, length in runs([starts[i] for i in order], [nbytes[i] for i in order]):
+        ensure_there(repository, name, start + length, length)
         with missing_is_damage(name):
             part = repository.store.get_range(name, start, length)
         if len(part) != length:

@@ -23,11 +23,12 @@ import numpy as np
 import xxhash
 
 from emberkeep._types import I32, I64, U8, Array, Json
-from emberkeep.codecs import Codec, Raw, codec_from_dict
-from emberkeep.errors import DamageError
+from emberkeep.codecs import Codec, Raw, codec_from_dict, is_plane
+from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
 from emberkeep.rows.snapshot import Chunk
+from emberkeep.runtime.fields import Fields, parse
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 
@@ -118,19 +119,18 @@ class Bundle:
     @classmethod
     def of(cls, file: FileRef) -> Bundle | None:
         """The pieces of a file; None if it is a file of another kind."""
-        about = file.metadata.get("grid")
-        return None if about is None else cls.described(file, about)
+        metadata = Fields(file.name, file.metadata, "metadata.")
+        return cls.described(file, metadata.object("grid")) if "grid" in metadata else None
 
     @classmethod
-    def described(cls, file: FileRef, about: Json) -> Bundle:
-        """A file whose pieces are described elsewhere."""
-        try:
-            families = [tuple(Form(*form) for form in family) for family in about["families"]]
-            if not {len(each) for each in about["pieces"]} <= {len(Piece._fields)}:
-                raise ValueError("a piece has too many fields or too few")
-            return cls(file, families, about["pieces"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _not_described(file, error) from error
+    def described(cls, file: FileRef, about: Fields) -> Bundle:
+        """A file whose pieces are described elsewhere: all of them lie in it, none over another."""
+        families = [_family(file, family) for family in about.list_of("families", list)]
+        listed = about.list_of("pieces", list)
+        why = _problem_of(file.size, families, listed)
+        if why is not None:
+            raise _not_described(file, why)
+        return cls(file, families, listed)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -139,7 +139,7 @@ class Bundle:
                 each if isinstance(each, Piece) else Piece.from_json(each) for each in self.listed
             )
         except (TypeError, ValueError) as error:
-            raise _not_described(self.file, error) from error
+            raise _not_described(self.file, str(error)) from error
 
     @property
     def name(self) -> str:
@@ -179,8 +179,66 @@ class Bundle:
         return replace(self.file, metadata={**self.file.metadata, "grid": self.about})
 
 
-def _not_described(file: FileRef, error: Exception) -> DamageError:
-    return DamageError(f"{file.name} is not described well: {error}", name=file.name)
+def _not_described(file: FileRef, why: str) -> DamageError:
+    return DamageError(f"{file.name} is not described well: {why}", name=file.name)
+
+
+def _family(file: FileRef, forms: Sequence[Any]) -> Family:
+    found = []
+    for form in forms:
+        if not isinstance(form, list) or list(map(type, form)) != [str, int, str, str, bool]:
+            raise _not_described(file, "a plane has no form")
+        plane, width, dtype, codec, coded = form
+        if not is_plane(width, dtype):
+            raise _not_described(file, f"plane {plane!r} has no form that is written")
+        found.append(Form(plane, width, dtype, codec, coded))
+        try:
+            parse(file.name, codec.encode())
+            found[-1].columns()
+        except (ConfigError, DamageError) as error:
+            raise _not_described(file, f"plane {plane!r}: {error}") from error
+    return tuple(found)
+
+
+# The types that the fields of a piece may have.
+_N: set[type] = {int}
+_S: set[type] = {str}
+_TYPES: list[set[type]] = [_N, {int, type(None)}, _N, _N, _N, _N, _S, _N, _N, _S, _S]
+
+
+def _problem_of(size: int, families: Sequence[Family], listed: Sequence[Any]) -> str | None:
+    """Why pieces cannot stand in a file of that size. Catalogs list thousands of pieces, so they
+    are looked at column by column."""
+    if not listed:
+        return None
+    if {len(each) for each in listed} != {len(Piece._fields)}:
+        return "a piece has too many fields or too few"
+    columns = list(zip(*listed, strict=True))
+    if any(not set(map(type, c)) <= kinds for c, kinds in zip(columns, _TYPES, strict=True)):
+        return "a piece has a field of another type"
+    birth, death, family, rows, offset, nbytes, _, head, head_nbytes, _, _ = columns
+    numbers = [birth, family, rows, offset, nbytes, head, head_nbytes]
+    if min(map(min, numbers)) < 0 or max(map(max, numbers)) >= 2**62:
+        return "a piece has a number that is never written"
+    if any(end is not None and end < start for start, end in zip(birth, death, strict=True)):
+        return "a piece died before it was born"
+    _, family_P, rows_P, offset_P, nbytes_P, head_P, head_nbytes_P = np.array(numbers, np.int64)
+    if not families or family_P.max() >= len(families):
+        return "a piece is of no family"
+    widths_P = np.array([sum(widths_of(each)) for each in families], np.int64)[family_P]
+    whole, rest = np.divmod(nbytes_P, np.maximum(widths_P, 1))
+    if (rest != 0).any() or (whole != np.where(widths_P > 0, rows_P, 0)).any():
+        return "a piece has more bytes than its rows, or less"
+    if (rows_P > head_nbytes_P).any():  # an id takes a byte or more
+        return "a piece has more rows than its head names"
+    starts = np.concatenate([offset_P, head_P])
+    lengths = np.concatenate([nbytes_P, head_nbytes_P])
+    order = np.argsort(starts[lengths > 0], kind="stable")
+    starts, lengths = starts[lengths > 0][order], lengths[lengths > 0][order]
+    ends = np.append(starts[1:], size)
+    return (
+        "pieces lie over each other or beyond the file" if (starts + lengths > ends).any() else None
+    )
 
 
 def _families_json(families: Iterable[Family]) -> list[Any]:

@@ -22,17 +22,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from emberkeep.errors import DamageError, FencedError, NoVersionError
 from emberkeep.repository import documents, names
 from emberkeep.repository.grid.bundles import Bundle, Piece
 from emberkeep.repository.history import create_or_read
-from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.manifest import FileRef, Manifest, version_in
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.repository import Repository
 from emberkeep.repository.writer import Writer
+from emberkeep.runtime.fields import Fields
 
 Key = tuple[str, int]
 """A piece: the name of its file and where its head stands."""
@@ -120,14 +120,18 @@ class Change:
 
 def grid_of(manifest: Manifest) -> VersionId | None:
     """The grid that a version belongs to, named by its first version."""
-    text = manifest.layout.get("grid")
-    return None if text is None else VersionId.parse(text)
+    grid = version_in(manifest.described, "grid")
+    if grid is not None and grid.number > manifest.version.number:
+        raise manifest.described.wrong("grid", "the version that began the grid")
+    return grid
 
 
 def before_in_grid(manifest: Manifest) -> VersionId | None:
     """The version before this one in its grid; None for the first."""
-    text = manifest.layout.get("before")
-    return None if text is None else VersionId.parse(text)
+    before = version_in(manifest.described, "before")
+    if before is not None and before.number >= manifest.version.number:
+        raise manifest.described.wrong("before", "an earlier version")
+    return before
 
 
 def needed_versions(
@@ -213,19 +217,19 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
         for number in numbers:
             try:
                 body = repository.document(names.generation_name(grid, number), "catalog")
+                if body is None:
+                    break  # removed since it was listed: there is a newer one
+                catalog = Catalog(
+                    grid=grid,
+                    generation=number,
+                    taken=numbers[0],
+                    epoch=body.number("epoch"),
+                    covered=body.number("covered"),
+                    bundles=bundles_in(body),
+                )
             except DamageError as error:
                 damage = damage or error
                 continue
-            if body is None:
-                break  # removed since it was listed: there is a newer one
-            catalog = Catalog(
-                grid=grid,
-                generation=number,
-                taken=numbers[0],
-                epoch=body["epoch"],
-                covered=body["covered"],
-                bundles=tuple(_bundle(file) for file in body["files"]),
-            )
             repository.catalogs[grid] = catalog
             return catalog
         else:
@@ -234,11 +238,21 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
             return Catalog(grid=grid, covered=grid.number - 1, taken=numbers[0] if numbers else 0)
 
 
-def _bundle(file: dict[str, Any]) -> Bundle:
-    """The pieces are many: they are taken out before the file is looked at as any other."""
-    metadata = {key: value for key, value in file["metadata"].items() if key != "grid"}
-    reference = FileRef.from_json({**file, "metadata": metadata})
-    return Bundle.described(reference, file["metadata"]["grid"])
+def bundles_in(body: Fields) -> tuple[Bundle, ...]:
+    """The files that a catalog names, with their pieces; these are many, so they are taken out
+    before a file is looked at as any other."""
+    parsed = names.parse_generation(body.name)
+    grid = None if parsed is None else parsed[0]
+    found: dict[str, Bundle] = {}
+    for file in body.objects("files"):
+        reference = FileRef.of(file, without="grid")
+        name = reference.name
+        extracted = names.parse_bundle(name)
+        own = names.parse_data(name) is not None if extracted is None else extracted[0] == grid
+        if name in found or not own:
+            raise file.wrong("name", "a file of the grid, named once")
+        found[name] = Bundle.described(reference, file.object("metadata").object("grid"))
+    return tuple(found.values())
 
 
 def commit(

@@ -176,7 +176,7 @@ class Extractor:
         self.living = (0, 0)
         self._living: dict[Key, Living] = {}
         self._recent: dict[int, Keys] = {}
-        self._tables = list(writer.repository.schema["tables"])
+        self._tables = list(writer.repository.tables)
 
     def run(self, newest: Manifest, *, split: bool = True) -> Extracted:
         """Takes in all versions up to `newest`; without `split` nothing is rewritten now."""

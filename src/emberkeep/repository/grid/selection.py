@@ -18,6 +18,12 @@ from emberkeep.repository.grid.bundle_reader import Heads
 from emberkeep.repository.grid.bundles import Bundle, Family, check, unpack_heads
 from emberkeep.runtime.memory import lazy_zeros
 
+_MOST_BITS = 2**30  # 128 MiB of them
+
+
+def _outside(table: int, limits: Sequence[int | None]) -> DamageError:
+    return DamageError(f"ids of table {table} lie outside its {limits[table]} rows", name="grid")
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -131,25 +137,30 @@ class Chosen:
         if outside.size:
             raise DamageError(f"rows of table {outside[0]}, which the schema lacks", name="grid")
         asked = range(len(limits)) if wanted is None else wanted
-        limits_T = np.array([limit or 0 for limit in limits], np.int64)
+        # A bit for every row that tables can have, unless the rows here take far less to hash.
+        fits = sum(limit or 0 for limit in limits) <= _MOST_BITS + 256 * self.ids.size
+        fixed = [limit if fits else None for limit in limits]
+        limits_T = np.array([limit or 0 for limit in fixed], np.int64)
         # No two tables share a word.
         sizes_T = (limits_T + 63) // 64 * 64
-        fixed_T = np.array([t in asked and limit is not None for t, limit in enumerate(limits)])
+        fixed_T = np.array([t in asked and limit is not None for t, limit in enumerate(fixed)])
         bases_T = np.where(fixed_T, np.cumsum(sizes_T) - sizes_T, -1)
         wrong = first_rows.claim_fixed(
             self.tables_G, self.counts_G, self.ids, bases_T, limits_T,
             lazy_zeros((int(sizes_T.sum()) // 64,), np.uint64), self.kept, self.kept_G,
         )  # fmt: skip
         if wrong >= 0:
-            table = int(self.tables_G[wrong])
-            raise DamageError(
-                f"ids of table {table} lie outside its {limits[table]} rows", name="grid"
-            )
+            raise _outside(int(self.tables_G[wrong]), limits)
         starts_G = np.cumsum(self.counts_G) - self.counts_G
         for table in asked:
-            groups = np.flatnonzero(self.tables_G == table) if limits[table] is None else ()
-            if len(groups):
+            if fixed[table] is not None:
+                continue
+            groups = np.flatnonzero((self.tables_G == table) & (self.counts_G > 0))
+            if groups.size:
                 starts, counts = starts_G[groups], self.counts_G[groups]
+                limit, lasts = limits[table], self.ids[starts + counts - 1]
+                if limit is not None and (self.ids[starts].min() < 0 or lasts.max() >= limit):
+                    raise _outside(table, limits)
                 size = 1 << int(2 * counts.sum()).bit_length()
                 grid_arrays.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
                 before = np.append(0, np.cumsum(self.kept))

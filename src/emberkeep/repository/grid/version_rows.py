@@ -21,6 +21,7 @@ import numpy.typing as npt
 from emberkeep._types import I64, U8
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
+    ensure_there,
     ranges,
     read_heads,
     read_part,
@@ -33,7 +34,6 @@ from emberkeep.repository.grid.bundles import (
     Form,
     check,
     columns_of,
-    damaged,
     decoded,
     widths_of,
 )
@@ -138,7 +138,7 @@ def _rows(
     repository: Repository, bundles: Sequence[Bundle], pool: Pool,
     tables: Collection[str] | None, *, scattered: bool,
 ) -> Iterator[tuple[ScatteredTables, int]]:  # fmt: skip
-    schema = repository.schema["tables"]
+    schema = repository.tables
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
     listed = Listed.of(bundles)
@@ -214,6 +214,8 @@ def _batches(listed: Listed) -> list[list[_Run]]:
 def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tuple[I64, I64, U8]:
     """The pieces of a batch, where the body of each begins, and the bytes: they match their
     digests."""
+    for run in batch:
+        ensure_there(repository, run.name, run.start + run.length, run.length)
     nbytes = sum(run.room for run in batch)
     # All of one size, so that they are used again: only what is written costs memory.
     area = recycled(max(nbytes, _BATCH_NBYTES))[:nbytes]
@@ -252,8 +254,6 @@ def _taken(
     if not forms or not rows:  # tombstones were handed out before
         return None
     widths_C = np.array(widths_of(forms))
-    if (listed.nbytes_P[pieces] != listed.rows_P[pieces] * widths_C.sum()).any():
-        raise damaged(listed.name(int(pieces[0])))
     # Memory that is used again, all of one size as that of the bytes.
     columns = 1 + widths_C.size
     most = max(rows, _BATCH_NBYTES // int(widths_C.sum()))
@@ -302,7 +302,7 @@ def _plane(
 
 def rows_of_bundle(repository: Repository, bundle: Bundle, pool: Pool) -> Iterator[Chunk]:
     """All rows of a file as they stand there, piece by piece, ids ascending."""
-    names = list(repository.schema["tables"])
+    names = list(repository.tables)
     heads = {piece.head: rows for _, piece, rows in rows_of_pieces(repository, [bundle])}
     for wanted in ranges(bundle):
         data = memoryview(read_range(repository, wanted))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from emberkeep.errors import DamageError, MissingObjectError, NoVersionError
 from emberkeep.repository import names
@@ -13,28 +13,34 @@ from emberkeep.repository.digests import Digester
 from emberkeep.repository.grid.catalog import (
     Catalog,
     before_in_grid,
+    bundles_in,
     files_read,
     grid_of,
     newest_catalog,
     plan,
 )
-from emberkeep.repository.history import History
+from emberkeep.repository.history import Claim, History, Lineage
 from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.marks import condemned_in
 from emberkeep.repository.names import VersionId
-from emberkeep.repository.repository import Repository
+from emberkeep.repository.pins import pin_in
+from emberkeep.repository.repository import Repository, restore_in, tag_in
+from emberkeep.runtime.fields import Fields
 
 _THREADS = 4
 
-# What may stand in each directory beside the manifests of the history.
-_KINDS = {
-    names.WRITERS: ("writer",),
-    names.VERSIONS: ("seal", "void", "manifest"),
-    names.TAGS: ("tag",),
-    names.PINS: ("pin",),
-    names.CONDEMNED: ("condemned", "decision"),
-    names.RESTORES: ("restore",),
-    names.GRID: ("catalog",),
+# What may stand in each directory beside the manifests of the history, and how it is read.
+_READERS: dict[str, dict[str, Callable[[Fields], object]]] = {
+    names.WRITERS: {"writer": Claim.of},
+    names.VERSIONS: {"seal": Lineage.of, "void": iter, "manifest": Manifest.of},
+    names.TAGS: {"tag": tag_in},
+    names.PINS: {"pin": pin_in},
+    names.CONDEMNED: {"condemned": condemned_in, "decision": condemned_in},
+    names.RESTORES: {"restore": restore_in},
+    names.GRID: {"catalog": bundles_in},
 }
+# So many names of what is missing are given; a lineage may claim any number of versions.
+_MOST_MISSING = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +136,13 @@ class _Check:
         history = self._repository.history()
         counted = {v.manifest_name for v in (*history.versions, *history.condemned)}
         void = {v.manifest_name for v in history.listing.void}
-        writers = [info.name for info in self._repository.store.list(names.WRITERS)]
-        for epoch in range(self._repository.origin.next_epoch, history.listing.epoch + 1):
-            if names.writer_name(epoch) not in writers:
-                self._blame(names.writer_name(epoch), "missing", ())
+        writers = {info.name for info in self._repository.store.list(names.WRITERS)}
+        epochs = range(self._repository.origin.next_epoch, history.listing.epoch + 1)
+        missing = (e for e in epochs if names.writer_name(e) not in writers)
+        for epoch in islice(missing, _MOST_MISSING):
+            self._blame(names.writer_name(epoch), "missing", ())
         self._deleted_manifests(history)
-        for directory, kinds in _KINDS.items():
+        for directory, readers in _READERS.items():
             for info in self._repository.store.list(directory):
                 if (
                     info.name not in counted
@@ -143,7 +150,7 @@ class _Check:
                     and not names.parse_bundle(info.name)
                     and not names.is_note(info.name)
                 ):
-                    self._document(info.name, kinds)
+                    self._document(info.name, readers)
 
     def _deleted_manifests(self, history: History) -> None:
         """Blames numbers that were used and not removed by gc, under which nothing stands.
@@ -158,22 +165,24 @@ class _Check:
             first, start = last + 1, max(first, history.listing.removed.get(epoch, 0) + 1)
             if epoch < self._repository.origin.next_epoch or self._format_of(epoch) < 2:
                 continue
-            for number in range(start, last + 1):
-                version = VersionId(number, epoch)
-                if version not in history.listing.manifests:
-                    self._blame(version.manifest_name, "missing", ())
+            versions = (VersionId(number, epoch) for number in range(start, last + 1))
+            missing = (v for v in versions if v not in history.listing.manifests)
+            for version in islice(missing, _MOST_MISSING):
+                self._blame(version.manifest_name, "missing", ())
 
     def _format_of(self, epoch: int) -> int:
         try:
             claim = self._repository.document(names.writer_name(epoch), "writer")
         except DamageError:
             return 1
-        return 1 if claim is None else int(claim["format"])
+        return 1 if claim is None else claim.number("format")
 
-    def _document(self, name: str, kinds: tuple[str, ...]) -> None:
-        for kind in kinds:
+    def _document(self, name: str, readers: Mapping[str, Callable[[Fields], object]]) -> None:
+        for kind, read in readers.items():
             try:
-                self._repository.document(name, kind)
+                body = self._repository.document(name, kind)
+                if body is not None:
+                    read(body)
                 return
             except DamageError as error:
                 problem = str(error)
