@@ -162,7 +162,7 @@ def healthy(label: str) -> Healthy:
 
 
 def kind_of(healthy: Healthy, name: str) -> str:
-    """The kind of an object, the newest manifest and the catalogs that no version needs apart."""
+    """The kind of an object; the newest manifest and catalogs that no version needs are kinds."""
     place = name.split("/")[0]
     if place == "versions":
         version = names.parse_version(name)

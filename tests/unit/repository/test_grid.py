@@ -414,9 +414,8 @@ def test_nobody_waits_for_ever_for_a_round_that_hangs(monkeypatch: pytest.Monkey
         writer, Grid(most_behind=1, behind="wait"), lambda *_: None, lambda: None, nice=0
     )
     for number in (1, 2):
-        manifest: Any = SimpleNamespace(
-            version=VersionId(number, 1), layout={"grid": str(VersionId(1, 1))}
-        )
+        layout = Fields("a", {"grid": str(VersionId(1, 1))})
+        manifest: Any = SimpleNamespace(version=VersionId(number, 1), described=layout)
         rounds.arrived(manifest)
     with pytest.raises(DeadlineError, match="extraction, which is 2 versions behind"):
         rounds.make_room()
