@@ -19,8 +19,8 @@ from tests.faults.test_tier_faults import end, make_durable, start, train
 
 CODES = [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EMFILE, errno.EACCES]
 CALLS = (
-    "open", "stat", "lstat", "fstat", "listdir", "mkdir", "pread", "preadv", "pwrite", "posix_fallocate",
-    "fsync", "replace", "rename", "link", "unlink",
+    "open", "stat", "lstat", "fstat", "listdir", "mkdir", "pread", "preadv", "pwrite",
+    "posix_fallocate", "fsync", "replace", "rename", "link", "unlink",
 )  # fmt: skip
 
 
@@ -74,9 +74,11 @@ def life(path: Path, calls: Calls, *, batch: int, at: int = -1, code: int = 0, g
             end(cluster)
 
 
-@pytest.mark.parametrize("good", [False, True], ids=["once", "for good"])
+LONG = [(turn, good) for turn in range(len(CODES)) for good in (False, True)][1:]
+
+
 @pytest.mark.parametrize(
-    "turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(CODES)))]
+    ("turn", "good"), [(0, False), *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG)]
 )
 def test_no_call_of_a_tier_that_fails_loses_anything(
     tmp_path: Path, calls: Calls, turn: int, good: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -79,8 +80,26 @@ def test_a_version_with_too_many_rows_is_refused_before_any_row_changes(layout: 
 def test_a_smaller_capacity_is_refused_on_the_same_shards_too() -> None:
     cluster, store = overfilled("error"), MemoryStore()
     saved(cluster, begun(cluster, store), 1)
-    with pytest.raises(TableFullError, match="nothing was loaded"):
+    with pytest.raises(TableFullError, match="nothing was loaded") as refused:
         begun(opened(4, capacity=8), store).restore()
+    advice = re.search(r"raise capacity= to (\d+) or more", str(refused.value))
+    assert advice is not None
+    followed = opened(4, capacity=int(advice[1]))
+    begun(followed, store).restore()
+    assert state(followed) == state(cluster)
+
+
+def test_the_advice_works_where_one_shard_holds_most_rows() -> None:
+    cluster, store = opened(4, capacity=200), MemoryStore()
+    push(cluster, cluster.positions("items", np.arange(300))[2][:60].tolist())
+    saved(cluster, begun(cluster, store), 1)
+    with pytest.raises(TableFullError) as refused:
+        begun(opened(4, capacity=60), store).restore()
+    advice = re.search(r"raise capacity= to (\d+) or more", str(refused.value))
+    assert advice is not None
+    followed = opened(4, capacity=int(advice[1]))
+    begun(followed, store).restore()
+    assert state(followed) == state(cluster)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
