@@ -42,7 +42,7 @@ def test_growth_is_expected_to_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes", "anew"),
+    ("layout", "sizes", "expected"),
     [
         ("full", [], True),
         ("one_shot", [1.0, 2.0], False),
@@ -57,5 +57,5 @@ def test_growth_is_expected_to_go_on() -> None:
         ("consecutive", [0.0] * 100, True),
     ],
 )
-def test_chains_end(layout: Layout, sizes: list[float], anew: bool) -> None:
-    assert starts_anew(layout, sizes) is anew
+def test_chains_end(layout: Layout, sizes: list[float], expected: bool) -> None:
+    assert starts_anew(layout, sizes) is expected
