@@ -74,9 +74,11 @@ def life(path: Path, calls: Calls, *, batch: int, at: int = -1, code: int = 0, g
             end(cluster)
 
 
-@pytest.mark.parametrize("good", [False, True], ids=["once", "for good"])
+LONG = [(turn, good) for turn in range(len(CODES)) for good in (False, True)][1:]
+
+
 @pytest.mark.parametrize(
-    "turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(CODES)))]
+    ("turn", "good"), [(0, False), *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG)]
 )
 def test_no_call_of_a_tier_that_fails_loses_anything(
     tmp_path: Path, calls: Calls, turn: int, good: bool
@@ -89,13 +91,13 @@ def test_no_call_of_a_tier_that_fails_loses_anything(
     assert error is None
     names = list(calls.made)
     assert len(names) > 20
-    messages = 0
+    refused = 0
     for at, name in enumerate(names):
         shutil.rmtree(tmp_path / "t")
         shutil.copytree(template, tmp_path / "t")
         code = CODES[(at + turn) % len(CODES)]
         _, error = life(tmp_path / "t", calls, batch=2, at=at, code=code, good=good)
-        messages += error is not None
+        refused += error is not None
         cluster = start(tmp_path / "t")
         found, batch = state(cluster), cluster.tier_batch()
         end(cluster)
@@ -104,4 +106,4 @@ def test_no_call_of_a_tier_that_fails_loses_anything(
         assert found == (second if batch == 2 else first), where
         if error is None:
             assert batch == 2, where
-    assert messages > len(names) // 2
+    assert refused > len(names) // 2

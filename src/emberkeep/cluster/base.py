@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -426,18 +426,14 @@ class Cluster:
             rows_S = state.get(table.name, {}).get("rows")
             if rows_S is None or table.on_full == "evict_oldest":
                 continue
-            # As many shards have the same ids each; over others ids spread evenly but for chance,
-            # for which only rows within the capacity leave room.
-            fits = (
-                all(rows <= table.slots_on(s, count) for s, rows in enumerate(rows_S))
-                if len(rows_S) == count
-                else sum(rows_S) <= table.slots
-            )
-            if not fits:
+            enough = table.slots
+            while not _holds(table, enough, rows_S, count):
+                enough = max(sum(rows_S), enough + enough // 8 + 1)
+            if enough > table.slots:
                 raise TableFullError(
                     f"table {table.name!r} has {sum(rows_S)} rows in the version, saved by "
                     f"{len(rows_S)} shards, and capacity={table.slots} here on {count}: nothing "
-                    f"was loaded; raise capacity= to {sum(rows_S)} or more"
+                    f"was loaded; raise capacity= to {enough} or more"
                 )
 
     def load_table_state(self, state: Json) -> None:
@@ -517,6 +513,18 @@ class Cluster:
 
 
 _Cluster = TypeVar("_Cluster", bound=Cluster)
+
+
+def _holds(table: Table, capacity: int, rows_S: Sequence[int], count: int) -> bool:
+    """Whether so many shards can hold the rows that shards of a version held.
+
+    As many shards have the same ids each; over others ids spread evenly but for chance, for which
+    only rows within the capacity leave room.
+    """
+    if len(rows_S) != count:
+        return sum(rows_S) <= capacity
+    wider = replace(table, capacity=capacity)
+    return all(rows <= wider.slots_on(s, count) for s, rows in enumerate(rows_S))
 
 
 def _joined(states: Sequence[Json]) -> Json:

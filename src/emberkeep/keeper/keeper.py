@@ -326,7 +326,7 @@ class Keeper:
             return
         clusters = [home.cluster for home in self._parts.subject.homes()]
         fresh = all(
-            cluster.touched_ids(table.name).size == 0
+            cluster.digest(table.name).rows == 0  # counted where they live
             for cluster in clusters
             for table in cluster.tables
         )

@@ -26,7 +26,8 @@ from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
 from emberkeep.tables import Normal, Table, Uniform
 
 PROTOCOL = 2
-"""2: `freeze` returns the state of tables, `repository` says what a server finds under a URL."""
+"""2: `freeze` returns the state of tables, `repository` says what a server finds under a URL,
+`digest` sums up rows, `load_table_state` says how many dynamic tables hold."""
 MAX_ROWS = 2**24
 """Rows that one pull or push may name."""
 MAX_FRAME_NBYTES = 2**28

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -35,7 +36,7 @@ def push(cluster: Any, ids: Any) -> None:
     cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
 
 
-def started(cluster: Any, store: Any, layout: Any = "full") -> Checkpointer:
+def keeper_of(cluster: Any, store: Any, layout: Any = "full") -> Checkpointer:
     if not Repository.exists(store):
         Repository.create(store, schema=cluster.schema())
     return Checkpointer(Repository.open(store), cluster, spec=VersionSpec(layout=layout))
@@ -62,35 +63,53 @@ def overfilled(on_full: str) -> LocalCluster:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_version_with_too_many_rows_is_refused_before_any_row_changes(layout: str) -> None:
     cluster, store = overfilled("error"), MemoryStore()
-    saved(cluster, started(cluster, store, layout), 1)
+    saved(cluster, keeper_of(cluster, store, layout), 1)
     rows = cluster.touched_ids("items").size
     fewer = opened(1)
     push(fewer, [7, 8])
     before = state(fewer)
     with pytest.raises(TableFullError, match=rf"'items'.* {rows} rows.*{CAPACITY}.*nothing was"):
-        started(fewer, store, layout).restore()
+        keeper_of(fewer, store, layout).restore()
     assert state(fewer) == before
     same, larger = opened(4), opened(1, capacity=rows)
     for fits in (same, larger):
-        started(fits, store, layout).restore()
+        keeper_of(fits, store, layout).restore()
         assert state(fits) == state(cluster)
 
 
 def test_a_smaller_capacity_is_refused_on_the_same_shards_too() -> None:
     cluster, store = overfilled("error"), MemoryStore()
-    saved(cluster, started(cluster, store), 1)
-    with pytest.raises(TableFullError, match="nothing was loaded"):
-        started(opened(4, capacity=8), store).restore()
+    saved(cluster, keeper_of(cluster, store), 1)
+    with pytest.raises(TableFullError, match="nothing was loaded") as refused:
+        keeper_of(opened(4, capacity=8), store).restore()
+    advice = re.search(r"raise capacity= to (\d+) or more", str(refused.value))
+    assert advice is not None
+    followed = opened(4, capacity=int(advice[1]))
+    keeper_of(followed, store).restore()
+    assert state(followed) == state(cluster)
+
+
+def test_the_advice_works_where_one_shard_holds_most_rows() -> None:
+    cluster, store = opened(4, capacity=200), MemoryStore()
+    push(cluster, cluster.positions("items", np.arange(300))[2][:60].tolist())
+    saved(cluster, keeper_of(cluster, store), 1)
+    with pytest.raises(TableFullError) as refused:
+        keeper_of(opened(4, capacity=60), store).restore()
+    advice = re.search(r"raise capacity= to (\d+) or more", str(refused.value))
+    assert advice is not None
+    followed = opened(4, capacity=int(advice[1]))
+    keeper_of(followed, store).restore()
+    assert state(followed) == state(cluster)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_table_that_evicts_keeps_the_newest_rows_and_says_how_many_went(layout: str) -> None:
     cluster, store = overfilled("evict_oldest"), MemoryStore()
-    saved(cluster, started(cluster, store, layout), 1)
+    saved(cluster, keeper_of(cluster, store, layout), 1)
     ids, planes = cluster.read_all("items")
     fewer = opened(1, on_full="evict_oldest")
     with pytest.warns(RuntimeWarning, match=rf"'items'.* {ids.size - CAPACITY} .*evicted"):
-        started(fewer, store, layout).restore()
+        keeper_of(fewer, store, layout).restore()
     kept, rows = fewer.read_all("items")
     assert kept.size == CAPACITY
     used = dict(zip(ids.tolist(), planes["used"][:, 0].tolist(), strict=True))
@@ -104,7 +123,7 @@ def test_a_table_that_evicts_keeps_the_newest_rows_and_says_how_many_went(layout
 def test_rows_that_one_shard_lost_make_room_for_those_of_another(layout: str, on_full: str) -> None:
     """An increment holds the rows of a shard that has grown before the deletions of the next."""
     cluster, store = opened(2, on_full=on_full), MemoryStore()
-    keeper = started(cluster, store, layout)
+    keeper = keeper_of(cluster, store, layout)
     first, second = (ids.tolist() for ids in cluster.positions("items", np.arange(90)))
     push(cluster, [*first[:10], *second[:30]])
     saved(cluster, keeper, 1)
@@ -114,7 +133,7 @@ def test_rows_that_one_shard_lost_make_room_for_those_of_another(layout: str, on
     fewer = opened(1, on_full=on_full)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        started(fewer, store, layout).restore()
+        keeper_of(fewer, store, layout).restore()
     assert state(fewer) == state(cluster)
 
 

@@ -1,4 +1,4 @@
-"""When an intermittent layout takes a new baseline, against the best that could have been known."""
+"""When an intermittent layout starts expected, against the best that could have been known."""
 
 from __future__ import annotations
 
