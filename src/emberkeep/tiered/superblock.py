@@ -214,7 +214,7 @@ def _point(point: Fields) -> Point:
     if "\0" in home:
         raise point.wrong("home", "a path")
     return Point(
-        batch=point.number("batch"), stamp=point.number("stamp"),
+        batch=point.number("batch", most=10**100), stamp=point.number("stamp"),
         sequence=point.number("sequence"), rows=point.number("rows"),
         floor=point.number("floor"), tables=point.plain("tables"), nonce=nonce, home=home,
     )  # fmt: skip
