@@ -1069,5 +1069,5 @@ def test_what_cannot_be_stored_is_named() -> None:
         pack({"a": [1, lambda: 2]})
     with pytest.raises(ConfigError, match="sparse_csr"):
         pack(torch.eye(2).to_sparse_csr())
-    with pytest.raises(DamageError, match="no state of a keeper"):
+    with pytest.raises(DamageError, match="dense state is damaged"):
         Packed.decode(b"\x05\x00\x00\x00\x00\x00\x00\x00{...}")
