@@ -296,6 +296,26 @@ def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
     assert sum(windows) == 2
 
 
+def test_a_replaced_gc_is_fenced_also_when_its_newest_version_is_gone() -> None:
+    """The successor goes on, and its own gc removes what the old process saved last."""
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        try:
+            collector(scene.first).collect()
+            outcomes.add("collected")
+        except FencedError:
+            outcomes.add("fenced")
+
+    def interrupt(scene: Scene) -> None:
+        new = Writer.open(scene.clean)
+        scene.save(new)
+        collector(new).collect()
+
+    assert at_every_operation(act, interrupt, check_collected) >= 15
+    assert outcomes == {"collected", "fenced"}
+
+
 def stored(scene: Scene) -> set[str]:
     return {info.name for prefix in ("versions", "data") for info in scene.memory.list(prefix)}
 

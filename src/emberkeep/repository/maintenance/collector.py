@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, NoVersionError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
     Catalog,
@@ -83,6 +83,13 @@ class Collector:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
         that must be kept has a damaged manifest; then nothing more is deleted."""
         self._writer.check()
+        try:
+            return self._collect()
+        except (DamageError, NoVersionError):
+            self._writer.check()  # a successor's gc may have removed what this one looked for
+            raise
+
+    def _collect(self) -> Collected:
         self._writer.start_collecting()
         oldest = self._repository.clock() - self._grace
         self._covered = {}
