@@ -43,7 +43,8 @@ MUTATIONS = (
     Mutation(
         "R1", "a successor does not seal the epoch before",
         WRITER,
-        "        if history.listing.epoch:\n            history = _seal(repository, history, nonce)\n",
+        "        if history.listing.epoch:\n"
+        "            history = _seal(repository, history, nonce)\n",
         "",
     ),
     Mutation(
