@@ -481,8 +481,11 @@ class Case:
     stints: tuple[Stint, ...] = ()
     fault: tuple[int, int, Fault] | None = None
 
-    def run(self) -> list[int]:
-        """Raises what it finds; how many operations each process has performed."""
+    def run(self, noted: dict[Action, list[str]] | None = None) -> list[int]:
+        """Raises what it finds; how many operations each process has performed.
+
+        What they were is `noted` by action, where that is asked for.
+        """
         scene = self.kind()
         faults = {} if self.fault is None else {self.fault[0]: {self.fault[1]: self.fault[2]}}
 
@@ -492,6 +495,8 @@ class Case:
             def act(store: BlobStore) -> None:
                 assert isinstance(store, FaultStore)
                 stores.append(store)
+                if noted is not None:
+                    store.before = _noting(store, noted.setdefault(action, []))
                 action(scene, store)
 
             return act
@@ -523,6 +528,39 @@ class Case:
     def __str__(self) -> str:
         names = ", ".join(action.__name__ for action in self.actions)
         return f"{names}: {self.stints}, {self.fault}"
+
+
+def _noting(store: FaultStore, methods: list[str]) -> Callable[[int, str, str], None]:
+    turn = store.before
+    assert turn is not None
+
+    def before(number: int, method: str, name: str) -> None:
+        methods.append(f"{method} {name}")
+        turn(number, method, name)
+
+    return before
+
+
+def _changes(what: str) -> bool:
+    """Whether others may see it. Nobody looks for a data file before a manifest names it."""
+    return what.startswith(("put", "delete")) and not what.startswith("put data/")
+
+
+def changes_of(pair: Pair) -> Iterator[Case]:
+    """Every schedule of two preemptions at most in which a process is stopped right before it
+    changes something: what it knows by then may be long past."""
+    kind, actions = pair
+    stops: list[list[int]] = []
+    for process in (0, 1):
+        noted: dict[Action, list[str]] = {}
+        Case(kind, actions, ((process, 2**31),)).run(noted)
+        methods = noted[actions[process]]
+        stops.append([at for at, what in enumerate(methods) if at and _changes(what)])
+    for first, second in ((0, 1), (1, 0)):
+        for at in stops[first]:
+            yield Case(kind, actions, ((first, at), (second, 2**31)))
+            for then in stops[second]:
+                yield Case(kind, actions, ((first, at), (second, then), (first, 2**31)))
 
 
 def counted(pair: Pair) -> list[int]:
@@ -564,6 +602,8 @@ def sampled(chance: random.Random, operations: dict[Pair, list[int]], processes:
     for at in range(chance.randint(1, 2 * processes - 2)):
         process = order[at % processes]
         stints.append((process, chance.randint(1, max(1, counts[process]))))
+    chance.shuffle(order)
+    stints += [(process, 2**31) for process in order]
     process = chance.randrange(processes)
     fault = (process, chance.randrange(max(1, counts[process])), chance.choice(FAULTS))
     return Case(kind, actions, tuple(stints), fault if chance.random() < 0.7 else None)
