@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from functools import cache
 from typing import Any
 
@@ -46,11 +46,11 @@ from emberkeep.repository import (
 )
 from emberkeep.repository.grid.catalog import StaleError
 from emberkeep.repository.policies import Grid
+from emberkeep.runtime.clock import SystemClock
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from emberkeep.testing.contracts import check_content, save
 from emberkeep.testing.interleave import Interleaving, Stint, schedules
-from emberkeep.testing.virtual_clock import VirtualClock
 from tests.faults.findings import Counts, HangError, LostVersionError, WrongRowsError
 from tests.faults.grids import Rows, World
 
@@ -62,13 +62,17 @@ FAULTS = [
 ]  # fmt: skip
 
 
-class Clock(VirtualClock):
+class Clock(SystemClock):
     """The clock of one process, at the store's time until it jumps."""
 
     def __init__(self) -> None:
-        super().__init__(datetime.now(timezone.utc))
+        self.off = NOW
 
-    __call__ = VirtualClock.now
+    def now(self) -> datetime:
+        return super().now() + self.off
+
+    def __call__(self) -> datetime:
+        return self.now()
 
 
 def copied(store: MemoryStore) -> MemoryStore:
@@ -114,7 +118,7 @@ class Scene:
 
     def _jump(self, clock: Clock) -> None:
         self.jumped = True
-        clock.jump(JUMP if self.steps % 2 else -JUMP)
+        clock.off = JUMP if self.steps % 2 else -JUMP
 
     def running(self, store: BlobStore) -> Writer:
         """The writer that was there from the start."""
@@ -187,11 +191,12 @@ class Scene:
 
 
 def saves(scene: Scene, store: BlobStore) -> None:
-    """The writer goes on, and its gc removes all but the newest version."""
+    """The writer goes on, its gc removes all but the newest version, and it saves again."""
     writer = scene.running(store)
     scene.save(writer)
     scene.save(writer)
     scene.collect(writer)
+    scene.save(writer)
 
 
 def saves_chained(scene: Scene, store: BlobStore) -> None:
@@ -264,9 +269,8 @@ def forks(scene: Scene, store: BlobStore) -> None:
 
 Action = Callable[[Any, BlobStore], object]
 WRITER: list[Action] = [saves, saves_chained, collects]
-OTHERS: list[Action] = [
-    opens, takes_over, takes_over_and_keeps, resumes_old, pins, tags, reads, forks,
-]  # fmt: skip
+READERS: list[Action] = [pins, tags, reads, forks]
+OTHERS: list[Action] = [opens, takes_over, takes_over_and_keeps, resumes_old, *READERS]
 
 
 # -- grids ---------------------------------------------------------------------------------------
@@ -317,7 +321,7 @@ class GridScene:
 
     def _jump(self, clock: Clock) -> None:
         self.jumped = True
-        clock.jump(JUMP)
+        clock.off = JUMP
 
     def running(self, store: BlobStore) -> World:
         assert isinstance(store, FaultStore)
@@ -480,12 +484,10 @@ class Case:
     actions: tuple[Action, ...]
     stints: tuple[Stint, ...] = ()
     fault: tuple[int, int, Fault] | None = None
+    counts: Callable[[str, str], bool] = lambda _method, _name: True
 
-    def run(self, noted: dict[Action, list[str]] | None = None) -> list[int]:
-        """Raises what it finds; how many operations each process has performed.
-
-        What they were is `noted` by action, where that is asked for.
-        """
+    def run(self) -> list[int]:
+        """Raises what it finds; how many operations that count each process has performed."""
         scene = self.kind()
         faults = {} if self.fault is None else {self.fault[0]: {self.fault[1]: self.fault[2]}}
 
@@ -495,15 +497,14 @@ class Case:
             def act(store: BlobStore) -> None:
                 assert isinstance(store, FaultStore)
                 stores.append(store)
-                if noted is not None:
-                    store.before = _noting(store, noted.setdefault(action, []))
                 action(scene, store)
 
             return act
 
         interleaving = Interleaving(
-            scene.store, [process(action) for action in self.actions], self.stints, faults
-        )
+            scene.store, [process(action) for action in self.actions], self.stints, faults,
+            counts=self.counts,
+        )  # fmt: skip
         try:
             outcomes = interleaving.run()
         except TimeoutError as error:
@@ -530,37 +531,28 @@ class Case:
         return f"{names}: {self.stints}, {self.fault}"
 
 
-def _noting(store: FaultStore, methods: list[str]) -> Callable[[int, str, str], None]:
-    turn = store.before
-    assert turn is not None
-
-    def before(number: int, method: str, name: str) -> None:
-        methods.append(f"{method} {name}")
-        turn(number, method, name)
-
-    return before
-
-
-def _changes(what: str) -> bool:
+def _changes(method: str, name: str) -> bool:
     """Whether others may see it. Nobody looks for a data file before a manifest names it."""
-    return what.startswith(("put", "delete")) and not what.startswith("put data/")
+    return method.startswith(("put", "delete")) and not name.startswith("data/")
 
 
-def changes_of(pair: Pair) -> Iterator[Case]:
-    """Every schedule of two preemptions at most in which a process is stopped right before it
+def changes_of(pair: Pair, preemptions: int = 2) -> Iterator[Case]:
+    """Every schedule of so many preemptions at most in which a process is stopped right before it
     changes something: what it knows by then may be long past."""
     kind, actions = pair
-    stops: list[list[int]] = []
-    for process in (0, 1):
-        noted: dict[Action, list[str]] = {}
-        Case(kind, actions, ((process, 2**31),)).run(noted)
-        methods = noted[actions[process]]
-        stops.append([at for at, what in enumerate(methods) if at and _changes(what)])
-    for first, second in ((0, 1), (1, 0)):
-        for at in stops[first]:
-            yield Case(kind, actions, ((first, at), (second, 2**31)))
-            for then in stops[second]:
-                yield Case(kind, actions, ((first, at), (second, then), (first, 2**31)))
+    firsts = [Case(kind, actions, ((first, 2**31),), counts=_changes).run() for first in range(2)]
+    most = [max(counts) for counts in zip(*firsts, strict=True)]
+
+    def following(process: int, done: tuple[int, int], left: int) -> Iterator[tuple[Stint, ...]]:
+        yield ((process, 2**31),)
+        for at in range(done[process] + 1, most[process] if left else 0):
+            after = (at, done[1]) if process == 0 else (done[0], at)
+            for rest in following(1 - process, after, left - 1):
+                yield ((process, at - max(done[process], 0)), *rest)
+
+    for first in (0, 1):
+        for stints in following(first, (-1, -1), preemptions):
+            yield Case(kind, actions, stints, counts=_changes)
 
 
 def counted(pair: Pair) -> list[int]:

@@ -14,18 +14,18 @@ from emberkeep.repository import Repository
 from tests.faults import interleavings
 from tests.faults.interleavings import Pair
 
-BESIDE_THE_WRITER = [p for p in interleavings.pairs() if p[1][0] in interleavings.WRITER]
+BESIDE_THE_WRITER = [
+    pair
+    for pair in interleavings.pairs()
+    if pair[1][0] in interleavings.WRITER
+    # What these meet is the gc of a writer, however that has saved before.
+    and (pair[1][0] is interleavings.collects or pair[1][1] not in interleavings.READERS)
+]
 GRID_BESIDE_THE_WRITER = [p for p in interleavings.pairs() if p[1][0] in interleavings.GRID_WRITER]
 
 
 def name(pair: Any) -> str:
     return "-".join(action.__name__ for action in pair[1])
-
-
-@pytest.mark.parametrize("pair", BESIDE_THE_WRITER, ids=name)
-def test_processes_that_stop_right_before_they_change_something(pair: Pair) -> None:
-    for case in interleavings.changes_of(pair):
-        interleavings.checked(case)
 
 
 class Overwriting(MemoryStore):
@@ -42,17 +42,24 @@ def test_a_store_that_cannot_decide_between_two_writers_is_refused() -> None:
     assert Repository.create(Overwriting(), schema={}, exclusive=True)
 
 
+@pytest.mark.parametrize("pair", BESIDE_THE_WRITER, ids=name)
+def test_processes_that_stop_right_before_they_change_something(pair: Pair) -> None:
+    # A successor's opening changes little and decides all: there one stop more.
+    for case in interleavings.changes_of(pair, 3 if interleavings.opens in pair[1] else 2):
+        interleavings.checked(case)
+
+
 @pytest.mark.parametrize("pair", GRID_BESIDE_THE_WRITER, ids=name)
 def test_grids_under_schedules_of_two_preemptions(pair: Pair) -> None:
-    for case in random.Random(8).sample(list(interleavings.schedules_of(pair)), 4):
+    for case in random.Random(8).sample(list(interleavings.schedules_of(pair)), 3):
         interleavings.checked(case)
 
 
 def test_two_preemptions_three_processes_and_single_faults() -> None:
     """A sample by seed of all that the soak tries."""
-    counts = interleavings.run(20260726, 250)
+    counts = interleavings.run(20260726, 160)
     print(dict(counts))
-    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 10
+    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 5
 
 
 @pytest.mark.soak
