@@ -26,7 +26,7 @@ from tests.mutations.run import SECONDS, caught_percent, sample, verdict
 
 SEED = 20260726
 EACH_SECONDS, QUICK_EACH_SECONDS = 300.0, 7.0
-QUICK_MUTATIONS = 3
+QUICK_MUTATIONS = 2
 FINDINGS = {LostVersionError: "lost_versions", WrongRowsError: "wrong_rows", HangError: "hangs"}
 COLUMNS = ["harness", "cases", "seconds", "lost versions", "wrong rows", "hangs"]
 

@@ -408,7 +408,8 @@ class History:
         self.model.cuts[self.step] = Shadow(
             dict(life.rows), life.cluster.table_state(), shards, elsewhere
         )
-        if self.chance(0.3):
+        broken = self.chance(0.3)
+        if broken:
             self.break_store(life)
         whole = self.chance(0.7)
         with warnings.catch_warnings():
@@ -421,7 +422,9 @@ class History:
                         self.delete(life)
                 manifest = life.checkpointer.wait()
                 life.checkpointer.settle()
-            except (SaveError, StorageError):
+            except (SaveError, StorageError) as error:
+                if not broken:
+                    raise LostVersionError("a save over a store that is well has failed") from error
                 self.counts["failed saves"] += 1
                 manifest = None
             finally:

@@ -151,9 +151,11 @@ def test_a_commit_that_was_reported_as_failed_but_took_place_is_built_on(layout:
 
 
 def test_the_version_that_a_run_goes_on_from_outlasts_gc_until_the_next_one() -> None:
-    """The retention of the new process lets the resumed version go."""
+    """The retention of the new process lets the resumed version go, which nothing else needs: a
+    process in between has started over."""
     store, states = MemoryStore(), dict[int, Any]()
-    Life(store, states, 1, "consecutive").save(4)
+    Life(store, states, 1, "consecutive").save(2)
+    Life(store, states, 3, "consecutive").save(1)
     life = Life(store, states, 2, "consecutive", retention=KeepLast(n=1))
     life.resume(2)
     life.checkpointer._collect()

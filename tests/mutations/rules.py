@@ -309,7 +309,7 @@ MUTATIONS = (
         LOG,
         "oldest = min(self._readers, default=self._turn)",
         "oldest = self._turn",
-        "test_tier_power.py",
+        "test_tier_cleaning.py",
     ),
     Mutation(
         "T6", "the cleaner moves records without checking them",
