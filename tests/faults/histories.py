@@ -580,7 +580,9 @@ class History:
         else:
             raise LostVersionError("a process that was replaced has acted on the repository")
         if self.versions() != before:
-            raise LostVersionError("a process that was replaced has changed the history")
+            raise LostVersionError(
+                f"a process that was replaced has made {self.versions()} of {before}"
+            )
 
     # -- what goes wrong -------------------------------------------------------------------------
 

@@ -366,7 +366,7 @@ class GridScene:
         return found
 
     def check(self) -> None:
-        """Every version that stands is what it was, bit for bit, whoever wrote it."""
+        """Every version that stands is what it was, bit for bit, whichever process wrote it."""
         repository = Repository.open(self.store)
         versions = repository.versions()
         if not self.held <= {*versions} or versions[-1] < max(self.acknowledged):
@@ -556,8 +556,8 @@ def changes_of(pair: Pair, preemptions: int = 2) -> Iterator[Case]:
 
 
 def counted(pair: Pair) -> list[int]:
-    """How many operations each action performs when nothing comes between, at most: whoever comes
-    second may be refused early."""
+    """How many operations each action performs when nothing comes between, at most: the one that
+    comes second may be refused early."""
     kind, actions = pair
     firsts = [Case(kind, actions, ((first, 2**31),)).run() for first in range(len(actions))]
     return [max(counts) for counts in zip(*firsts, strict=True)]

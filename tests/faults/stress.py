@@ -191,12 +191,12 @@ class Life:
             sys.exit(WRONG)
 
     def _started(self) -> set[int]:
-        """Steps whose tier checkpoint was begun and may have been decided when its life ended."""
+        """Steps whose tier checkpoint was started and may have been decided when its life ended."""
         own = str(self.options["shards"])
         return {
             int(step)
             for kind, shards, step in self.acknowledged.read()
-            if kind == "begun" and shards == own
+            if kind == "started" and shards == own
         }
 
     def go_on(self) -> None:
@@ -221,7 +221,7 @@ class Life:
                 raise
 
     def make_durable(self) -> None:
-        self.acknowledged.write("begun", self.options["shards"], self.step)
+        self.acknowledged.write("started", self.options["shards"], self.step)
         for future in self.cluster.prepare_tiers(self.step):
             future.result(LIFE_SECONDS)
         self.cluster.commit_tiers()
