@@ -302,6 +302,13 @@ def tiered(path: str) -> None:
         print(json.dumps({"digest": digest(bags, network), "steps": keeper.steps}))
 
 
+def stressed(*arguments: str) -> None:
+    """One life of `stress`."""
+    from tests.faults.stress import live
+
+    live(*arguments)
+
+
 # -- the parent ----------------------------------------------------------------------------------
 
 

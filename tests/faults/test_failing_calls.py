@@ -1,7 +1,7 @@
 """Every single system call of a local root fails: once, or from then on, with every usual error.
 
 An error is not absence. Whatever fails while a repository is listed, opened, saved to, collected or
-restored, one of our errors says so to the caller; once the disk is well again, every version is
+restored, the caller gets one of our errors; once the disk is well again, every version is
 there that retention keeps, none of them an orphan, and the next process goes on from them.
 """
 
@@ -13,204 +13,61 @@ import inspect
 import itertools
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from emberkeep.blobs import Disk, LocalStore, MemoryStore, local_store
+from emberkeep.blobs import LocalStore, MemoryStore, local_store
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.errors import EmberkeepError, MissingObjectError, StorageError
-from emberkeep.repository import (
-    Collector,
-    KeepLast,
-    KeepNamed,
-    Manifest,
-    Pin,
-    Repository,
-    Writer,
-    verify,
-)
+from emberkeep.repository import Manifest, Repository, verify
 from emberkeep.testing import FaultyDisk, RecordingDisk, power_cut
-from emberkeep.testing.contracts import check_content, save
 from tests.contracts.engine import assert_same_bits
+from tests.faults import failing_calls
+from tests.faults.failing_calls import (
+    CODES,
+    OPERATIONS,
+    TIER_OPERATIONS,
+    Action,
+    Case,
+    Unsynced,
+    check_operation,
+    checkpointing,
+    make_story,
+)
 from tests.unit.repositories import Run
-
-CODES = [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EMFILE, errno.EACCES, errno.EINTR]
-POLICY = KeepLast(n=1) | KeepNamed()
-
-
-class Unsynced(Disk):
-    """No power is cut here, so nothing needs to reach the medium."""
-
-    def sync(self, handle: int) -> None:
-        pass
-
-
-@dataclass
-class Case:
-    """One root in the state of the story, on a disk that can be made to fail."""
-
-    store: LocalStore
-    disk: FaultyDisk
-    committed: list[Manifest]
-
-    def writer(self) -> Writer:
-        return Writer.open(Repository.open(self.store))
-
-
-Action = Callable[[], object]
-
-
-def listing(case: Case) -> Action:
-    names = {info.name for info in case.store.list()}
-
-    def act() -> None:
-        assert {info.name for info in case.store.list()} == names
-
-    return act
-
-
-def resuming(case: Case) -> Action:
-    """What a keeper does: opens what is there, or creates it; then the newest version."""
-
-    def act() -> None:
-        if Repository.exists(case.store):
-            repository = Repository.open(case.store)
-        else:
-            repository = Repository.create(case.store, schema={})
-        assert repository.latest() == case.committed[-1].version
-        assert Writer.open(repository).newest == case.committed[-1].version
-
-    return act
-
-
-def saving(case: Case) -> Action:
-    writer = case.writer()
-
-    def act() -> None:
-        writer.settle()
-        case.committed.append(save(writer, 6, needs=[case.committed[0].version]))
-
-    return act
-
-
-def collecting(case: Case) -> Action:
-    return Collector(case.writer(), policy=POLICY, grace=timedelta(0)).collect
-
-
-def restoring(case: Case) -> Action:
-    repository = Repository.open(case.store)
-
-    def act() -> None:
-        with Pin(repository) as pin:
-            assert pin.version == case.committed[-1].version
-            for manifest in repository.chain(pin.version):
-                check_content(repository, manifest)
-        repository.record_restore(pin.version)
-
-    return act
-
-
-OPERATIONS = [listing, resuming, saving, collecting, restoring]
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Manifest]]:
-    """Two epochs, a tag, a pin, a mark of a gc that died, files of a save that died."""
     root = tmp_path_factory.mktemp("story")
-    store = LocalStore(root, disk=Unsynced())
-    repository = Repository.create(store, schema={})
-    writer = Writer.open(repository)
-    committed = [save(writer, step) for step in (1, 2, 3)]
-    writer = Writer.open(repository)
-    committed += [save(writer, 4), save(writer, 5, needs=[committed[1].version])]
-    repository.tag("best", 1)
-    Pin(repository, 3)
-    writer.begin().add(b"never committed", kind="rows", suffix="bin")
-    leftover = root / ".incomplete" / "4711-0123456789abcdef"
-    leftover.write_bytes(b"half")
-    os.utime(leftover, (0, 0))
-    return root, committed
+    return root, make_story(root)
 
 
-def linked(source: Path, target: Path) -> Path:
-    """A copy that costs no bytes: objects are never changed in place."""
-    for directory, _, files in os.walk(source):
-        below = target / os.path.relpath(directory, source)
-        below.mkdir()
-        for file in files:
-            os.link(os.path.join(directory, file), below / file)
-    return target
+def test_calls_that_fail_lose_nothing_in_repositories_and_tiers() -> None:
+    """A sample by seed of all that the soak tries."""
+    counts = failing_calls.run(20260726, 160)
+    print(dict(counts))
+    assert min(counts[operation.__name__] for operation in TIER_OPERATIONS) >= 10
 
 
-def begin(
-    operation: Callable[[Case], Action], root: Path, committed: list[Manifest]
-) -> tuple[Case, Action]:
-    disk = FaultyDisk(Unsynced())
-    case = Case(LocalStore(root, disk=disk), disk, list(committed))
-    return case, operation(case)
+def test_a_decision_that_cannot_be_listed_is_one_of_our_errors() -> None:
+    with failing_calls.prepared() as operations:
+        calls, fail = operations[checkpointing]
+        listed = [at for at, call in enumerate(calls) if call == "listdir"]
+        assert listed
+        for at, code in itertools.product(listed, (errno.EIO, errno.EMFILE)):
+            fail(at, code, False)
 
 
-def check_kept(case: Case, detail: object) -> None:
-    """A later process, on a disk that is well: all that retention keeps is there, and goes on."""
-    repository = Repository.open(LocalStore(case.store._root, disk=Unsynced()))
-    standing = repository.versions()
-    for manifest in (case.committed[0], case.committed[1], case.committed[2], case.committed[-1]):
-        assert manifest.version in standing, detail
-        check_content(repository, manifest)
-    assert repository.tags() == {"best": case.committed[0].version}
-    writer = Writer.open(repository)
-    latest = save(writer, 7, needs=[case.committed[-1].version])
-    assert repository.versions() == (*standing, latest.version), detail
-    assert verify(repository, deep=False).ok, detail
-
-
-def check_operation(
-    root: Path,
-    committed: list[Manifest],
-    target: Path,
-    operation: Callable[[Case], Action],
-    codes: Callable[[str], Iterable[int]],
-) -> int:
-    """Fails each call of an operation with each of its codes; how many cases that were."""
-    case, act = begin(operation, linked(root, target / "whole"), committed)
-    case.disk.heal()
-    act()
-    calls = list(case.disk.calls)
-    assert len(calls) >= 20
-    cases = 0
-    for at, call in enumerate(calls):
-        for code, for_good in itertools.product(codes(call), (False, True)):
-            detail = (operation.__name__, at, call, errno.errorcode[code], for_good)
-            case, act = begin(operation, linked(root, target / str(cases)), committed)
-            case.disk.fail(at, code, for_good=for_good)
-            with suppress(EmberkeepError):
-                act()
-            assert len(case.disk.calls) > at, detail
-            case.disk.heal()
-            act()  # the same process tries again
-            check_kept(case, detail)
-            cases += 1
-    return cases
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_no_call_that_fails_loses_anything(
-    tmp_path: Path, story: tuple[Path, list[Manifest]], operation: Callable[[Case], Action]
-) -> None:
-    """Each call fails with one of the errors, the next one of its kind with the next error."""
-    turns: Counter[str] = Counter()
-
-    def code(call: str) -> list[int]:
-        turns[call] += 1
-        return [CODES[turns[call] % len(CODES)]]
-
-    assert check_operation(*story, tmp_path, operation, code) == 2 * turns.total()
+@pytest.mark.soak
+@pytest.mark.parametrize("operation", TIER_OPERATIONS)
+def test_no_call_of_a_tier_that_fails_loses_anything(operation: Any) -> None:
+    print(operation.__name__, dict(failing_calls.run_all(operation)))
 
 
 @pytest.mark.soak
@@ -255,7 +112,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
     expected = CALLS[what](store)
     calls = list(disk.calls)
     assert calls
-    raised = 0
+    refused = 0
     for at, code, for_good in itertools.product(range(len(calls)), CODES, (False, True)):
         store, disk = small_store(tmp_path / f"{at}-{code}-{for_good}")
         before = {info.name for info in store.list()}
@@ -266,7 +123,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
             assert calls[at] in ("close", "unlink"), calls[at]
         except StorageError as error:
             said = error
-            raised += 1
+            refused += 1
             assert not isinstance(said, MissingObjectError), (calls[at], errno.errorcode[code])
             assert os.strerror(code) in str(said)
         disk.heal()
@@ -275,7 +132,7 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
             assert after == before
         if what != "delete":
             assert store.get("deep/a") in (b"before", b"new" if what == "replace" else b"before")
-    assert raised >= len(CODES)
+    assert refused >= len(CODES)
 
 
 def test_a_file_where_a_directory_is_needed_is_an_error(tmp_path: Path) -> None:
@@ -351,7 +208,7 @@ def test_a_deletion_that_is_repeated_is_durable(tmp_path: Path) -> None:
 
 
 def test_every_system_call_goes_through_the_disk() -> None:
-    """What does not cannot be failed by the tests above, nor be reported as an error of ours."""
+    """What does not cannot be failed by the tests above, nor come out as an error of ours."""
     harmless = {"fspath", "PathLike", "getpid", "strerror", "path", "stat_result"}
     in_path = {"join", "dirname", "abspath", "samestat"}
     tree = ast.parse(inspect.getsource(local_store.LocalStore))
@@ -380,9 +237,9 @@ def saved_twice(root: Path) -> tuple[Run, FaultyDisk]:
 
 @pytest.mark.filterwarnings("ignore:saving step", "ignore:extraction ended", "ignore:old versions")
 def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
-    """Saves and extraction run in threads of their own: an error must not end them, or a caller
-    that waits for them waits for ever. Each kind of call fails where it is first used, and all
-    after it; and once, where it is last used, which is in extraction or gc."""
+    """Saves and extraction run in threads of their own: an error must not end them, or a caller that
+    waits for them waits for ever. Each kind of call fails where it is first used, and all after
+    it; and once, where it is last used, which is in extraction or gc."""
     run, disk = saved_twice(tmp_path / "whole")
     run.save()
     run.keeper.settle()

@@ -138,12 +138,12 @@ def test_a_commit_that_was_reported_as_failed_but_took_place_is_built_on(layout:
 
     def lose(number: int, method: str, name: str) -> None:
         if method == "put_if_absent" and name.startswith("versions/"):
+            store.before = None  # all attempts of one commit, and no operation after it
             store.faults[number] = Fault.LOSE
             store.faults[number + 1] = store.faults[number + 2] = Fault.FAIL
 
     store.before = lose
     life.failed_save()
-    store.before = None
     states[3] = state(life.cluster)
     life.save(2)
     assert [v.number for v in Repository.open(memory).versions()] == [1, 2, 3, 4, 5]

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import FencedError, NoVersionError
+from emberkeep.errors import FencedError, NoVersionError, StorageError
 from emberkeep.repository import (
     Collector,
     Draft,
@@ -26,7 +26,7 @@ from emberkeep.repository import (
     Writer,
     verify,
 )
-from emberkeep.testing import FaultStore
+from emberkeep.testing import Fault, FaultStore
 from emberkeep.testing.contracts import check_content, save
 
 NOW = timedelta(0)
@@ -294,6 +294,44 @@ def test_a_fenced_gc_deletes_nothing_of_its_successor() -> None:
     assert at_every_operation(act, interrupt, check) >= 15
     # Right before each of its two deletions it asks; only in between is there no way to know.
     assert sum(windows) == 2
+
+
+def test_a_replaced_gc_is_fenced_also_when_its_newest_version_is_gone() -> None:
+    """The successor goes on, and its own gc removes what the old process saved last."""
+    outcomes = set()
+
+    def act(scene: Scene) -> None:
+        try:
+            collector(scene.first).collect()
+            outcomes.add("collected")
+        except FencedError:
+            outcomes.add("fenced")
+
+    def interrupt(scene: Scene) -> None:
+        new = Writer.open(scene.clean)
+        scene.save(new)
+        collector(new).collect()
+
+    assert at_every_operation(act, interrupt, check_collected) >= 15
+    assert outcomes == {"collected", "fenced"}
+
+
+def test_a_commit_in_doubt_is_not_repeated_under_a_name_that_was_freed() -> None:
+    """It took place; the successor went on from it, and its gc has removed it since. The manifest
+    would come back without its files."""
+    scene = Scene()
+    first = scene.store.count + 2  # the manifest, after two data files
+    scene.store.faults = {first: Fault.LOSE, first + 1: Fault.FAIL, first + 2: Fault.FAIL}
+    with pytest.raises(StorageError, match="not known yet"):
+        save(scene.first, 40)
+    new = Writer.open(scene.clean)
+    assert new.newest == VersionId(4, 1)
+    last = save(new, 50)
+    collector(new).collect()
+    with pytest.raises(FencedError):
+        scene.first.settle()
+    assert scene.clean.versions() == (last.version,)
+    assert verify(scene.clean).ok
 
 
 def stored(scene: Scene) -> set[str]:

@@ -64,6 +64,7 @@ class Writer:
         self._next_number = next_number
         self._draft: Draft | None = None
         self._pending: Manifest | None = None
+        self._in_doubt = False  # whether it was tried before
         self._condemned: frozenset[VersionId] = frozenset()
         self._built_on: set[VersionId] = set()
         # Continued by the version that comes next, and protected until that is committed.
@@ -155,6 +156,9 @@ class Writer:
                 return None
             content = manifest.encode()
             try:
+                if self._in_doubt:
+                    self._check_before_repeating()
+                self._in_doubt = True
                 found = create_or_read(self.repository.store, manifest.name, content)
             except StorageError as error:
                 raise StorageError(
@@ -187,6 +191,15 @@ class Writer:
                 f"{manifest.version} is not committed",
                 name=manifest.name,
             )
+
+    def _check_before_repeating(self) -> None:
+        """A successor may have gone on from the version, and its gc may have removed it since:
+        created again, the manifest would stand there without its files."""
+        try:
+            self.check()
+        except FencedError:
+            self._pending = None
+            raise
 
     def _confirm(self, version: VersionId) -> None:
         """Asks, after a commit, whether it counts: a later epoch says up to where it goes on.
@@ -282,7 +295,7 @@ class Writer:
     def _commit(self, manifest: Manifest) -> Manifest:
         with self._lock:
             self._draft = None
-            self._pending = manifest
+            self._pending, self._in_doubt = manifest, False
             settled = self.settle()
             assert settled is not None
             return settled

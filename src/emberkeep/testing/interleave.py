@@ -30,6 +30,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     operations: int = 0
+    """Those that count."""
 
 
 @dataclass(slots=True)
@@ -50,6 +51,9 @@ class Interleaving:
     to last. A stint ends early when its process does. `faults` makes operations of a process go
     wrong, by their number. `outcomes` holds what became of each process; a process that was killed
     has `ProcessDied`.
+
+    Where `counts` is given, operations of other kinds, by method and name, belong to no stint: a
+    process is stopped right before one that counts.
     """
 
     def __init__(
@@ -58,8 +62,11 @@ class Interleaving:
         actions: Sequence[Action],
         stints: Sequence[Stint],
         faults: Mapping[int, Mapping[int, Fault]] | None = None,
+        *,
+        counts: Callable[[str, str], bool] = lambda _method, _name: True,
     ) -> None:
         self._processes = []
+        self._counts = counts
         for index, action in enumerate(actions):
             faulty = FaultStore(store, (faults or {}).get(index))
             self._processes.append(_Process(action, faulty))
@@ -83,17 +90,18 @@ class Interleaving:
         return [process.outcome for process in self._processes]
 
     def _turn(self, process: _Process) -> Callable[[int, str, str], None]:
-        def turn(_number: int, _method: str, _name: str) -> None:
+        def turn(_number: int, method: str, name: str) -> None:
             # Threads of one process take turns, too: one that waits for the baton stops them all.
             with process.lock:
                 if process.ended:
                     return  # its store is still in use, by the check of what came of it
-                if process.left == 0:
-                    self._hand_on()
-                    process.baton.acquire()
-                if process.left is not None:
-                    process.left -= 1
-                process.outcome.operations += 1
+                if self._counts(method, name):
+                    if process.left == 0:
+                        self._hand_on()
+                        process.baton.acquire()
+                    if process.left is not None:
+                        process.left -= 1
+                    process.outcome.operations += 1
 
         return turn
 

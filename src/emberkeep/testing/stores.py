@@ -29,6 +29,8 @@ class Fault(enum.Enum):
     LOSE = "it is performed; the caller gets an error"
     TEAR = "it is performed in part; the caller gets an error"
     DELAY = "the caller gets an error; it is performed a few operations later"
+    REPEAT = "it is performed twice, as by a network; the caller gets the second answer"
+    JUMP = "it is performed; before it, the clock of the process jumps"
     DIE_BEFORE = "the process dies before it"
     DIE_AFTER = "the process dies after it"
     DIE_TORN = "the process dies when it is performed in part"
@@ -76,7 +78,7 @@ class FaultStore(WrapperStore):
 
     `count` is the number of operations so far. `before`, if given, is called with the number,
     method and name of each operation before it happens: tests use it to let another process act
-    at exactly that point.
+    at exactly that point. `jump` is called where the clock is to jump.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class FaultStore(WrapperStore):
         *,
         delay: int = 3,
         before: Callable[[int, str, str], None] | None = None,
+        jump: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(inner)
+        self.jump = jump
         self.faults = dict(faults or {})
         self.count = 0
         self._delay = delay
@@ -163,7 +167,11 @@ class FaultStore(WrapperStore):
         if self.before is not None:
             self.before(number, method, name)
         fault = self.faults.get(number)
-        if fault is None:
+        if fault is Fault.JUMP:
+            self.jump()
+        elif fault is Fault.REPEAT:
+            perform()
+        if fault in (None, Fault.JUMP, Fault.REPEAT):
             return perform()
         if fault in (Fault.LOSE, Fault.DIE_AFTER):
             with contextlib.suppress(StorageError):

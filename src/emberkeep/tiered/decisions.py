@@ -116,15 +116,8 @@ class Decisions:
         return set() if prepared is None else {prepared.nonce}
 
     def _all(self) -> list[str]:
-        try:
-            found = os.listdir(os.path.join(self.top, "state"))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise TierError(
-                f"{self.top}: the decisions in state/ cannot be listed: {error.strerror}; nothing "
-                "was changed. Check the disk and what is mounted, and try again"
-            ) from error
+        # An error of the listing comes out as ours, also when it is made after a commit.
+        found = (info.name for info in self._store.list())
         return sorted(name for name in found if name.startswith("decision-"))
 
 

@@ -25,7 +25,7 @@ from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
 from emberkeep.blobs.wrapper import spending_reserve
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, NoVersionError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
     Catalog,
@@ -85,11 +85,15 @@ class Collector:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
         that must be kept has a damaged manifest; then nothing more is deleted. Where the store
         keeps a reserve it needs no byte free."""
-        with spending_reserve(self._store):
-            return self._collect()
+        self._writer.check()
+        try:
+            with spending_reserve(self._store):
+                return self._collect()
+        except (DamageError, NoVersionError):
+            self._writer.check()  # a successor's gc may have removed what this one looked for
+            raise
 
     def _collect(self) -> Collected:
-        self._writer.check()
         self._writer.start_collecting()
         oldest = self._repository.clock.now() - self._grace
         self._covered = {}
