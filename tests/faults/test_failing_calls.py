@@ -237,8 +237,8 @@ def saved_twice(root: Path) -> tuple[Run, FaultyDisk]:
 
 @pytest.mark.filterwarnings("ignore:saving step", "ignore:extraction ended", "ignore:old versions")
 def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
-    """Saves and extraction run in threads of their own: an error must not end them, or a caller that
-    waits for them waits for ever. Each kind of call fails where it is first used, and all after
+    """Saves and extraction run in threads of their own: an error must not end them, or a caller
+    waits for them for ever. Each kind of call fails where it is first used, and all after
     it; and once, where it is last used, which is in extraction or gc."""
     run, disk = saved_twice(tmp_path / "whole")
     run.save()
