@@ -74,7 +74,7 @@ class RepositorySaver(Checkpointer):
 
     def cut(
         self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
-    ) -> Saving:
+    ) -> Saving[Manifest]:
         return self.save(step, self._extras(state, counters), whole=whole)
 
     def finish(self, step: int, state: Captured | None, counters: Json) -> Manifest | None:
