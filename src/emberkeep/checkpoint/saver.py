@@ -8,7 +8,7 @@ does not know: in-process shards and plain torch modules are saved by the same c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -88,8 +88,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.settings = settings or SaveSettings()
         check_schema(repository.schema, subject.schema())
         subject.track(self.spec.priority)
-        if self.spec.layout != "grid":  # whose rows this process writes
-            check_holders(repository, subject)
+        if self.spec.written_by_holders:
+            check_holders(subject, repository.store.url, repository.id)
         super().__init__(
             "emberkeep-save", "save of step {step} to its repository", _PATIENCE,
             clock=repository.clock, nice=self.settings.nice, on_event=on_event,
@@ -335,13 +335,10 @@ class Checkpointer(BackgroundSaver[Manifest]):
             for rows in slabs
             if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not save.in_grid
         ]
-        with ThreadPoolExecutor(max(1, len(on_servers)), "emberkeep-write") as threads:
+        if on_servers:
             # Before anybody writes: a server that was replaced may be where the path is another's.
-            checks = [
-                threads.submit(rows.check_repository, draft.url, self.repository.id)
-                for rows in on_servers
-            ]
-            _raise_first(check.exception() for check in checks)
+            check_holders(self.subject, draft.url, self.repository.id)
+        with ThreadPoolExecutor(max(1, len(on_servers)), "emberkeep-write") as threads:
             writing = [
                 threads.submit(
                     rows.write, draft, save.codecs, threads=settings.threads, nice=settings.nice,
@@ -356,10 +353,13 @@ class Checkpointer(BackgroundSaver[Manifest]):
             errors: list[BaseException | None] = []
             try:
                 self._write_local(draft, save, on_servers)
-            except BaseException as error:
+            except BaseException as raised:
                 cancelled.set()
-                errors.append(error)
-            _raise_first([*errors, *(written.exception() for written in writing)])
+                errors.append(raised)
+            errors += [written.exception() for written in writing]
+        # What was given up because of another error says nothing.
+        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, CancelledError))[:1]:
+            raise error
 
     def _write_local(self, draft: Draft, save: Save, on_servers: Sequence[FrozenRows]) -> None:
         settings, cancelled = self.settings, save.saving.cancelled
@@ -494,10 +494,3 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.repository.record_restore(newest)
         self._restores += 1
         return manifest
-
-
-def _raise_first(errors: Iterable[BaseException | None]) -> None:
-    """The first error, once all are known; what was given up because of it says nothing."""
-    found = sorted((e for e in errors if e), key=lambda error: isinstance(error, CancelledError))
-    if found:
-        raise found[0]
