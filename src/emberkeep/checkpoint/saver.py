@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -339,19 +339,18 @@ class Checkpointer(BackgroundSaver[Manifest]):
             # Before anybody writes: a server that was replaced may be where the path is another's.
             check_holders(self.subject, draft.url, self.repository.id)
         with ThreadPoolExecutor(max(1, len(on_servers)), "emberkeep-write") as threads:
-            writing = [
-                threads.submit(
-                    rows.write, draft, save.codecs, threads=settings.threads, nice=settings.nice,
-                    piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
-                )
-                for rows in on_servers
-            ]  # fmt: skip
-            for written in writing:
-                written.add_done_callback(
-                    lambda done: cancelled.set() if done.exception() else None
-                )
+            writing: list[Future[None]] = []
             errors: list[BaseException | None] = []
             try:
+                for rows in on_servers:
+                    written = threads.submit(
+                        rows.write, draft, save.codecs, threads=settings.threads,
+                        nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
+                    )  # fmt: skip
+                    written.add_done_callback(
+                        lambda done: cancelled.set() if done.exception() else None
+                    )
+                    writing.append(written)
                 self._write_local(draft, save, on_servers)
             except BaseException as raised:
                 cancelled.set()
