@@ -116,7 +116,9 @@ class Keeper:
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
         )
         self._state = RunState(self._parts.dense, reader, self._ranks)
-        self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
+        self._store = (
+            open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
+        )
         self._saver: RunSaver | None = None
         if self._store is None:
             if about or settings or exclusive:

@@ -59,7 +59,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
         _check_strategy(strategy)
         (self._cluster, *self._beside), self._paths = _tiered(parts)
         # That of the tier which decides for all: the place of what belongs to their rows.
-        self._state = LocalStore(os.path.join(self._paths[0], "state"))
+        self._state = LocalStore(os.path.join(self._paths[0], "state"), clock=clock)
         self.url = " and ".join(self._paths)
         self._check_one_step()
         super().__init__(
@@ -84,7 +84,8 @@ class TierSaver(BackgroundSaver[DurableStep]):
         return self.whole is not None
 
     def kept_nbytes(self) -> int:
-        return sum(info.size for path in self._paths for info in LocalStore(path).list())
+        stores = [LocalStore(path, clock=self._clock) for path in self._paths]
+        return sum(info.size for store in stores for info in store.list())
 
     def _check_one_step(self) -> None:
         """Every decision is about all tiers of a run: those at different steps are of two."""
