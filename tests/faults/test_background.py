@@ -482,7 +482,7 @@ def test_a_listener_that_raises_fails_no_save(
         run.end()
 
 
-@pytest.mark.filterwarnings("ignore:saving step:UserWarning")
+@pytest.mark.filterwarnings("ignore:saving step:UserWarning", "ignore:after Memory:UserWarning")
 @kinds
 def test_a_save_that_cannot_even_be_cleaned_up_after_ends(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -492,15 +492,16 @@ def test_a_save_that_cannot_even_be_cleaned_up_after_ends(
     run.step(keeper)
     honest = Save.close
     with monkeypatch.context() as patched:
-        patched.setattr(Checkpointer, "_write_version", Failing(error))
+        first = MemoryError("the first of both")
+        patched.setattr(Checkpointer, "_write_version", Failing(first))
         patched.setattr(
             Save, "close", lambda self, advanced: (honest(self, advanced), Failing(error)())
         )
         cut = keeper.save()
         with pytest.raises(SaveError):
             keeper.wait()
-    assert cut.copied.exception(10) is error
-    assert cut.committed.exception(10) is error
+    assert cut.copied.exception(10) is first
+    assert cut.committed.exception(10) is first
     keeper.save()
     assert keeper.wait().step == 1
     keeper.close(save=False)

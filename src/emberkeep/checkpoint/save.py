@@ -63,15 +63,15 @@ class BackgroundSaver(Generic[_K]):
     """
 
     def __init__(
-        self, thread: str, what: str, patience: timedelta, *, clock: Clock, nice: int = 0,
-        on_event: Callable[[str, Json], object] | None,
+        self, thread: str, what: str, where: str, patience: timedelta, *, clock: Clock,
+        nice: int = 0, on_event: Callable[[str, Json], object] | None,
     ) -> None:  # fmt: skip
         self._clock = clock
-        self._what, self._patience = what, patience
+        self._what, self._where, self._patience = what, where, patience
         self._on_event = on_event or (lambda _name, _details: None)
         self._saving: Saving[_K] | None = None
         self._worker = Worker(thread, nice=nice, clock=clock)
-        self._raised: BaseException | None = None
+        self._seen: BaseException | None = None
         self._failures: list[BaseException] = []
         self._cancelled = 0
 
@@ -94,7 +94,8 @@ class BackgroundSaver(Generic[_K]):
             return True
         if timeout is not None:
             return saving.ended.wait(timeout)
-        saving.ended.require(f"the {self._what.format(step=saving.step)}", self._patience)
+        what = f"the {self._what} of step {saving.step} {self._where}"
+        saving.ended.require(what, self._patience)
         return True
 
     def wait(self) -> _K | None:
@@ -120,11 +121,12 @@ class BackgroundSaver(Generic[_K]):
     def _run(self, saving: Saving[_K], write: Callable[[], None]) -> None:
         try:
             write()
-        except CancelledError as error:  # is no error of the thread
-            self._settle(saving, error)
+        except CancelledError as error:  # is no error of the thread, and holds on to no rows
+            saving.committed.set_exception(error.with_traceback(None))
 
     def _ended(self, saving: Saving[_K], error: BaseException | None) -> None:
         try:
+            error = error or saving.committed.exception(0)
             if error is not None:
                 self._settle(saving, error)
         finally:
@@ -133,13 +135,14 @@ class BackgroundSaver(Generic[_K]):
     def _settle(self, saving: Saving[_K], error: BaseException) -> None:
         if not saving.copied.done():
             saving.copied.set_exception(error)
-        if saving.committed.done():
+        if not saving.committed.done():
+            saving.committed.set_exception(error)
+        elif saving.committed.exception() is None:
             warnings.warn(
                 f"step {saving.step} is saved, but what follows a save failed: {error!r}",
                 stacklevel=1,
             )
             return
-        saving.committed.set_exception(error)
         if isinstance(error, CancelledError):
             self._cancelled += 1
             self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
@@ -159,8 +162,8 @@ class BackgroundSaver(Generic[_K]):
 
     def _unseen(self) -> list[BaseException]:
         """What the cleaning up after a save met, once."""
-        error, seen = self._worker.error, self._raised
-        self._raised = error
+        error, seen = self._worker.error, self._seen
+        self._seen = error
         return [] if error is None or error is seen else [error]
 
     def _tell_saved(

@@ -91,8 +91,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         if self.spec.written_by_holders:
             check_holders(subject, repository.store.url, repository.id)
         super().__init__(
-            "emberkeep-save", "save of step {step} to its repository", _PATIENCE,
-            clock=repository.clock, nice=self.settings.nice, on_event=on_event,
+            "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
+            nice=self.settings.nice, on_event=on_event,
         )  # fmt: skip
         self.writer = Writer.open(repository)
         self._collector = Collector(
@@ -232,15 +232,19 @@ class Checkpointer(BackgroundSaver[Manifest]):
             warnings.warn(f"saving step {saving.step} failed: {error}", stacklevel=1)
 
     def _write(self, save: Save) -> None:
-        committed, advanced = save.saving.committed, list[str]()
         try:
             manifest = self._write_version(save)
-            advanced = save.advanced
-        finally:
-            if committed.done() and not advanced:
-                # Committed, and not followed: nothing may build on the chain of before.
+        except BaseException as error:
+            if save.saving.committed.done():  # and not followed: nothing may build on the chain
                 self._chain = _Chain()
-            save.close(advanced)
+            try:
+                save.close(())
+            except BaseException as second:  # must not stand for the first, which may be a fence
+                warnings.warn(
+                    f"after {error!r}, rows could not be let go: {second!r}", stacklevel=1
+                )
+            raise
+        save.close(save.advanced)
         self._failures = []
         self._cancelled_since_version = False
         self._tell_saved(

@@ -63,8 +63,8 @@ class TierSaver(BackgroundSaver[DurableStep]):
         self.url = " and ".join(self._paths)
         self._check_one_step()
         super().__init__(
-            "emberkeep-tier-commit", f"checkpoint of step {{step}} in {self.url}", _PATIENCE,
-            clock=clock, on_event=on_event,
+            "emberkeep-tier-commit", "checkpoint", f"in {self.url}", _PATIENCE, clock=clock,
+            on_event=on_event,
         )  # fmt: skip
         # Who holds it decides the batch under way: it is committed, or given up.
         self._deciding = threading.Lock()

@@ -78,12 +78,16 @@ def test_a_rank_that_does_not_coordinate_leaves_the_rows_to_the_one_that_does(
     assert state(follower) == expected
 
 
+def running(before: set[threading.Thread], name: str) -> bool:
+    return any(thread.name.startswith(name) for thread in {*threading.enumerate()} - before)
+
+
 @pytest.mark.filterwarnings("ignore:saving step")
 @pytest.mark.parametrize("error", [MemoryError("no memory"), SystemExit(3)], ids=lambda e: type(e))
 def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    cluster = job.join()
+    before, cluster = set(threading.enumerate()), job.join()
     repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)
     push(cluster, np.random.default_rng(1), 3)
@@ -103,9 +107,9 @@ def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
     assert failed.value.__cause__ is error
     assert saving.copied.exception() is error
     assert given_up == [True, True]
-    assert not any(t.name.startswith("emberkeep-write") for t in threading.enumerate())
+    assert not running(before, "emberkeep-write")
     keeper.save(2)
     assert keeper.join(timedelta(seconds=60))
     assert keeper.wait() is not None
     keeper.close()
-    assert not any(t.name == "emberkeep-save" for t in threading.enumerate())
+    assert not running(before, "emberkeep-save")
