@@ -152,6 +152,20 @@ def test_time_comes_from_a_clock() -> None:
     ] == []
 
 
+@pytest.mark.parametrize("package", ["checkpoint", "keeper"])
+def test_what_a_keeper_opens_is_on_its_clock(package: str) -> None:
+    """Else gc's graces are judged by one clock and the ages of what it finds by another."""
+    opens = {"open_store", "LocalStore", "MemoryStore", "open", "create"}
+    for module, source in sources(package).items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call) or last_name(node.func) not in opens:
+                continue
+            owner = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            if owner in ("", "Repository"):
+                given = {keyword.arg for keyword in node.keywords}
+                assert "clock" in given, f"emberkeep.{module}, line {node.lineno}: pass clock= on"
+
+
 def test_the_list_of_exceptions_shrinks() -> None:
     clean = NOT_YET - set(found())
     assert not clean, f"these use the clock by now, take them out of NOT_YET in {WHERE}: {clean}"

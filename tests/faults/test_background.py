@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.blobs import LocalStore, MemoryStore
+from emberkeep.checkpoint.save import Save
+from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.remote import leases
@@ -30,6 +33,7 @@ from emberkeep.erasure.messages import Differences, Message
 from emberkeep.erasure.peers import Peer
 from emberkeep.errors import SaveError, StoppedError, TierError
 from emberkeep.keeper import tier_state
+from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.runtime import metrics
 from emberkeep.runtime.background import Retry
 from emberkeep.runtime.background_failures import background_failures
@@ -43,6 +47,7 @@ from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 from tests.contracts.parity import PLAIN, ones
 from tests.faults.test_tier_faults import start, train
+from tests.unit.keeper.test_keeper import Run
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
 from tests.unit.tiered.test_tiered_slab import Unsynced
 
@@ -393,17 +398,158 @@ def test_a_commit_of_a_tier_that_fails_is_raised_and_the_next_one_is_made(
     run.end()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@kinds
+def test_a_tier_that_cannot_even_give_a_batch_up_says_so_and_saves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Two faults in a row: a save that has no end would leave out all later ones in silence."""
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
+    run, abandon = TierRun(tmp_path / "t"), LocalCluster.abandon_tiers
+
+    def fail_beside(cluster: LocalCluster, **given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise error
+        abandon(cluster, **given)
+
+    run.train(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(tier_state, "encode", Failing(error))
+        patched.setattr(LocalCluster, "abandon_tiers", fail_beside)
+        cut = run.keeper.save()
+        with pytest.raises(type(error)):
+            run.keeper.wait()
+    assert cut.copied.done()
+    assert cut.committed.exception() is error
+    assert not run.keeper._saver.busy  # type: ignore[union-attr]
+    assert gauge(run.keeper.metrics(), "failed_saves_total") == 1
+    run.train(1)  # what was raised once is not raised again
+    run.save()
+    assert run.keeper.durable == 3
+    run.end()
+
+
+def test_what_follows_the_commit_of_a_tier_does_not_unmake_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
+    run, counted = TierRun(tmp_path / "t"), errors_of("emberkeep-tier-commit")
+    run.train(1)
+    run.save()
+    run.train(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "list", Failing(MemoryError("no memory")))  # old states
+        with pytest.warns(UserWarning, match="step 2 is saved, but what follows"):
+            run.save()
+    assert counted() == 1
+    assert run.keeper.durable == 2
+    run.end()
+
+
 # -- saving --------------------------------------------------------------------------------------
+
+
+def deaf(event: str, _details: Any) -> None:
+    raise ValueError(f"no ear for {event}")
+
+
+@pytest.mark.filterwarnings("ignore:on_event:UserWarning", "ignore:saving step:UserWarning")
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_listener_that_raises_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: bool
+) -> None:
+    monkeypatch.setattr(durable_open, "DISK", Unsynced)
+    run: Any = TierRun(tmp_path / "t", on_event=deaf) if tier else Run()
+    strategy = ek.incremental(every=1000)
+    keeper = run.keeper if tier else run.keeper(MemoryStore(), strategy=strategy, on_event=deaf)
+    train = (lambda: run.train(1)) if tier else (lambda: run.step(keeper))
+    train()
+    cut = keeper.save()
+    keeper.wait()
+    assert cut.committed.result(60).step == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(tier_state, "encode", Failing(ERRORS[0]))
+        patched.setattr(Checkpointer, "_write_version", Failing(ERRORS[0]))
+        train()
+        cut = keeper.save()
+        with pytest.raises((MemoryError, SaveError)):
+            keeper.wait()
+        assert cut.committed.exception() is ERRORS[0]
+    keeper.save()
+    assert keeper.wait().step == 2
+    keeper.close(save=False)
+    if tier:
+        run.end()
+
+
+@pytest.mark.filterwarnings("ignore:saving step:UserWarning", "ignore:after Memory:UserWarning")
+@kinds
+def test_a_save_that_cannot_even_be_cleaned_up_after_ends(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    run = Run()
+    keeper = run.keeper(MemoryStore(), strategy=ek.incremental(every=1000, layout="full"))
+    run.step(keeper)
+    honest = Save.close
+    with monkeypatch.context() as patched:
+        first = MemoryError("the first of both")
+        patched.setattr(Checkpointer, "_write_version", Failing(first))
+        patched.setattr(
+            Save, "close", lambda self, advanced: (honest(self, advanced), Failing(error)())
+        )
+        cut = keeper.save()
+        with pytest.raises(SaveError):
+            keeper.wait()
+    assert cut.copied.exception(10) is first
+    assert cut.committed.exception(10) is first
+    keeper.save()
+    assert keeper.wait().step == 1
+    keeper.close(save=False)
+
+
+@kinds
+@pytest.mark.parametrize("what", ["extraction", "collecting", "the chain", "the rows"])
+def test_what_follows_a_commit_does_not_unmake_it(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, what: str
+) -> None:
+    """The version is in the repository, and the next one holds everything."""
+    run, store, counted = Run(), MemoryStore(), errors_of("emberkeep-save")
+    strategy = ek.all_versions(every=1000) if what == "extraction" else ek.incremental(every=1000)
+    keeper = run.keeper(store, strategy=strategy)
+    honest = Save.close
+    run.step(keeper)
+    keeper.save()
+    keeper.wait()
+    run.step(keeper)
+    with monkeypatch.context() as patched:
+        failing = {
+            "extraction": (ExtractionWorker, "arrived", Failing(error)),
+            "collecting": (Checkpointer, "_collect", Failing(error)),
+            "the chain": (Checkpointer, "_follow", Failing(error)),
+            "the rows": (
+                Save, "close", lambda self, advanced: (honest(self, ()), Failing(error)())
+            ),
+        }[what]  # fmt: skip
+        patched.setattr(*failing)
+        with pytest.warns(UserWarning, match="step 2 is saved, but what follows"):
+            cut, kept = keeper.save(), keeper.wait()
+    assert cut.committed.result() is kept
+    assert cut.copied.done()
+    assert len(keeper._saver.repository.versions()) == 2  # type: ignore[union-attr]
+    assert counted() == 1
+    run.step(keeper)
+    keeper.close()
+    expected = run.bits()
+    again = Run()
+    with again.keeper(store, strategy=strategy) as keeper:
+        assert keeper.resume().step == 3
+        assert again.bits() == expected
 
 
 @kinds
 def test_a_save_that_fails_is_counted_and_the_next_one_is_made(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    from emberkeep.blobs import MemoryStore
-    from emberkeep.checkpoint.saver import Checkpointer
-    from tests.unit.keeper.test_keeper import Run
-
     run = Run()
     with run.keeper(MemoryStore(), strategy=ek.incremental(every=1, layout="full")) as keeper:
         with monkeypatch.context() as patched:

@@ -18,7 +18,14 @@ from emberkeep.blobs import open_store
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
-from emberkeep.errors import ConfigError, ProtocolError, SaveError, ServerError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    ProtocolError,
+    SaveError,
+    ServerError,
+    StorageError,
+)
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import shard_service
@@ -76,18 +83,46 @@ def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     return first, second
 
 
+# Versions of a grid are written by the trainer, all but the exact one with which a lossy grid ends.
+@pytest.mark.parametrize(
+    "strategy", [None, ek.all_versions(every=1, bits=8)], ids=["plain", "grid"]
+)
 @pytest.mark.parametrize("what", ["no", "another"])
 def test_servers_whose_paths_differ_are_refused_before_the_first_version(
-    farm: Farm, directories: tuple[Path, Path], what: str
+    farm: Farm, directories: tuple[Path, Path], what: str, strategy: Strategy | None
 ) -> None:
     if what == "another":
         Repository.create(open_store(directories[1] / "run"), schema={"shards": 2, "tables": {}})
     nodes = Nodes(farm, *directories)
     with pytest.raises(ConfigError) as refused:
-        nodes.keeper()
+        nodes.keeper(strategy)
     assert nodes.refusal(what) in str(refused.value)
     assert "use a store that all nodes reach" in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert what == "no" or list(directories[0].iterdir()) == []
+    nodes.end()
+
+
+@pytest.mark.parametrize("found", ["a file", "a damaged repository"])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_server_that_cannot_open_the_repository_is_named(
+    farm: Farm, directories: tuple[Path, Path], found: str, new: bool
+) -> None:
+    own, there = (directory / "run" for directory in directories)
+    nodes = Nodes(farm, *directories)
+    if not new:
+        schema = nodes.bags.cluster.schema()
+        Repository.create(open_store(own), schema=schema)
+    if found == "a file":
+        there.write_text("x")
+    else:
+        there.mkdir()
+        (there / "repository.json").write_text("garbage")
+    with pytest.raises(StorageError if found == "a file" else DamageError) as refused:
+        nodes.keeper()
+    assert f"shard 1 at {nodes.launcher.address(1)} cannot open" in str(refused.value)
+    assert f"file://{WHERE}" in str(refused.value)
+    assert own.exists() is not new  # a repository that nobody can use is not even made
     nodes.end()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.contents import checked_rows
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
-from emberkeep.errors import ChangedError, StateError
+from emberkeep.cluster.base import Cluster
+from emberkeep.errors import ChangedError, DamageError, StateError, StorageError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.version_rows import scattered_rows
@@ -41,7 +43,8 @@ def load(
     pool: Pool,
     fits: Fits | None = None,
 ) -> Restored:
-    """Replaces every row of the subject by those of a version. What can, loads itself."""
+    """Replaces every row of the subject by those of a version. What can, loads itself; rows of
+    servers that another process coordinates are left to that one."""
     chain = repository.chain(version)
     manifest = chain[-1]
     check_schema(repository.tables, subject.schema())
@@ -52,7 +55,7 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    view = view_of(subject)
+    view = TargetView([p for p in view_of(subject).parts if getattr(p.target, "coordinates", True)])
     for part in view.parts:
         part.check_room(manifest.layout["tables"])
     rest = _load_by_holders(view, repository, chain)
@@ -62,13 +65,28 @@ def load(
     return restored
 
 
-def check_holders(repository: Repository, subject: Subject) -> None:
-    """Raises `ConfigError` unless all that write and read versions themselves find the repository
-    where this process does."""
-    url = repository.store.url
+def check_holders(subject: Subject, url: str, repository: str | None) -> None:
+    """Raises unless all that write and read versions themselves find the repository of that id
+    where this process does, or none, as it does; the message names the first that does not."""
     for part in view_of(subject).parts:
-        if isinstance(part.target, LoadsItself) and part.target.reaches(url):
-            part.target.check_repository(url, repository.id)
+        holder = part.target
+        if isinstance(holder, LoadsItself) and holder.reaches(url):
+            try:
+                holder.check_repository(url, repository)
+            except (DamageError, StorageError):
+                for shard in holder.handles if isinstance(holder, Cluster) else ():
+                    _check_shard(shard, url, repository)
+                raise
+
+
+def _check_shard(shard: Any, url: str, repository: str | None) -> None:
+    try:
+        shard.check_repository(url, repository)
+    except (DamageError, StorageError) as error:
+        raise type(error)(
+            f"shard {shard.index} at {shard.address} cannot open the repository under {url}, so no "
+            f"version was written or read there: {error}; use a store that all nodes reach"
+        ) from error
 
 
 def _load_by_holders(

@@ -1,20 +1,27 @@
-"""One save: what a version is made of, and how far it has come."""
+"""One save: what a version is made of, how far it has come, and how it ends."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Generic, TypeVar
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.codecs import Codec
+from emberkeep.errors import CancelledError
 from emberkeep.repository import Manifest
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.background import Worker
 from emberkeep.runtime.clock import Clock, Event
+
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +37,9 @@ class Extras:
     counters: Json = field(default_factory=dict)
 
 
-class Saving:
-    """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
+class Saving(Generic[_K]):
+    """A save under way: `copied` when no row is needed any more, `committed` when it is durable,
+    `ended` when nothing of it is left to do. However it ends, all three are done."""
 
     def __init__(self, step: int, pause: timedelta, clock: Clock, *, whole: bool = True) -> None:
         self.step = step
@@ -39,18 +47,148 @@ class Saving:
         self.whole = whole
         self.started = clock.monotonic()
         self.copied: Future[None] = Future()
-        self.committed: Future[Manifest] = Future()
+        self.committed: Future[_K] = Future()
         self.cancelled = threading.Event()
         self.ended = Event(clock)
         # Whether a newer save may not give it up.
         self.spared = False
 
 
+class BackgroundSaver(Generic[_K]):
+    """Saves one after another beside training, in a supervised thread.
+
+    A save that is committed stays so, whatever comes after. One that fails has ended both its
+    futures before anything is cleaned up, and `_failures` has the error, so that a second fault
+    hides nothing. A listener that raises is warned of: it cannot fail a save.
+    """
+
+    def __init__(
+        self, thread: str, what: str, where: str, patience: timedelta, *, clock: Clock,
+        nice: int = 0, on_event: Callable[[str, Json], object] | None,
+    ) -> None:  # fmt: skip
+        self._clock = clock
+        self._what, self._where, self._patience = what, where, patience
+        self._on_event = on_event or (lambda _name, _details: None)
+        self._saving: Saving[_K] | None = None
+        self._worker = Worker(thread, nice=nice, clock=clock)
+        self._seen: BaseException | None = None
+        self._failures: list[BaseException] = []
+        self._cancelled = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._saving is not None and not self._saving.ended.is_set()
+
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the last save, once it is committed, if it was a whole one."""
+        saving = self._saving
+        if saving is None or not saving.committed.done() or saving.committed.exception():
+            return None
+        return saving.step if saving.whole else None
+
+    def join(self, timeout: timedelta | None = None) -> bool:
+        """Waits until no save is under way, however it ends; False if that takes longer."""
+        saving = self._saving
+        if saving is None:
+            return True
+        if timeout is not None:
+            return saving.ended.wait(timeout)
+        what = f"the {self._what} of step {saving.step} {self._where}"
+        saving.ended.require(what, self._patience)
+        return True
+
+    def wait(self) -> _K | None:
+        """Waits for the save under way; returns what it made. Raises if it failed."""
+        if self._saving is None:
+            return None
+        self.join()
+        self.check(least=1)
+        return self._saving.committed.result()
+
+    def check(self, least: int | None = None) -> None:
+        """Raises what made saves fail, if there were enough of them, or `least`."""
+        raise NotImplementedError
+
+    def _start(self, saving: Saving[_K], write: Callable[[], None]) -> None:
+        before, self._saving = self._saving, saving
+        try:
+            self._worker.do(partial(self._run, saving, write), partial(self._ended, saving))
+        except Exception:  # no interrupt: the write may be under way
+            self._saving = before
+            raise
+
+    def _run(self, saving: Saving[_K], write: Callable[[], None]) -> None:
+        try:
+            write()
+        except CancelledError as error:  # is no error of the thread, and holds on to no rows
+            saving.committed.set_exception(error.with_traceback(None))
+
+    def _ended(self, saving: Saving[_K], error: BaseException | None) -> None:
+        try:
+            error = error or saving.committed.exception(0)
+            if error is not None:
+                self._settle(saving, error)
+        finally:
+            saving.ended.set()
+
+    def _settle(self, saving: Saving[_K], error: BaseException) -> None:
+        if not saving.copied.done():
+            saving.copied.set_exception(error)
+        if not saving.committed.done():
+            saving.committed.set_exception(error)
+        elif saving.committed.exception() is None:
+            warnings.warn(
+                f"step {saving.step} is saved, but what follows a save failed: {error!r}",
+                stacklevel=1,
+            )
+            return
+        if isinstance(error, CancelledError):
+            self._cancelled += 1
+            self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
+        else:
+            if self._is_fault(error):
+                self._failures.append(error)
+            self._tell("save_failed", {"step": saving.step, "error": str(error)})
+        self._clean_up(saving, error)
+
+    def _is_fault(self, error: BaseException) -> bool:
+        """Whether `check` is to raise it: rows that were lost are no fault of the store."""
+        raise NotImplementedError
+
+    def _clean_up(self, saving: Saving[_K], error: BaseException) -> None:
+        """After a save that failed or was given up."""
+        raise NotImplementedError
+
+    def _unseen(self) -> list[BaseException]:
+        """What the cleaning up after a save met, once."""
+        error, seen = self._worker.error, self._seen
+        self._seen = error
+        return [] if error is None or error is seen else [error]
+
+    def _tell_saved(
+        self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int
+    ) -> None:
+        details = {
+            "version": version, "step": saving.step, "kind": kind, "nbytes": nbytes,
+            "pause_ms": saving.pause.total_seconds() * 1e3,
+            "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
+        }  # fmt: skip
+        self._tell("saved", details)
+
+    def _tell(self, event: str, details: Json) -> None:
+        try:
+            self._on_event(event, details)
+        except Exception as error:
+            # A listener must not be able to fail a save, least of all a committed one.
+            warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
     """What one version is made of, from the freeze to the commit."""
 
-    saving: Saving
+    saving: Saving[Manifest]
     frozen: Cut[Sequence[FrozenRows]]
     """By shard, with the state of their tables."""
     extras: Extras

@@ -8,8 +8,8 @@ does not know: in-process shards and plain torch modules are saved by the same c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,7 @@ from emberkeep.checkpoint.restore import (
     load,
     load_shard,
 )
-from emberkeep.checkpoint.save import Extras, Save, Saving
+from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView
 from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
@@ -43,9 +43,8 @@ from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, needs_baseline, resets
-from emberkeep.rows.snapshot import closed_if_raised
+from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
-from emberkeep.runtime.background import Worker
 from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
@@ -67,7 +66,7 @@ class _Chain:
     nbytes: int = 0
 
 
-class Checkpointer:
+class Checkpointer(BackgroundSaver[Manifest]):
     """Saves the versions of one run. Opening it makes this process the only writer.
 
     Two saves never overlap. A version is complete or does not exist; after any failure the rows
@@ -89,25 +88,23 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         check_schema(repository.tables, subject.schema())
         subject.track(self.spec.priority)
-        if self.spec.layout != "grid":  # whose rows this process writes
-            check_holders(repository, subject)
+        if self.spec.written_by_holders:
+            check_holders(subject, repository.store.url, repository.id)
+        super().__init__(
+            "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
+            nice=self.settings.nice, on_event=on_event,
+        )  # fmt: skip
         self.writer = Writer.open(repository)
-        self._clock = repository.clock
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
         self._restores = repository.restores()
         self._chain = _Chain()
         self._whole: Manifest | None = None
-        self._saving: Saving | None = None
-        self._worker = Worker("emberkeep-save", nice=self.settings.nice, clock=self._clock)
-        self._failures: list[BaseException] = []
-        self._cancelled = 0
         self._cancelled_since_version = False
-        self._on_event = on_event or (lambda _name, _details: None)
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
         # Behind saving in everything: training may have to wait for a save, never for a round.
-        self._rounds = ExtractionWorker(
+        self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=min(_NICEST, self.settings.nice + 9),
         )  # fmt: skip
@@ -139,7 +136,7 @@ class Checkpointer:
         *,
         spec: VersionSpec | None = None,
         whole: bool = True,
-    ) -> Saving:
+    ) -> Saving[Manifest]:
         """Freezes the rows as they are now and returns; the version is written beside training.
 
         Unless it has to be `whole`, it is a prioritised one where the strategy has such and the
@@ -160,18 +157,16 @@ class Checkpointer:
             frozen = self.subject.freeze(since, self.settings.buffer_nbytes)
             taken.extend(rows for shard in frozen for rows in shard)
             pause = timedelta(seconds=self._clock.monotonic() - start)
-            saving = Saving(step, pause, self._clock, whole=since != PRIORITISED)
+            saving = Saving[Manifest](step, pause, self._clock, whole=since != PRIORITISED)
             saving.spared = self._cancelled_since_version
             save = Save(
                 saving=saving, frozen=frozen, extras=extras or Extras(), since=since,
                 codecs=codecs, spec=spec,
             )  # fmt: skip
-            write, ended = partial(self._write_and_settle, save), partial(self._ended, saving)
-        before, self._saving = self._saving, saving
+            write = partial(self._write, save)
         try:
-            self._worker.do(write, ended)
-        except Exception:  # no interrupt: the write may be under way, and its rows are its own then
-            self._saving = before
+            self._start(saving, write)
+        except Exception:  # no interrupt: the rows are those of a write that may be under way
             save.close(())
             raise
         return saving
@@ -183,10 +178,10 @@ class Checkpointer:
         if chain.baseline is None or chain.grid != in_grid:
             return None
         if in_grid:
-            costs = self._rounds.costs(
+            costs = self._extraction.costs(
                 chain.baseline, self._write_seconds_per_byte, self._increment_nbytes
             )
-            reason = None if costs is None else resets(self._rounds.rules, costs)
+            reason = None if costs is None else resets(self._extraction.rules, costs)
             if reason is not None:
                 self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
             return SINCE_VERSION if reason is None else None
@@ -199,45 +194,20 @@ class Checkpointer:
         if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
             self.cancel()
         self.join()
-        self._rounds.make_room()
+        self._extraction.make_room()
 
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to commit; its rows go with the next."""
         if self._saving is not None:
             self._saving.cancelled.set()
 
-    @property
-    def committed_step(self) -> int | None:
-        """The step of the last save, once it is committed, if it was a whole one."""
-        saving = self._saving
-        if saving is None or not saving.committed.done() or saving.committed.exception():
-            return None
-        return saving.step if saving.whole else None
-
-    def join(self, timeout: timedelta | None = None) -> bool:
-        """Waits until no save is under way, however it ends; False if that takes longer."""
-        saving = self._saving
-        if saving is None:
-            return True
-        if timeout is not None:
-            return saving.ended.wait(timeout)
-        saving.ended.require(f"the save of step {saving.step} to its repository", _PATIENCE)
-        return True
-
-    def wait(self) -> Manifest | None:
-        """Waits for the save under way; returns its manifest. Raises if it failed."""
-        if self._saving is None:
-            return None
-        self.join()
-        self.check(least=1)
-        return self._saving.committed.result()
-
     def check(self, least: int | None = None) -> None:
         """Raises what made saves fail: at once if this process was replaced, else after
         `max_failures` of them, or `least`."""
+        self._failures += self._unseen()
         failures = self._failures
-        if self._rounds.failure is not None:
-            raise self._rounds.failure
+        if self._extraction.failure is not None:
+            raise self._extraction.failure
         if not failures:
             return
         if isinstance(failures[-1], FencedError):
@@ -249,48 +219,42 @@ class Checkpointer:
                 "rows are still in memory and part of the next save"
             ) from failures[-1]
 
-    def _ended(self, saving: Saving, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                # Not a save that failed but one that could not even be cleaned up after.
-                self._failures.append(error)
-                if not saving.committed.done():
-                    saving.committed.set_exception(error)
-        finally:
-            saving.ended.set()
+    def _is_fault(self, error: BaseException) -> bool:
+        return not isinstance(error, ShardLostError)  # the recovery saves again
 
-    def _write_and_settle(self, save: Save) -> None:
-        saving = save.saving
-        try:
-            outcome: BaseException | Manifest = self._write_version(save)
-        except BaseException as error:
-            outcome = error
-        save.close(save.advanced if isinstance(outcome, Manifest) else ())
-        if isinstance(outcome, Manifest):
-            self._failures = []
-            self._cancelled_since_version = False
-            self._tell_saved(outcome, saving)
-            if grid_of(outcome) is None:
-                self._collect()
-            else:
-                self._rounds.arrived(outcome)
-            saving.committed.set_result(outcome)
-            return
-        if not saving.copied.done():
-            saving.copied.set_exception(outcome)
-        if isinstance(outcome, CancelledError):
-            self._cancelled += 1
+    def _clean_up(self, saving: Saving[Manifest], error: BaseException) -> None:
+        if isinstance(error, CancelledError):
             self._cancelled_since_version = True
-            self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
+            return
+        if isinstance(error, FullError):
+            self._collect()  # what has come of age since the last version makes room
+        if self._is_fault(error):
+            warnings.warn(f"saving step {saving.step} failed: {error}", stacklevel=1)
+
+    def _write(self, save: Save) -> None:
+        try:
+            manifest = self._write_version(save)
+        except BaseException as error:
+            if save.saving.committed.done():  # and not followed: nothing may build on the chain
+                self._chain = _Chain()
+            try:
+                save.close(())
+            except BaseException as second:  # must not stand for the first, which may be a fence
+                warnings.warn(
+                    f"after {error!r}, rows could not be let go: {second!r}", stacklevel=1
+                )
+            raise
+        save.close(save.advanced)
+        self._failures = []
+        self._cancelled_since_version = False
+        self._tell_saved(
+            save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
+            nbytes=manifest.nbytes,
+        )  # fmt: skip
+        if grid_of(manifest) is None:
+            self._collect()
         else:
-            # Rows that were lost are no fault of the store: the recovery saves again.
-            if not isinstance(outcome, ShardLostError):
-                self._failures.append(outcome)
-                warnings.warn(f"saving step {saving.step} failed: {outcome}", stacklevel=1)
-            if isinstance(outcome, FullError):
-                self._collect()  # what has come of age since the last version makes room
-            self._tell("save_failed", {"step": saving.step, "error": str(outcome)})
-        saving.committed.set_exception(outcome)
+            self._extraction.arrived(manifest)
 
     def _write_version(self, save: Save) -> Manifest:
         saving, extras, since = save.saving, save.extras, save.since
@@ -336,6 +300,7 @@ class Checkpointer:
                 user=extras.user,
                 counters=extras.counters,
             )
+            saving.committed.set_result(manifest)
         self._follow(manifest)
         seconds = self._clock.monotonic() - saving.started
         self._write_seconds_per_byte = seconds / max(1, manifest.nbytes)
@@ -366,45 +331,56 @@ class Checkpointer:
 
     def _write_shards(self, draft: Draft, save: Save) -> None:
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
-        once, while this process writes what it holds."""
+        once, while this process writes what it holds. When one fails, the others are given up; all
+        have ended when this returns or raises."""
         settings, cancelled = self.settings, save.saving.cancelled
-        elsewhere = [
+        on_servers = [
             rows
             for slabs in save.frozen
             for rows in slabs
             if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not save.in_grid
         ]
-        with ThreadPoolExecutor(max(1, len(elsewhere)), "emberkeep-write") as threads:
+        if on_servers:
             # Before anybody writes: a server that was replaced may be where the path is another's.
-            checks = [
-                threads.submit(rows.check_repository, draft.url, self.repository.id)
-                for rows in elsewhere
-            ]
-            for checked in checks:
-                checked.result()
-            writing = [
-                threads.submit(
-                    rows.write, draft, save.codecs, threads=settings.threads, nice=settings.nice,
-                    piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
-                )
-                for rows in elsewhere
-            ]  # fmt: skip
-            for shard, slabs in enumerate(save.frozen):
-                if save.in_grid:
-                    write_bundles(
-                        draft, slabs, save.codecs, self._pool,
-                        tables=list(self.repository.tables),
-                        file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
-                        cancelled=cancelled,
+            check_holders(self.subject, draft.url, self.repository.id)
+        with ThreadPoolExecutor(max(1, len(on_servers)), "emberkeep-write") as threads:
+            writing: list[Future[None]] = []
+            errors: list[BaseException | None] = []
+            try:
+                for rows in on_servers:
+                    written = threads.submit(
+                        rows.write, draft, save.codecs, threads=settings.threads,
+                        nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
                     )  # fmt: skip
-                    continue
-                local_rows = [rows for rows in slabs if rows not in elsewhere]
-                write_pieces(
-                    draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
-                    nice=settings.nice, shard=shard, cancelled=cancelled,
+                    written.add_done_callback(
+                        lambda done: cancelled.set() if done.exception() else None
+                    )
+                    writing.append(written)
+                self._write_local(draft, save, on_servers)
+            except BaseException as raised:
+                cancelled.set()
+                errors.append(raised)
+            errors += [written.exception() for written in writing]
+        # What was given up because of another error says nothing.
+        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, CancelledError))[:1]:
+            raise error
+
+    def _write_local(self, draft: Draft, save: Save, on_servers: Sequence[FrozenRows]) -> None:
+        settings, cancelled = self.settings, save.saving.cancelled
+        for shard, slabs in enumerate(save.frozen):
+            if save.in_grid:
+                write_bundles(
+                    draft, slabs, save.codecs, self._pool,
+                    tables=list(self.repository.tables),
+                    file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
+                    cancelled=cancelled,
                 )  # fmt: skip
-            for written in writing:
-                written.result()
+                continue
+            local_rows = [rows for rows in slabs if rows not in on_servers]
+            write_pieces(
+                draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
+                nice=settings.nice, shard=shard, cancelled=cancelled,
+            )  # fmt: skip
 
     def _collect(self) -> None:
         try:
@@ -414,26 +390,6 @@ class Checkpointer:
         except Exception as error:
             # Old versions stay a little longer; the one just committed is not in doubt.
             warnings.warn(f"old versions could not be removed: {error}", stacklevel=1)
-
-    def _tell_saved(self, manifest: Manifest, saving: Saving) -> None:
-        self._tell(
-            "saved",
-            {
-                "version": manifest.version.number,
-                "step": manifest.step,
-                "kind": manifest.layout["kind"],
-                "nbytes": manifest.nbytes,
-                "pause_ms": saving.pause.total_seconds() * 1e3,
-                "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
-            },
-        )
-
-    def _tell(self, event: str, details: Json) -> None:
-        try:
-            self._on_event(event, details)
-        except Exception as error:
-            # A listener must not be able to fail a save, least of all a committed one.
-            warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
 
     def close(self, step: int | None = None, extras: Extras | None = None) -> Manifest | None:
         """Waits for what is under way; with a step, writes a last version in which nothing is
@@ -454,13 +410,13 @@ class Checkpointer:
         """Waits for everything under way and ends the threads; a later save starts them again."""
         self.join()
         self._worker.close()
-        self._rounds.close()
+        self._extraction.close()
 
     def settle(self) -> None:
         """Waits until the rows of every version stand where they are to stay: without a grid, they
         do as soon as it is committed."""
         self.join()
-        self._rounds.join()
+        self._extraction.join()
 
     # -- restoring -------------------------------------------------------------------------------
 
@@ -523,7 +479,7 @@ class Checkpointer:
         newest = self.writer.resume(target)
         planned = plan(self.repository, manifest)
         if planned is not None:
-            self._rounds.restored(self._clock.monotonic() - start, planned.nbytes)
+            self._extraction.restored(self._clock.monotonic() - start, planned.nbytes)
             if not newest:
                 self._chain = _Chain()
         return restored

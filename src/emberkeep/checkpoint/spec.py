@@ -60,6 +60,12 @@ class VersionSpec:
             self.bits is not None or self.expected_restores is not None or self.quantize_optimizer
         )
 
+    @property
+    def written_by_holders(self) -> bool:
+        """Whether servers write versions themselves: not those of a grid, whose rows stand together
+        whatever their shard; but a lossy strategy ends with an exact version outside the grid."""
+        return self.layout != "grid" or self.lossy
+
     def codecs(self, restores: int) -> dict[str, Codec]:
         """The codec of each plane that is not stored as it is."""
         bits = self.bits

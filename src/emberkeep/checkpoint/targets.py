@@ -79,8 +79,9 @@ class LoadsItself(Protocol):
         """Whether they can open that store; otherwise the rows are read here and sent."""
         ...
 
-    def check_repository(self, url: str, repository: str) -> None:
-        """Raises `ConfigError` unless each of them finds the repository of that id there."""
+    def check_repository(self, url: str, repository: str | None) -> None:
+        """Raises `ConfigError` unless each of them finds the repository of that id there, or
+        none."""
         ...
 
     def load_version(
@@ -114,10 +115,6 @@ class WritesItself(Protocol):
 
     def reaches(self, url: str) -> bool:
         """Whether that process can open the store; otherwise the rows are fetched and written."""
-        ...
-
-    def check_repository(self, url: str, repository: str) -> None:
-        """Raises `ConfigError` unless that process finds the repository of that id there."""
         ...
 
     def write(

@@ -13,6 +13,7 @@ from torch import nn
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, open_store
+from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger
@@ -22,7 +23,7 @@ from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_beside, kept_nbytes
-from emberkeep.keeper.run_saver import Cut, Kept, RunSaver, save_until, version_number
+from emberkeep.keeper.run_saver import Kept, RunSaver, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
@@ -115,7 +116,9 @@ class Keeper:
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
         )
         self._state = RunState(self._parts.dense, reader, self._ranks)
-        self._store = open_store(where) if isinstance(where, str | os.PathLike) else where
+        self._store = (
+            open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
+        )
         self._saver: RunSaver | None = None
         if self._store is None:
             if about or settings or exclusive:
@@ -177,7 +180,7 @@ class Keeper:
             if self._pace.looks(self.steps):
                 self._pace.look_ahead(self.steps)
 
-    def save(self) -> Cut | None:
+    def save(self) -> Saving[Any] | None:
         """Cuts a version now. Returns when training may go on; the rest happens beside it.
 
         Rank 0 gets the save under way: its `copied` and `committed` are futures.
@@ -476,7 +479,7 @@ class Keeper:
         assert self._saver is not None
         return self._saver.url
 
-    def _save(self, *, whole: bool = True) -> Cut | None:
+    def _save(self, *, whole: bool = True) -> Saving[Any] | None:
         """Cuts a version; unless it must be whole, whichever the strategy's turn is."""
         if self._saver is not None:
             self._saver.make_room()
@@ -486,7 +489,7 @@ class Keeper:
         start = self._clock.monotonic()
         return self._cut(self._capture() if whole else None, start, whole=whole)
 
-    def _cut(self, state: Captured | None, start: float, *, whole: bool) -> Cut | None:
+    def _cut(self, state: Captured | None, start: float, *, whole: bool) -> Saving[Any] | None:
         """Rows as they are now, beside what was gathered since `start`; on the rank that writes."""
         self._pace.saved()
         if self._saver is None:

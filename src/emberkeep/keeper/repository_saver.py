@@ -8,7 +8,7 @@ from dataclasses import replace
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, recover_partially
-from emberkeep.checkpoint.restore import Restored, load
+from emberkeep.checkpoint.restore import Restored, check_holders, load
 from emberkeep.checkpoint.save import Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings
@@ -48,6 +48,8 @@ class RepositorySaver(Checkpointer):
                 "start a new run"
             )
         else:
+            if strategy.spec.written_by_holders:
+                check_holders(subject, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
         if must_exist and repository.latest() is None:
@@ -74,7 +76,7 @@ class RepositorySaver(Checkpointer):
 
     def cut(
         self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
-    ) -> Saving:
+    ) -> Saving[Manifest]:
         return self.save(step, self._extras(state, counters), whole=whole)
 
     def finish(self, step: int, state: Captured | None, counters: Json) -> Manifest | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.save import Saving
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import Clock
@@ -39,16 +39,6 @@ class Returned:
     kept: Kept
     counters: Json
     passed_over: tuple[int, ...] = ()
-
-
-class Cut(Protocol):
-    """A save under way: `copied` when no row is needed any more, `committed` when it is durable."""
-
-    @property
-    def copied(self) -> Future[None]: ...
-
-    @property
-    def committed(self) -> Future[Any]: ...
 
 
 class RunSaver(Protocol):
@@ -82,7 +72,7 @@ class RunSaver(Protocol):
 
     def cut(
         self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
-    ) -> Cut: ...
+    ) -> Saving[Any]: ...
 
     def finish(self, step: int, state: Captured | None, counters: Json) -> Kept | None:
         """A last save, exact and durable."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from emberkeep._types import Json
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, Losses, steps_of
+from emberkeep.checkpoint.save import BackgroundSaver, Saving
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import (
     CancelledError,
@@ -35,8 +36,7 @@ from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.plain_state import Packed, pack
 from emberkeep.keeper.run_saver import DurableStep, Hear, Returned
 from emberkeep.keeper.run_state import Captured
-from emberkeep.runtime.background import Worker
-from emberkeep.runtime.clock import Clock, Event
+from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Strategy, incremental
 
 _STATES = "step-"
@@ -44,20 +44,7 @@ _STATES = "step-"
 _PATIENCE = timedelta(hours=1)
 
 
-@dataclass(slots=True, eq=False)
-class _Saving:
-    """A checkpoint under way: `copied` when every file has prepared it."""
-
-    step: int
-    ended: Event
-    pause_ms: float = 0.0
-    nbytes: int = 0
-    cancelled: bool = False
-    copied: Future[None] = field(default_factory=Future)
-    committed: Future[DurableStep] = field(default_factory=Future)
-
-
-class TierSaver:
+class TierSaver(BackgroundSaver[DurableStep]):
     """Keeps a run in the tiers that hold its rows. One step is durable, the newest one.
 
     What makes a checkpoint fail is raised by the next call: a file that could not be written has
@@ -72,17 +59,15 @@ class TierSaver:
         _check_strategy(strategy)
         (self._cluster, *self._beside), self._paths = _tiered(parts)
         # That of the tier which decides for all: the place of what belongs to their rows.
-        self._state = LocalStore(os.path.join(self._paths[0], "state"))
+        self._state = LocalStore(os.path.join(self._paths[0], "state"), clock=clock)
         self.url = " and ".join(self._paths)
         self._check_one_step()
-        self._tell = on_event
-        self._clock = clock
-        self._saving: _Saving | None = None
-        self._error: BaseException | None = None
-        self._worker = Worker("emberkeep-tier-commit", clock=clock)
+        super().__init__(
+            "emberkeep-tier-commit", "checkpoint", f"in {self.url}", _PATIENCE, clock=clock,
+            on_event=on_event,
+        )  # fmt: skip
         # Who holds it decides the batch under way: it is committed, or given up.
         self._deciding = threading.Lock()
-        self._cancelled = 0
         if must_exist and not self.holds_run():
             raise NoVersionError(
                 f"the tier {self.url} holds no durable step, and this run must exist: nothing was "
@@ -95,22 +80,12 @@ class TierSaver:
         batches = [cluster.tier_batch() for cluster in (self._cluster, *self._beside)]
         return DurableStep(min(b or 0 for b in batches)) if all(batches) else None
 
-    @property
-    def busy(self) -> bool:
-        return self._saving is not None and not self._saving.committed.done()
-
-    @property
-    def committed_step(self) -> int | None:
-        saving = self._saving
-        if saving is None or not saving.committed.done() or saving.committed.exception():
-            return None
-        return saving.step
-
     def holds_run(self) -> bool:
         return self.whole is not None
 
     def kept_nbytes(self) -> int:
-        return sum(info.size for path in self._paths for info in LocalStore(path).list())
+        stores = [LocalStore(path, clock=self._clock) for path in self._paths]
+        return sum(info.size for store in stores for info in store.list())
 
     def _check_one_step(self) -> None:
         """Every decision is about all tiers of a run: those at different steps are of two."""
@@ -135,80 +110,66 @@ class TierSaver:
 
     def cut(
         self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
-    ) -> _Saving:
+    ) -> Saving[DurableStep]:
         """Declares this step one to come back to. Returns at once."""
         self.make_room()
         self.check()
         assert state is not None
-        saving, started = _Saving(step, Event(self._clock)), self._clock.monotonic()
+        start = self._clock.monotonic()
         losses = Losses.from_dict(counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
+        # A fault while the last one was cleaned up after may have left it under way.
+        self._cluster.abandon_tiers(beside=self._beside)
         prepared = self._cluster.prepare_tiers(step, beside=self._beside)
-        saving.pause_ms = (self._clock.monotonic() - started) * 1e3
         try:
-            self._worker.do(
-                partial(self._finish, saving, prepared, state.dense, beside),
-                partial(self._ended, saving, self._clock.monotonic()),
-            )
-        except BaseException:  # the system has no thread to give: nobody would ever commit
-            with suppress(EmberkeepError):
-                self._cluster.abandon_tiers(beside=self._beside)
+            pause = timedelta(seconds=self._clock.monotonic() - start)
+            saving = Saving[DurableStep](step, pause, self._clock)
+            self._start(saving, partial(self._write, saving, prepared, state.dense, beside))
+        except Exception:  # the system has no thread to give: nobody would ever commit
+            self._abandon()
             raise
-        self._saving = saving
         return saving
 
     def finish(self, step: int, state: Captured | None, counters: Json) -> DurableStep | None:
         self.cut(step, state, counters)
         return self.wait()
 
-    def _finish(
-        self, saving: _Saving, prepared: list[Future[Any]], dense: Packed, beside: Packed
-    ) -> None:
+    def _write(
+        self, saving: Saving[DurableStep], prepared: list[Future[Any]], dense: Packed,
+        beside: Packed,
+    ) -> None:  # fmt: skip
         name = _name(saving.step)
-        for future in prepared:
-            future.result()  # upkeep ends it, also when it fails; `join` has a deadline
+        try:
+            for future in prepared:
+                future.result()  # upkeep ends it, also when it fails; `join` has a deadline
+        except EmberkeepError as error:
+            if saving.cancelled.is_set():
+                raise _given_up(saving.step) from error
+            raise
         saving.copied.set_result(None)
         content = tier_state.encode(name, dense, beside)
-        saving.nbytes = sum(len(piece) for piece in content)
+        nbytes = sum(len(piece) for piece in content)
         with self._deciding:
-            if saving.cancelled:
-                raise CancelledError(f"the checkpoint of step {saving.step} was given up")
+            if saving.cancelled.is_set():
+                raise _given_up(saving.step)
             self._state.put(name, content)
             self._cluster.commit_tiers(beside=self._beside)
+            saving.committed.set_result(DurableStep(saving.step))
+        self._tell_saved(saving, version=None, kind="tier", nbytes=nbytes)
         states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
         self._state.delete([other for other in states if other != name])
 
-    def _ended(self, saving: _Saving, started: float, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                self._failed(saving, error)
-                return
-            saving.committed.set_result(DurableStep(saving.step))
-            self._tell("saved", {
-                "version": None, "step": saving.step, "kind": "tier",
-                "nbytes": saving.nbytes, "pause_ms": saving.pause_ms,
-                "commit_ms": (self._clock.monotonic() - started) * 1e3,
-            })  # fmt: skip
-        finally:
-            saving.ended.set()
-
-    def _failed(self, saving: _Saving, error: BaseException) -> None:
-        with self._deciding, suppress(EmberkeepError):  # the next checkpoint tries again
-            self._cluster.abandon_tiers(beside=self._beside)
-        if not saving.copied.done():
-            saving.copied.set_exception(error)
+    def _is_fault(self, error: BaseException) -> bool:
         # With a shard, its part of a checkpoint is lost too: that is no fault of the files.
-        if not saving.cancelled and not self._lost():
-            self._error = error
-        saving.committed.set_exception(error)
-        if saving.cancelled:
-            self._cancelled += 1
-            self._tell("save_cancelled", {"step": saving.step, "cancelled": self._cancelled})
-        else:
-            self._tell("save_failed", {"step": saving.step, "error": str(error)})
+        return not any(cluster.lost() for cluster in (self._cluster, *self._beside))
 
-    def _lost(self) -> bool:
-        return any(cluster.lost() for cluster in (self._cluster, *self._beside))
+    def _clean_up(self, saving: Saving[DurableStep], error: BaseException) -> None:
+        with self._deciding:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        with suppress(EmberkeepError):  # the next checkpoint tries again
+            self._cluster.abandon_tiers(beside=self._beside)
 
     def make_room(self) -> None:
         self.join()
@@ -220,35 +181,21 @@ class TierSaver:
             return
         try:
             if not saving.committed.done():
-                saving.cancelled = True
-                with suppress(EmberkeepError):  # the next checkpoint tries again
-                    self._cluster.abandon_tiers(beside=self._beside)
+                saving.cancelled.set()
+                self._abandon()
         finally:
             self._deciding.release()
 
-    def join(self, timeout: timedelta | None = None) -> bool:
-        """Waits until no checkpoint is under way, however it ends; False if that takes longer."""
-        saving = self._saving
-        if saving is None:
-            return True
-        if timeout is not None:
-            return saving.ended.wait(timeout)
-        saving.ended.require(f"the checkpoint of step {saving.step} in {self.url}", _PATIENCE)
-        return True
-
-    def check(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def wait(self) -> DurableStep | None:
-        self.join()
-        self.check()
-        return self.whole
+    def check(self, least: int | None = None) -> None:
+        failures, self._failures = [*self._failures, *self._unseen()], []
+        if failures:
+            raise failures[0]
 
     def close(self) -> DurableStep | None:
         try:
-            return self.wait()
+            self.join()
+            self.check()
+            return self.whole
         finally:
             self._worker.close()
 
@@ -297,6 +244,10 @@ class TierSaver:
 
 def _name(step: int) -> str:
     return f"{_STATES}{step}.safetensors"
+
+
+def _given_up(step: int) -> CancelledError:
+    return CancelledError(f"the checkpoint of step {step} was given up")
 
 
 def _check_strategy(strategy: Strategy) -> None:

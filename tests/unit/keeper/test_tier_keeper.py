@@ -273,7 +273,7 @@ def test_a_checkpoint_that_is_given_up_is_no_failure(
 def test_nobody_waits_for_ever_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, late = Run(tmp_path / "t", clock=VirtualClock(pace=1e6)), Future[None]()
+    run, late = Run(tmp_path / "{t}", clock=VirtualClock(pace=1e6)), Future[None]()
     honest = LocalCluster.prepare_tiers
     monkeypatch.setattr(
         LocalCluster, "prepare_tiers", lambda self, batch, beside=(): [late, *honest(self, batch)]
@@ -281,7 +281,7 @@ def test_nobody_waits_for_ever_for_a_disk_that_hangs(
     run.train(1)
     cut = run.keeper.save()
     assert cut is not None
-    with pytest.raises(DeadlineError, match=r"the checkpoint of step 1 in .*t;"):
+    with pytest.raises(DeadlineError, match=r"the checkpoint of step 1 in .*{t};"):
         run.keeper.wait()
     late.set_result(None)
     assert cut.committed.result(60) == 1  # it has gone on

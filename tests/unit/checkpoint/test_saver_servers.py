@@ -1,0 +1,115 @@
+"""Versions of rows that servers hold, servers being objects of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer, VersionSpec, load
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import RemoteRows
+from emberkeep.errors import CancelledError, SaveError
+from emberkeep.repository import Repository
+from emberkeep.repository.policies import LAYOUTS
+from emberkeep.runtime.pool import Pool
+from emberkeep.tables import Adagrad
+from emberkeep.testing.local_transport import LocalNetwork, LocalServers
+from emberkeep.testing.virtual_clock import VirtualClock
+from tests.contracts.cluster import push
+from tests.contracts.engine import state, tables
+
+SHARDS = 3
+
+
+class Job:
+    """Ranks over the servers of one network; the first coordinates."""
+
+    def __init__(self) -> None:
+        self.network = LocalNetwork(VirtualClock())
+        self.hosts = LocalServers(self.network, SHARDS)
+        self.ranks: list[FlightCluster] = []
+
+    def join(self) -> FlightCluster:
+        rank = len(self.ranks)
+        cluster = FlightCluster(
+            tables(), Adagrad(lr=0.1), self.hosts, seed=3, pool=Pool(1), clock=self.network.clock,
+            transport=self.network.transport(f"rank-{rank}"), coordinate=rank == 0,
+        )  # fmt: skip
+        self.ranks.append(cluster)
+        return cluster
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    for cluster in reversed(made.ranks):
+        cluster.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_does_not_coordinate_leaves_the_rows_to_the_one_that_does(
+    job: Job, tmp_path: Path, layout: Any
+) -> None:
+    cluster = job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    with_layout = VersionSpec(layout=layout)
+    keeper = Checkpointer(repository, cluster, spec=with_layout)
+    push(cluster, np.random.default_rng(1), 3)
+    keeper.save(1)
+    saved = keeper.wait()
+    assert saved is not None
+    keeper.close()
+    expected = state(cluster)
+    follower = job.join()
+    cluster.clear()
+    Checkpointer(repository, cluster, spec=with_layout).restore()
+    before = len(job.network.events)
+    assert load(repository, saved.version, follower, Pool(1)).manifest == saved
+    sent = {event.kind for event in job.network.events[before:] if event.sender == "rank-1"}
+    assert sent == set()
+    assert state(follower) == expected
+
+
+def running(before: set[threading.Thread], name: str) -> bool:
+    return any(thread.name.startswith(name) for thread in {*threading.enumerate()} - before)
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+@pytest.mark.parametrize("error", [MemoryError("no memory"), SystemExit(3)], ids=lambda e: type(e))
+def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    before, cluster = set(threading.enumerate()), job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    keeper = Checkpointer(repository, cluster)
+    push(cluster, np.random.default_rng(1), 3)
+    given_up: list[bool] = []
+
+    def write(rows: RemoteRows, *_: Any, cancelled: threading.Event, **__: Any) -> None:
+        if rows._shard.index == 1:
+            raise error
+        given_up.append(cancelled.wait(10))
+        raise CancelledError("given up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteRows, "write", write)
+        saving = keeper.save(1)
+        with pytest.raises(SaveError) as failed:
+            keeper.wait()
+    assert failed.value.__cause__ is error
+    assert saving.copied.exception() is error
+    assert given_up == [True, True]
+    assert not running(before, "emberkeep-write")
+    keeper.save(2)
+    assert keeper.join(timedelta(seconds=60))
+    assert keeper.wait() is not None
+    keeper.close()
+    assert not running(before, "emberkeep-save")
