@@ -11,19 +11,22 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import emberkeep as ek
+from emberkeep._types import RowIds
 from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.remote import leases
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.leases import Leases
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
@@ -33,16 +36,18 @@ from emberkeep.keeper import tier_state
 from emberkeep.runtime import metrics
 from emberkeep.runtime.background import Retry
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.pool import Pool
 from emberkeep.server import parity_service as services
 from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService
-from emberkeep.tables import Adagrad
+from emberkeep.tables import Adagrad, Table
 from emberkeep.tiered import durable_open, upkeep
 from emberkeep.wire import flight_transport
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 from tests.contracts.parity import PLAIN, ones
 from tests.faults.test_tier_faults import start, train
+from tests.servers import Farm, FarmLauncher
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
 from tests.unit.tiered.test_tiered_slab import Unsynced
 
@@ -335,6 +340,65 @@ def test_a_job_of_a_server_that_fails_is_reported_and_the_next_one_runs(
     assert ready.acquire(timeout=60)
     assert next(service._work({"epoch": 1}, {}))[0] == {"done": True, "fine": True}
     assert counted() == 1
+
+
+# -- clusters of servers -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    farm = Farm()
+    yield farm
+    farm.close()
+
+
+def serving_cluster(farm: Farm) -> FlightCluster:
+    return FlightCluster(
+        [Table("t", rows=60, dim=4)], Adagrad(lr=0.1), FarmLauncher(farm, 2), seed=1, pool=Pool(1)
+    )
+
+
+def leases_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "emberkeep-lease"]
+
+
+@kinds
+def test_a_prefetch_that_fails_is_dropped_and_its_rows_are_pulled(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster, counted = serving_cluster(farm), errors_of("emberkeep-prefetch")
+    wanted = [RowIds(np.arange(30), np.array([0, 30]))]
+    rows = cluster._rows
+    failing = Failing(error, rows, times=1)
+    monkeypatch.setattr(cluster, "_rows", failing)
+    cluster.prefetch(wanted)
+    cluster.push(wanted, [np.ones((30, 4), np.float32)], lr=0.1)
+    (after,) = cluster.pull(wanted)
+    (again,) = cluster.pull(wanted)
+    assert (failing.calls, counted()) == (3, 1)
+    assert (after == again).all()
+    cluster.close()
+    for lease in leases_alive():
+        lease.join(SOON.total_seconds())
+    assert leases_alive() == []
+
+
+@kinds
+def test_a_cluster_is_closed_whatever_fails_on_the_way(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster = serving_cluster(farm)
+    monkeypatch.setattr(cluster, "_drop_ahead", Failing(error))
+    monkeypatch.setattr(cluster.handles[0], "release", Failing(error))
+    with pytest.raises(type(error)):
+        cluster.close()
+    for lease in leases_alive():
+        lease.join(SOON.total_seconds())
+    assert leases_alive() == []
+    shard = cluster.handles[1]
+    assert shard._connection is None
+    assert shard.connect()["state"] == "empty"  # released
+    shard.disconnect()
 
 
 # -- tiers ---------------------------------------------------------------------------------------

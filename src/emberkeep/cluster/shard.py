@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
@@ -203,10 +205,10 @@ class Shard:
         """Drops all memory; a copy of rows that is under way fails with the loss."""
         with self._lock:
             self.state = "lost"
-            for slab in self.slabs:
-                slab.drop(ShardLostError((self.index,)))
-            self.slabs, self._places = [], {}
+            slabs, self.slabs, self._places = self.slabs, [], {}
             self._recorders, self.bring_back = [], None
+            lost = ShardLostError((self.index,))
+            end_all(*(partial(slab.drop, lost) for slab in slabs))
 
     def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
         """Writes the weights of the wanted rows, slab by slab; changes nothing."""

@@ -12,7 +12,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,7 @@ from emberkeep.errors import (
     ShardLostError,
     StreamError,
 )
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
 from emberkeep.server.parity_sender import Sender
@@ -159,10 +161,11 @@ class ParityService:
             senders = list(self._senders.values())
             self._senders.clear()
             self._moved.notify_all()
-        for sender in senders:
-            sender.close()
-        self._rebuilds.stop()
-        self._threads.shutdown(wait=False)
+        end_all(
+            *(sender.close for sender in senders),
+            self._rebuilds.stop,
+            partial(self._threads.shutdown, wait=False),
+        )
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -344,8 +347,12 @@ class ParityService:
         )
 
     def _each(self, calls: Calls) -> list[Any]:
+        """Makes all calls, each in a thread; raises the first error once all have ended."""
         futures = [self._threads.submit(call) for call in calls[1:]]
-        first = [call() for call in calls[:1]]
+        try:
+            first = [call() for call in calls[:1]]
+        finally:
+            wait(futures)
         return first + [future.result() for future in futures]
 
     def _standing(self, header: Json, arrays: Arrays) -> Answer:

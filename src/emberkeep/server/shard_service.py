@@ -38,7 +38,7 @@ from emberkeep.repository import Repository, VersionId
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
-from emberkeep.runtime.background import Worker
+from emberkeep.runtime.background import Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
@@ -275,9 +275,8 @@ class ShardService:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
-        if epoch.parity_service is not None:
-            epoch.parity_service.close()
-        epoch.shard.kill()
+        service = epoch.parity_service
+        end_all(*([] if service is None else [service.close]), epoch.shard.kill)
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)

@@ -18,7 +18,7 @@ from emberkeep.erasure.messages import Point
 from emberkeep.erasure.source import Source
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 
@@ -297,11 +297,7 @@ class LocalParity:
 
     def close(self) -> None:
         """Ends the threads; raises what has ended protection."""
-        self._rebuilds.stop()
-        try:
-            self._mail.close()
-        finally:
-            self._rebuilds.close()
+        end_all(self._rebuilds.stop, self._mail.close, self._rebuilds.close)
 
     def status(self) -> ParityStatus:
         guards = self.rebuilder.guards

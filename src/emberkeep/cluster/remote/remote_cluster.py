@@ -10,6 +10,7 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
@@ -33,6 +34,7 @@ from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.flight_transport import FLIGHT
@@ -92,6 +94,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self._silent_since = -math.inf
         self._coordinator = secrets.token_hex(8)
         self._leases: Leases | None = None
+        self._finalizer: Callable[[], object] | None = None
 
     def _drop_ahead(self) -> None:
         """Forgets rows that were pulled ahead."""
@@ -114,8 +117,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 self.on_loss = lambda _lost: self._rejoin()
                 self._rejoin()
         except BaseException:
-            for shard in self.handles:
-                shard.disconnect()
+            with suppress(BaseException):
+                self._let_go()
             raise
 
     def _begin(self) -> None:
@@ -187,15 +190,17 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def close(self) -> None:
         """Ends the run: servers let go of their rows, and end if this cluster started them."""
-        self._drop_ahead()
-        if self._protection is not None:
-            self._protection.close()
-        if self.coordinates:
-            self._finalizer()
-        for shard in self.handles:
-            shard.disconnect()
-        self._threads.shutdown(wait=False)
-        self.hosts.close()
+        end_all(self._let_go, self.hosts.close)
+
+    def _let_go(self) -> None:
+        """Ends leases, connections and threads, all of them whatever one of them meets."""
+        end_all(
+            self._drop_ahead,
+            *([] if self._protection is None else [self._protection.close]),
+            *([] if self._finalizer is None else [self._finalizer]),
+            *(shard.disconnect for shard in self.handles),
+            partial(self._threads.shutdown, wait=False),
+        )
 
     def tell(self, **run: float) -> None:
         """Goes to the servers with the next renewal of their leases."""

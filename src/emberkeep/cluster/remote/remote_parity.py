@@ -16,6 +16,7 @@ from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
@@ -161,8 +162,7 @@ class RemoteParity:
             pause = min(0.2, pause * 1.2)
 
     def close(self) -> None:
-        for guard in self.rebuilder.guards:
-            guard.close()
+        end_all(*(guard.close for guard in self.rebuilder.guards))
 
     def status(self) -> ParityStatus:
         """As reported by the servers that are not known to be lost."""

@@ -166,9 +166,9 @@ class RemoteShard:
         if self.state == "lost":
             return
         header = {"epoch": self.epoch, "coordinator": coordinator}
+        self.state = "lost"
         with suppress(ServerError, SecurityError):
             self._open().act("release", header, deadline=timedelta(seconds=2))
-        self.state = "lost"
 
     def _open(self) -> Connection:
         if self._connection is None:
@@ -200,7 +200,9 @@ class RemoteShard:
 
     def receive(self) -> U8:
         """The next reply. What the server refuses comes out as its error."""
-        connection = self._open()
+        connection = self._connection
+        if connection is None:  # given up since: on a new stream nothing would ever come
+            raise ServerError(f"{self.address}: nothing is awaited any more")
         blob = connection.receive()
         self._waiting -= 1
         if not self._waiting:

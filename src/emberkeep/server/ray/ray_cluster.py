@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
 from emberkeep.tables import Optimizer, Table
@@ -304,8 +306,7 @@ def stop(actors: Sequence[Any]) -> None:
     """Ends servers for good."""
     ray = _ray()
     if ray.is_initialized():
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        end_all(*(partial(ray.kill, actor, no_restart=True) for actor in actors))
 
 
 class RayLauncher:
