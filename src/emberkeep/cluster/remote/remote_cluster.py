@@ -344,6 +344,19 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         self._clock.sleep(_POLL_SECONDS)
             return True
 
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        # Another connection may have found a server gone that this process counts as serving: to
+        # go on as if nothing were lost would fail again at once, for ever.
+        answering = [
+            index
+            for index in lost.shards
+            if self.handles[index].state == "serving" and self.handles[index].alive()
+        ]
+        if lost.shards and len(answering) == len(lost.shards):
+            self._await_peers(PeerError(f"shards {answering} answer, but not every connection"))
+            return True
+        return super()._bring_back(lost)
+
     def _give_up(self, shards: Sequence[int]) -> None:
         for index in shards:
             self.handles[index].state = "lost"

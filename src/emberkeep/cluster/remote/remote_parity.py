@@ -17,7 +17,7 @@ from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
 from emberkeep.runtime.background import end_all
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
@@ -152,14 +152,29 @@ class RemoteParity:
         self.wait(lambda status: status.protected or status.lost_shards > 0)
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
-        """Returns when servers have brought enough back, which they hurry to do."""
+        """Returns when servers have brought enough back, which they hurry to do; `DeadlineError`
+        if they bring nothing back for as long as `bulk`."""
         pause = _POLL_SECONDS
+        progress = Progress(self._timing.bulk, self._clock)
         while True:  # asking again finds out that a server has given up
             self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
-            if enough(self.status()):
+            status = self.status()
+            if enough(status):
                 return
+            progress.require(
+                (status.missing_rows, status.rebuilt_rows, status.unprotected_stripes, status.lag),
+                lambda: f"what {self._incomplete()} have yet to bring back",
+            )
             self._clock.sleep(pause)
             pause = min(0.2, pause * 1.2)
+
+    def _incomplete(self) -> str:
+        names = ("missing_rows", "unprotected_stripes", "lag")
+        return ", ".join(
+            f"shard {index} at {self._shards[index].address}"
+            for index, known in sorted(self._known.items())
+            if any(known[name] for name in names)
+        )
 
     def close(self) -> None:
         end_all(*(guard.close for guard in self.rebuilder.guards))

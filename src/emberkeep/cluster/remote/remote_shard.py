@@ -28,7 +28,7 @@ from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
@@ -345,9 +345,13 @@ class RemoteShard:
         raise AssertionError
 
     def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
-        """Starts long work on the server and asks until it has ended, each time on a deadline."""
+        """Starts long work on the server and asks until it has ended, each time on a deadline.
+
+        However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`.
+        """
         header = {**header, "epoch": self.epoch}
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
+        progress = Progress(self._timing.bulk, self._clock)
         with self.dialed() as connection:
             connection.act(kind, header, deadline=deadline)
             while True:
@@ -357,6 +361,13 @@ class RemoteShard:
                 if cancelled.is_set():
                     connection.act("cancel", header, deadline=deadline)
                     raise CancelledError(f"the work of shard {self.index} was given up")
+                progress.require(
+                    answer["progress"],
+                    lambda: (
+                        f"shard {self.index} at {self.address} to {kind} version "
+                        f"{header['version']}"
+                    ),
+                )
                 self._clock.sleep(pause)
                 pause = min(_POLL_SECONDS[1], pause * 1.5)
 
