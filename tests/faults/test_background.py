@@ -28,14 +28,19 @@ from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.remote import leases
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.leases import Leases
+from emberkeep.data import reader as reader_module
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
 from emberkeep.erasure.peers import Peer
 from emberkeep.errors import SaveError, StoppedError, TierError
 from emberkeep.keeper import tier_state
+from emberkeep.repository import VersionId
+from emberkeep.repository.grid.extraction_worker import ExtractionWorker
+from emberkeep.repository.policies import Grid
 from emberkeep.runtime import metrics
 from emberkeep.runtime.background import Retry
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import parity_service as services
 from emberkeep.server.parity_sender import Sender
@@ -48,6 +53,7 @@ from emberkeep.wire.transport import Transport
 from tests.contracts.parity import PLAIN, ones
 from tests.faults.test_tier_faults import start, train
 from tests.servers import Farm, FarmLauncher
+from tests.unit.data.test_reader import Numbers, numbers_of
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
 from tests.unit.tiered.test_tiered_slab import Unsynced
 
@@ -399,6 +405,87 @@ def test_a_cluster_is_closed_whatever_fails_on_the_way(
     assert shard._connection is None
     assert shard.connect()["state"] == "empty"  # released
     shard.disconnect()
+
+
+@kinds
+def test_a_call_to_one_of_several_servers_that_fails_is_raised_after_all_have_ended(
+    farm: Farm, error: BaseException
+) -> None:
+    cluster, counted = serving_cluster(farm), errors_of("emberkeep-shard")
+    other = Failing(error, times=0)
+    with pytest.raises(type(error)):
+        cluster._each([Failing(error), other])
+    assert other.done.is_set()
+    assert counted() == 1
+    assert cluster._each([lambda: 1, lambda: 2]) == [1, 2]
+    cluster.close()
+
+
+@kinds
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_to_a_peer_that_fails_is_raised_after_all_have_ended(
+    first: bool, error: BaseException
+) -> None:
+    cluster = protected()
+    service = services.ParityService(
+        cluster.shards[0], Parity(k=2, r=1), 3, security=Security(), deadline=SOON
+    )
+    counted, started = errors_of("emberkeep-peer"), threading.Event()
+    ended: list[str] = []
+
+    def slow() -> None:
+        assert started.wait(60)
+        ended.append("slow")
+
+    def fails() -> None:
+        started.set()
+        raise error
+
+    with pytest.raises(type(error)):
+        service._each([fails, slow] if first else [slow, fails])
+    assert ended == ["slow"]
+    assert counted() == (0 if first else 1)
+    assert service._each([lambda: 1, lambda: 2]) == [1, 2]
+    service.close()
+    cluster.close()
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+@kinds
+def test_a_reader_that_fails_raises_where_the_batch_is_taken_and_may_go_on(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    counted = errors_of("emberkeep-reader")
+    failing = Failing(error, reader_module._Feed.take, times=1)
+    monkeypatch.setattr(reader_module._Feed, "take", lambda *given: failing(*given))
+    reader = reader_module.Reader(Numbers(20), batch_size=5)
+    with pytest.raises(type(error)):
+        next(reader)
+    assert counted() == 1
+    assert numbers_of(list(reader)) == list(range(20))
+    reader.close()
+
+
+@kinds
+def test_a_round_of_extraction_that_fails_is_counted_and_made_again(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    counted, events = errors_of("emberkeep-extract"), list[str]()
+    writer: Any = SimpleNamespace(repository=SimpleNamespace(clock=SYSTEM_CLOCK))
+    rounds: Any = ExtractionWorker(
+        writer, Grid(), lambda name, _: events.append(name), lambda: None, nice=0
+    )
+    monkeypatch.setattr(rounds, "_round", Failing(error, len, times=1))
+    rounds.arrived(SimpleNamespace(version=VersionId(1, 1), layout={}))
+    rounds.join()
+    rounds.arrived(SimpleNamespace(version=VersionId(2, 1), layout={}))
+    rounds.join()
+    assert counted() == 1
+    assert "extraction_failed" in events
+    assert rounds._waiting == []
+    rounds.close()
 
 
 # -- tiers ---------------------------------------------------------------------------------------

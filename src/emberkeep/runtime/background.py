@@ -299,13 +299,13 @@ class _Thread(threading.Thread):
         return seconds
 
     def fail(self, error: BaseException, *, final: bool) -> None:
+        background_failures.count(self.name)
         with self.changed:
             self._failures += 1
             self.error = _without_locals(error)
             self.failed_since = self.failed_since or self._clock.now().timestamp()
             if final:
                 self.stopped = self.ending = True
-        background_failures.count(self.name)
         if final:
             background_failures.stopped(self, self.name, self.failed_since)
         try:

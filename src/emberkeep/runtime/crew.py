@@ -107,6 +107,9 @@ class Crew(Executor):
                 if self._calls:
                     self._employ()
 
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.shutdown(cancel_futures=error is not None)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more calls; with `wait` it returns when those that were taken have ended."""
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +21,7 @@ from emberkeep.repository.history import History
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.repository import Repository
+from emberkeep.runtime.crew import Crew
 
 _THREADS = 4
 
@@ -79,7 +79,7 @@ def verify(
     Deep reads every byte; otherwise files are checked for presence and size, from one listing.
     """
     chosen = repository.versions() if versions is None else tuple(versions)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(_THREADS, "emberkeep-verify", clock=repository.clock) as pool:
         check = _Check(repository, pool, deep=deep)
         check.small_objects()
         for version in chosen:
@@ -93,7 +93,7 @@ def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
     For a user who asked to fall back: the report names what is lost.
     """
     looked_at: list[VersionId] = []
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(_THREADS, "emberkeep-verify", clock=repository.clock) as pool:
         check = _Check(repository, pool, deep=True)
         for version in reversed(repository.versions()):
             looked_at.append(version)
@@ -105,7 +105,7 @@ def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
 class _Check:
     """Looks at each object once, however many versions need it."""
 
-    def __init__(self, repository: Repository, pool: ThreadPoolExecutor, *, deep: bool) -> None:
+    def __init__(self, repository: Repository, pool: Crew, *, deep: bool) -> None:
         self._repository = repository
         self._pool = pool
         self._deep = deep
