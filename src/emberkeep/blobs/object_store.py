@@ -67,6 +67,7 @@ class ObjectStore:
         config: Any = None,
         client_options: dict[str, Any] | None = None,
         deadline: timedelta = _DEADLINE,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> ObjectStore:
         """Opens `s3://`, `gs://` or `az://`; credentials and endpoint as obstore finds them.
 
@@ -85,7 +86,7 @@ class ObjectStore:
                 f"cannot use {url}: {_first_line(error)}; check the URL, its options and the "
                 "credentials in the environment"
             ) from error
-        return cls(store, url=url, deadline=deadline)
+        return cls(store, url=url, deadline=deadline, clock=clock)
 
     @property
     def url(self) -> str:

@@ -11,13 +11,16 @@ from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.object_store import ObjectStore
 from emberkeep.blobs.store import BlobStore
 from emberkeep.errors import ConfigError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 _REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url")
 _memory_stores: dict[str, MemoryStore] = {}
 
 
-def open_store(url: str | os.PathLike[str], **options: Any) -> BlobStore:
+def open_store(
+    url: str | os.PathLike[str], *, clock: Clock = SYSTEM_CLOCK, **options: Any
+) -> BlobStore:
     """The store under a path or URL. Nothing is read or written yet.
 
     - a path or `file:///path`: a local directory;
@@ -29,24 +32,24 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> BlobStore:
     text = os.fspath(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in _REMOTE:
-        return _open_remote(text, options)
+        return _open_remote(text, options, clock)
     if options:
         raise ConfigError(f"{text} takes no options, but got {', '.join(sorted(options))}")
     if scheme == "":
-        return LocalStore(text)
+        return LocalStore(text, clock=clock)
     parts = urlsplit(text)
     if scheme == "file":
         if parts.netloc not in ("", "localhost"):
             raise ConfigError(f"{text} names a host: write file:///path, with three slashes")
-        return LocalStore(unquote(parts.path))
+        return LocalStore(unquote(parts.path), clock=clock)
     if scheme == "memory":
-        return _memory_stores.setdefault(parts.netloc + parts.path, MemoryStore())
+        return _memory_stores.setdefault(parts.netloc + parts.path, MemoryStore(clock))
     raise ConfigError(
         f"{text}: unknown scheme {scheme!r}; use a path, file://, s3://, gs:// or az://"
     )
 
 
-def _open_remote(text: str, options: dict[str, Any]) -> ObjectStore:
+def _open_remote(text: str, options: dict[str, Any], clock: Clock) -> ObjectStore:
     parts = urlsplit(text)
     plain = parts._replace(query="", fragment="").geturl()
     deadline = options.pop("deadline", None)
@@ -58,5 +61,7 @@ def _open_remote(text: str, options: dict[str, Any]) -> ObjectStore:
     for key in ("allow_http", "allow_invalid_certificates"):
         if isinstance(client.get(key), str):
             client[key] = client[key].lower() in ("1", "true", "yes", "on")
-    timing = {} if deadline is None else {"deadline": deadline}
-    return ObjectStore.from_url(plain, config=settings or None, client_options=client, **timing)
+    timing: dict[str, Any] = {} if deadline is None else {"deadline": deadline}
+    return ObjectStore.from_url(
+        plain, config=settings or None, client_options=client, clock=clock, **timing
+    )

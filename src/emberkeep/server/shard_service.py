@@ -405,8 +405,10 @@ class ShardService:
         Not every path is the same directory on every machine.
         """
         self._checked(header)
-        store = open_store(header["url"])
-        found = Repository.open(store).id if Repository.exists(store) else None
+        store = open_store(header["url"], clock=self._clock)
+        found = None
+        if Repository.exists(store):
+            found = Repository.open(store, clock=self._clock).id
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -415,8 +417,8 @@ class ShardService:
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
         files = CountedWriter(
-            open_store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
-            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+            open_store(header["url"], clock=self._clock), VersionId.parse(header["version"]),
+            str(header["nonce"]), part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
             advance=self._advance,
         )  # fmt: skip
         for snapshot in snapshots:
@@ -436,7 +438,9 @@ class ShardService:
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to replace all rows by this shard's part of a version."""
         epoch = self._checked(header)
-        repository = Repository.open(open_store(header["url"]))
+        repository = Repository.open(
+            open_store(header["url"], clock=self._clock), clock=self._clock
+        )
         version = VersionId.parse(header["version"])
 
         def own_rows(table: str, ids: I64) -> I64:

@@ -126,11 +126,9 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
                 )
                 made.append(shard)
         except BaseException:  # the traceback keeps shards alive: let go of files at once
-            for shard in made:
-                shard.kill()
+            end_all(*(shard.kill for shard in made))
             raise
-        super().__init__(tables, optimizer, made, seed=seed, pool=pool)
-        self._clock = clock
+        super().__init__(tables, optimizer, made, seed=seed, pool=pool, clock=clock)
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)

@@ -79,7 +79,6 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self.security = security or Security()
         self.coordinates = coordinate
         self._over: Json = {"transport": transport, "clock": clock}
-        self._clock = clock
         self._incarnation = secrets.randbits(63)
         shards = [
             RemoteShard(
@@ -87,7 +86,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             )
             for i in range(hosts.count)
         ]
-        super().__init__(tables, optimizer, shards, seed=seed, pool=pool)
+        super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
         if self.tiered:
             raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
         self._threads = transport.executor(len(shards), "emberkeep-shard")
