@@ -76,7 +76,7 @@ class TestLocalNetwork(ClusterContract):
 
     def kill(self, cluster: FlightCluster, *shards: int) -> None:
         for shard in shards:
-            cluster.hosts.kill(shard)
+            cluster.launcher.kill(shard)
 
 
 def trained(seed: int, rules: Sequence[Rule]) -> tuple[list[Event], dict[str, Any]]:

@@ -135,7 +135,7 @@ class ShardService:
             "close": self._close,
             "load": self._load,
             "protect": self._protect,
-            "guard": self._guard,
+            "member": self._member,
         }
 
     # -- pulls and pushes ------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class ShardService:
         epoch = self._checked(header)
         if epoch.parity_service is not None:
             raise ServerError(f"shard {epoch.shard.index} has parity already")
-        epoch.guard(
+        epoch.protect(
             parity_service_from(
                 header, epoch.shard, epoch.shards, security=self.security,
                 transport=self._transport, clock=self._clock,
@@ -316,7 +316,7 @@ class ShardService:
         )  # fmt: skip
         yield {}, _NONE
 
-    def _guard(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+    def _member(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
         if epoch.parity_service is None:
             raise EpochError(f"shard {epoch.shard.index} has no parity in epoch {epoch.number}")

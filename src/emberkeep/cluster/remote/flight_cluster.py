@@ -82,7 +82,7 @@ class FlightCluster(RemoteCluster):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Launcher,
+        launcher: Launcher,
         *,
         seed: int = 0,
         pool: pools.Pool,
@@ -96,7 +96,7 @@ class FlightCluster(RemoteCluster):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(
-            tables, optimizer, hosts, seed=seed, pool=pool, security=security, timing=timing,
+            tables, optimizer, launcher, seed=seed, pool=pool, security=security, timing=timing,
             coordinate=coordinate, transport=transport, clock=clock,
         )  # fmt: skip
         self.rank = rank

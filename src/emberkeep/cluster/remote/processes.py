@@ -54,16 +54,16 @@ class Servers:
             raise ConfigError(f"spares must be 0 or more, not {self.spares}")
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
+        launcher = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
         try:
             cluster = FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing,
+                tables, optimizer, launcher, seed=seed, pool=pools.shared(), timing=self.timing,
                 parity=self.parity,
             )  # fmt: skip
         except BaseException:
-            hosts.close()
+            launcher.close()
             raise
-        weakref.finalize(cluster, hosts.close)
+        weakref.finalize(cluster, launcher.close)
         return cluster
 
 
@@ -111,9 +111,9 @@ class Connect:
         FixedAddresses(self.addresses, self.security, patience=self.patience)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = FixedAddresses(self.addresses, self.security, patience=self.patience)
+        launcher = FixedAddresses(self.addresses, self.security, patience=self.patience)
         return FlightCluster(
-            tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
+            tables, optimizer, launcher, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
             coordinate=self.coordinate and self.rank == 0, parity=self.parity,
         )  # fmt: skip

@@ -64,7 +64,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Launcher,
+        launcher: Launcher,
         *,
         seed: int,
         pool: pools.Pool,
@@ -74,7 +74,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.hosts = hosts
+        self.launcher = launcher
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
@@ -82,9 +82,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self._incarnation = secrets.randbits(63)
         shards = [
             RemoteShard(
-                i, hosts.address(i), self.security, self.timing, self._incarnation, **self._over
+                i, launcher.address(i), self.security, self.timing, self._incarnation, **self._over
             )
-            for i in range(hosts.count)
+            for i in range(launcher.count)
         ]
         super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
         if self.tiered:
@@ -142,9 +142,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def _reach(self, shard: RemoteShard) -> Json:
         try:
-            return shard.connect(self.hosts.address(shard.index))
+            return shard.connect(self.launcher.address(shard.index))
         except ServerError:
-            return shard.connect(self.hosts.replace(shard.index, ""))
+            return shard.connect(self.launcher.replace(shard.index, ""))
 
     def _about(self) -> Json:
         return {
@@ -170,7 +170,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             try:
                 for shard in self.handles:
                     if shard.state != "serving":
-                        shard.follow(shard.connect(self.hosts.address(shard.index)))
+                        shard.follow(shard.connect(self.launcher.address(shard.index)))
                         self._send_again(shard.index)
             except ServerError:
                 pass
@@ -189,7 +189,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def close(self) -> None:
         """Ends the run: servers let go of their rows, and end if this cluster started them."""
-        end_all(self._let_go, self.hosts.close)
+        end_all(self._let_go, self.launcher.close)
 
     def _let_go(self) -> None:
         """Ends leases, connections and threads, all of them whatever one of them meets."""
@@ -229,7 +229,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if status["draining"] or (status["life"] != life and status["epoch"]):
                 raise ServerError(f"{shard.address} is not this run's any more")
         except ServerError:
-            address = self.hosts.replace(shard.index, life)
+            address = self.launcher.replace(shard.index, life)
         try:
             if address is not None:
                 status = shard.connect(address)

@@ -60,21 +60,21 @@ class RemoteParity:
         # What replaced servers had counted.
         self._counted: dict[str, int] = {}
         self._known: dict[int, dict[str, Any]] = {}
-        guards = [self._protect(shard.index) for shard in shards]
+        members = [self._protect(shard.index) for shard in shards]
         self.rebuilder: Rebuilder[PeerMember] = Rebuilder(
-            self.placement, guards, lambda: None, each=each,
+            self.placement, members, lambda: None, each=each,
             numbers=itertools.count(secrets.randbits(42) << 20),
         )  # fmt: skip
         trained = set()
-        for guard in guards:
-            for host in self.placement.hosts(guard.index):
-                number, point = guard.attach(host)
-                guards[host].host.follow(guard.index, guard.source.epoch, number, point)
-                if guard.trained:
-                    trained.add(guard.index)
+        for member in members:
+            for host in self.placement.hosts(member.index):
+                number, point = member.attach(host)
+                members[host].host.follow(member.index, member.source.epoch, number, point)
+                if member.trained:
+                    trained.add(member.index)
         for source in trained:
             for host in self.placement.hosts(source):
-                guards[host].host.refill(source)
+                members[host].host.refill(source)
         self._send_directory()
 
     def _protect(
@@ -93,15 +93,15 @@ class RemoteParity:
             },
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
-        guard = PeerMember(
+        member = PeerMember(
             peer, self._security, self._timing.deadline, self._stripes, transport=self._transport
         )
-        guard.hosts = self._peers
-        return guard
+        member.hosts = self._peers
+        return member
 
     def _send_directory(self) -> None:
         peers = [peer.to_json() for peer in self._peers.values()]
-        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.guards])
+        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.members])
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class RemoteParity:
         self._send_directory()
 
     def _put_aside(self, index: int) -> None:
-        self.rebuilder.guards[index].close()
+        self.rebuilder.members[index].close()
         for name, value in self._known.pop(index, {}).items():
             if name in ("rebuilt_rows", "rebuilt_nbytes", "degraded_reads", "messages",
                         "sent_nbytes"):  # fmt: skip
@@ -144,7 +144,7 @@ class RemoteParity:
 
     def flush(self) -> None:
         """After a write that nobody would send again: every host holds it now."""
-        self._each([partial(guard.ask, "flush") for guard in self.rebuilder.guards])
+        self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
 
     def rebuild(self) -> None:
         """Returns when all rows and all parity are back, or a shard was lost."""
@@ -157,7 +157,7 @@ class RemoteParity:
         pause = _POLL_SECONDS
         progress = Progress(self._timing.bulk, self._clock)
         while True:  # asking again finds out that a server has given up
-            self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
+            self._each([partial(member.ask, "hurry") for member in self.rebuilder.members])
             status = self.status()
             if enough(status):
                 return
@@ -177,7 +177,7 @@ class RemoteParity:
         )
 
     def close(self) -> None:
-        end_all(*(guard.close for guard in self.rebuilder.guards))
+        end_all(*(member.close for member in self.rebuilder.members))
 
     def status(self) -> ParityStatus:
         """As reported by the servers that are not known to be lost."""

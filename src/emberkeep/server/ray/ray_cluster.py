@@ -77,18 +77,18 @@ class RayCluster:
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         ensure_ray(self.address or (local_address() if self.name else None))
-        hosts = self._hosts()
+        launcher = self._launcher()
         try:
             return FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=hosts.security(),
-                timing=self.timing, rank=self.rank, world=self.world, coordinate=self.rank == 0,
-                parity=self.parity,
+                tables, optimizer, launcher, seed=seed, pool=pools.shared(),
+                security=launcher.security(), timing=self.timing, rank=self.rank,
+                world=self.world, coordinate=self.rank == 0, parity=self.parity,
             )  # fmt: skip
         except BaseException:
-            hosts.close()
+            launcher.close()
             raise
 
-    def _hosts(self) -> RayLauncher:
+    def _launcher(self) -> RayLauncher:
         if self.name is not None:
             found = find(self.name)
             if found:
