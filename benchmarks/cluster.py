@@ -131,7 +131,7 @@ def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
     context = multiprocessing.get_context("spawn")
     counts = context.Queue()
     orders = [context.Queue() for _ in range(SHARDS)]
-    address = cluster.hosts.address(0)
+    address = cluster.launcher.address(0)
     processes = [context.Process(target=client, args=(address, own, counts)) for own in orders]
     for process in processes:
         process.start()
@@ -203,7 +203,7 @@ def seconds_to_serve(hosts: ProcessLauncher, kills: int) -> float:
     for kill in range(kills):
         cluster.pull(request)
         start = time.perf_counter()
-        os.kill(cluster.hosts.pid(kill % SHARDS), signal.SIGKILL)
+        os.kill(cluster.launcher.pid(kill % SHARDS), signal.SIGKILL)
         while cluster.handles[kill % SHARDS].epoch <= first + kill // SHARDS:
             cluster.pull(request)
         taken.append(time.perf_counter() - start)

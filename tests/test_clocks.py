@@ -14,14 +14,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
-WHERE = "tests/test_clocks.py"
 
 GUARDED = [
     "blobs", "checkpoint", "cluster", "erasure", "keeper", "repository", "server", "tiered", "wire",
 ]  # fmt: skip
-
-# Modules that still read the machine's clock. Entries go away, none is added.
-NOT_YET: set[str] = set()
 
 # Functions that read or spend the machine's time, by the module or class that has them.
 READS = {
@@ -132,6 +128,71 @@ def sources(*packages: str) -> dict[str, str]:
     }
 
 
+HANDED_ON = ("clock", "transport")
+Takers = dict[str, set[tuple[str, str]]]
+
+
+def takers_of(modules: dict[str, str]) -> Takers:
+    """For each of `HANDED_ON`: the functions and classes that take one, with their package."""
+    takers: Takers = {word: set() for word in HANDED_ON}
+    for module, source in modules.items():
+        package = f"emberkeep.{module}".rsplit(".", 1)[0]
+        for node in ast.parse(source).body:
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            functions = {
+                f"{node.name}.{method.name}".removesuffix(".__init__"): method
+                for method in inner
+                if isinstance(node, ast.ClassDef)
+                and isinstance(method, ast.FunctionDef)
+                and (method.name == "__init__" or method.decorator_list)
+            }
+            if isinstance(node, ast.FunctionDef):
+                functions[node.name] = node
+            for name, function in functions.items():
+                for word in takes(function):
+                    takers[word].add((package, name))
+    return takers
+
+
+def takes(function: ast.FunctionDef) -> list[str]:
+    given = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+    return [word for word in HANDED_ON if word in given]
+
+
+def has(node: ast.AST) -> set[str]:
+    """What a function is handed, or an object keeps: `self.clock` or `self._clock`."""
+    if isinstance(node, ast.FunctionDef):
+        return set(takes(node))
+    names = bindings(node) if isinstance(node, ast.ClassDef) else ()
+    return {name.lstrip("_") for name, _ in names} & set(HANDED_ON)
+
+
+def forgotten(source: str, module: str, takers: Takers) -> Iterator[str]:
+    """Calls that could be handed the clock or transport of their object, and are not."""
+    tree = ast.parse(source)
+    package = f"emberkeep.{module}".rsplit(".", 1)[0]
+    names = imported(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.setdefault(node.name, f"{package}.{node.name}")
+    for owner in tree.body:
+        for word in sorted(has(owner)):
+            for call in ast.walk(owner):
+                if not isinstance(call, ast.Call):
+                    continue
+                called = full_name(call.func, names)
+                given = [*call.args, *(keyword.value for keyword in call.keywords)]
+                known = any(
+                    called.startswith(package + ".") and called.endswith(f".{name}")
+                    for package, name in takers[word]
+                )
+                handed = any(
+                    last_name(inner).lstrip("_") == word for arg in given for inner in ast.walk(arg)
+                ) or any(keyword.arg in (None, word) for keyword in call.keywords)
+                if known and not handed:
+                    yield f"line {call.lineno}: {called} is not handed the {word}"
+
+
 @cache
 def found() -> dict[str, list[str]]:
     """Every guarded module that does something past the clock, and what."""
@@ -145,30 +206,55 @@ def found() -> dict[str, list[str]]:
 
 def test_time_comes_from_a_clock() -> None:
     assert [
-        f"emberkeep.{module}, {line}"
-        for module, lines in found().items()
-        if module not in NOT_YET
-        for line in lines
+        f"emberkeep.{module}, {line}" for module, lines in found().items() for line in lines
     ] == []
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "keeper"])
-def test_what_a_keeper_opens_is_on_its_clock(package: str) -> None:
-    """Else gc's graces are judged by one clock and the ages of what it finds by another."""
-    opens = {"open_store", "LocalStore", "MemoryStore", "open", "create"}
-    for module, source in sources(package).items():
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.Call) or last_name(node.func) not in opens:
-                continue
-            owner = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-            if owner in ("", "Repository"):
-                given = {keyword.arg for keyword in node.keywords}
-                assert "clock" in given, f"emberkeep.{module}, line {node.lineno}: pass clock= on"
+def test_a_clock_that_was_handed_in_is_handed_on() -> None:
+    takers = takers_of(sources(""))
+    listed = {
+        module: list(forgotten(source, module, takers))
+        for module, source in sources(*GUARDED).items()
+    }
+    assert [
+        f"emberkeep.{module}, {line}" for module, lines in listed.items() for line in lines
+    ] == []
 
 
-def test_the_list_of_exceptions_shrinks() -> None:
-    clean = NOT_YET - set(found())
-    assert not clean, f"these use the clock by now, take them out of NOT_YET in {WHERE}: {clean}"
+TAKERS = """
+class Taker:
+    def __init__(self, clock=None): ...
+    @classmethod
+    def open(cls, clock=None): ...
+def take(x, *, clock=None, transport=None): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("Taker()", 1),
+        ("Taker.open()", 1),
+        ("take(1, transport=2)", 1),
+        ("Taker(self._clock)", 0),
+        ("take(1, clock=self._clock)", 0),
+        ("take(1, **self._over)", 0),
+        ("Other()", 0),
+    ],
+)
+def test_a_forgotten_clock_is_caught(body: str, count: int) -> None:
+    source = f"""
+from emberkeep.x.takers import Taker, take
+class A:
+    def __init__(self, clock):
+        self._clock = clock
+    def f(self):
+        {body}
+class Without:
+    def f(self):
+        Taker()
+"""
+    assert len(list(forgotten(source, "y.a", takers_of({"x.takers": TAKERS})))) == count
 
 
 @pytest.mark.parametrize(

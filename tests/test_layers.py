@@ -29,8 +29,8 @@ LAYERS: list[list[str]] = [
     ["checkpoint"],
     ["cluster"],
     ["erasure", "tiered", "repository"],
-    ["rows", "codecs", "blobs", "wire"],
-    ["runtime", "tables", "data"],
+    ["rows", "codecs", "blobs", "wire", "data"],
+    ["runtime", "tables"],
     ["kernels", "config", "errors", "_types"],
 ]
 
@@ -275,7 +275,7 @@ KNOWN = {
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from emberkeep import nn",
             "line 3: imports upward",
         ),
-        ("tables", "from emberkeep.data import Reader", "sibling emberkeep.data"),
+        ("blobs", "from emberkeep.data import Reader", "sibling emberkeep.data"),
         ("errors", "from emberkeep.kernels import heads", "is everybody's, and imports"),
         ("tables", "import torch.nn.functional", "torch may be imported in"),
         ("nn", "from numba import njit", "numba may be imported in kernels alone"),

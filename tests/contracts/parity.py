@@ -109,8 +109,8 @@ def _rows(ids: Any, planes: Any) -> Iterator[tuple[int, bytes]]:
 def check_parity(rebuilder: Rebuilder[Any]) -> None:
     """Every parity row of every host is the code of the rows as they are."""
     place = rebuilder.placement
-    for guard in rebuilder.guards:
-        host = guard.host
+    for member in rebuilder.members:
+        host = member.host
         assert host.complete
         assert host.unprotected_stripes == 0
         for slab, stripes in enumerate(host.stripes):
@@ -119,9 +119,9 @@ def check_parity(rebuilder: Rebuilder[Any]) -> None:
                 part = slice(p * stripes, (p + 1) * stripes)
                 for layer, parity in (("records", host._records), ("marks", host._marks)):
                     total = np.zeros_like(parity[slab][part]).view(np.uint8)
-                    for slot, member in enumerate(place.members(group)):
+                    for slot, index in enumerate(place.members(group)):
                         rows = np.arange(stripes) * place.k + slot
-                        values = rebuilder.guards[member].rows.values(slab, layer, rows)
+                        values = rebuilder.members[index].rows.values(slab, layer, rows)
                         total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
                     assert np.array_equal(parity[slab][part].view(np.uint8), total)
 

@@ -11,42 +11,52 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import emberkeep as ek
+from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore, MemoryStore
 from emberkeep.checkpoint.save import Save
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.remote import leases
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.leases import Leases
+from emberkeep.data import reader as reader_module
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Differences, Message
 from emberkeep.erasure.peers import Peer
 from emberkeep.errors import SaveError, StoppedError, TierError
 from emberkeep.keeper import tier_state
+from emberkeep.repository import VersionId
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
+from emberkeep.repository.policies import Grid
 from emberkeep.runtime import metrics
 from emberkeep.runtime.background import Retry
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.clock import SYSTEM_CLOCK
+from emberkeep.runtime.pool import Pool
 from emberkeep.server import parity_service as services
 from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService
-from emberkeep.tables import Adagrad
+from emberkeep.tables import Adagrad, Table
 from emberkeep.tiered import durable_open, upkeep
 from emberkeep.wire import flight_transport
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 from tests.contracts.parity import PLAIN, ones
 from tests.faults.test_tier_faults import start, train
+from tests.servers import Farm, FarmLauncher
+from tests.unit.data.test_reader import Numbers, numbers_of
 from tests.unit.keeper.test_keeper import Run
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
 from tests.unit.tiered.test_tiered_slab import Unsynced
@@ -340,6 +350,146 @@ def test_a_job_of_a_server_that_fails_is_reported_and_the_next_one_runs(
     assert ready.acquire(timeout=60)
     assert next(service._work({"epoch": 1}, {}))[0] == {"done": True, "fine": True}
     assert counted() == 1
+
+
+# -- clusters of servers -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    farm = Farm()
+    yield farm
+    farm.close()
+
+
+def serving_cluster(farm: Farm) -> FlightCluster:
+    return FlightCluster(
+        [Table("t", rows=60, dim=4)], Adagrad(lr=0.1), FarmLauncher(farm, 2), seed=1, pool=Pool(1)
+    )
+
+
+def leases_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "emberkeep-lease"]
+
+
+@kinds
+def test_a_prefetch_that_fails_is_dropped_and_its_rows_are_pulled(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster, counted = serving_cluster(farm), errors_of("emberkeep-prefetch")
+    wanted = [RowIds(np.arange(30), np.array([0, 30]))]
+    rows = cluster._rows
+    failing = Failing(error, rows, times=1)
+    monkeypatch.setattr(cluster, "_rows", failing)
+    cluster.prefetch(wanted)
+    cluster.push(wanted, [np.ones((30, 4), np.float32)], lr=0.1)
+    (after,) = cluster.pull(wanted)
+    (again,) = cluster.pull(wanted)
+    assert (failing.calls, counted()) == (3, 1)
+    assert (after == again).all()
+    cluster.close()
+    for lease in leases_alive():
+        lease.join(SOON.total_seconds())
+    assert leases_alive() == []
+
+
+@kinds
+def test_a_cluster_is_closed_whatever_fails_on_the_way(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cluster = serving_cluster(farm)
+    monkeypatch.setattr(cluster, "_drop_ahead", Failing(error))
+    monkeypatch.setattr(cluster.handles[0], "release", Failing(error))
+    with pytest.raises(type(error)):
+        cluster.close()
+    for lease in leases_alive():
+        lease.join(SOON.total_seconds())
+    assert leases_alive() == []
+    shard = cluster.handles[1]
+    assert shard._connection is None
+    assert shard.connect()["state"] == "empty"  # released
+    shard.disconnect()
+
+
+@kinds
+def test_a_call_to_one_of_several_servers_that_fails_is_raised_after_all_have_ended(
+    farm: Farm, error: BaseException
+) -> None:
+    cluster, counted = serving_cluster(farm), errors_of("emberkeep-shard")
+    other = Failing(error, times=0)
+    with pytest.raises(type(error)):
+        cluster._each([Failing(error), other])
+    assert other.done.is_set()
+    assert counted() == 1
+    assert cluster._each([lambda: 1, lambda: 2]) == [1, 2]
+    cluster.close()
+
+
+@kinds
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_to_a_peer_that_fails_is_raised_after_all_have_ended(
+    first: bool, error: BaseException
+) -> None:
+    cluster = protected()
+    service = services.ParityService(
+        cluster.shards[0], Parity(k=2, r=1), 3, security=Security(), deadline=SOON
+    )
+    counted, started = errors_of("emberkeep-peer"), threading.Event()
+    ended: list[str] = []
+
+    def slow() -> None:
+        assert started.wait(60)
+        ended.append("slow")
+
+    def fails() -> None:
+        started.set()
+        raise error
+
+    with pytest.raises(type(error)):
+        service._each([fails, slow] if first else [slow, fails])
+    assert ended == ["slow"]
+    assert counted() == (0 if first else 1)
+    assert service._each([lambda: 1, lambda: 2]) == [1, 2]
+    service.close()
+    cluster.close()
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+@kinds
+def test_a_reader_that_fails_raises_where_the_batch_is_taken_and_may_go_on(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    counted = errors_of("emberkeep-reader")
+    failing = Failing(error, reader_module._Feed.take, times=1)
+    monkeypatch.setattr(reader_module._Feed, "take", lambda *given: failing(*given))
+    reader = reader_module.Reader(Numbers(20), batch_size=5)
+    with pytest.raises(type(error)):
+        next(reader)
+    assert counted() == 1
+    assert numbers_of(list(reader)) == list(range(20))
+    reader.close()
+
+
+@kinds
+def test_a_round_of_extraction_that_fails_is_counted_and_made_again(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    counted, events = errors_of("emberkeep-extract"), list[str]()
+    writer: Any = SimpleNamespace(repository=SimpleNamespace(clock=SYSTEM_CLOCK))
+    rounds: Any = ExtractionWorker(
+        writer, Grid(), lambda name, _: events.append(name), lambda: None, nice=0
+    )
+    monkeypatch.setattr(rounds, "_round", Failing(error, len, times=1))
+    rounds.arrived(SimpleNamespace(version=VersionId(1, 1), layout={}))
+    rounds.join()
+    rounds.arrived(SimpleNamespace(version=VersionId(2, 1), layout={}))
+    rounds.join()
+    assert counted() == 1
+    assert "extraction_failed" in events
+    assert rounds._waiting == []
+    rounds.close()
 
 
 # -- tiers ---------------------------------------------------------------------------------------

@@ -4,22 +4,29 @@ with shards that are objects and never fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import LocalStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import EpochError, ShardLostError
-from emberkeep.repository import Repository
+from emberkeep.errors import DeadlineError, EpochError, PeerError, ShardLostError
+from emberkeep.repository import Repository, VersionId
+from emberkeep.runtime.clock import Progress
 from emberkeep.runtime.pool import Pool
+from emberkeep.server.counted_writer import CountedWriter
+from emberkeep.server.parity_service import ParityService
 from emberkeep.tables import Adagrad, Optimizer, Table
 from emberkeep.testing.local_transport import Event, LocalNetwork, LocalServers, Rule
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -69,7 +76,7 @@ class TestLocalNetwork(ClusterContract):
 
     def kill(self, cluster: FlightCluster, *shards: int) -> None:
         for shard in shards:
-            cluster.hosts.kill(shard)
+            cluster.launcher.kill(shard)
 
 
 def trained(seed: int, rules: Sequence[Rule]) -> tuple[list[Event], dict[str, Any]]:
@@ -199,4 +206,106 @@ def test_lost_servers_come_back_from_parity_with_every_row(background: bool, at:
     sent = [event for event in network.events if event.kind == "parity"]
     assert {event.sender for event in sent} == {f"server-{shard}" for shard in range(SHARDS)}
     assert "lose" in {event.outcome for event in sent}
+    cluster.close()
+
+
+# -- nobody waits for ever -----------------------------------------------------------------------
+
+
+def loading(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[VirtualClock, Any], None]
+) -> FlightCluster:
+    """A cluster and a version whose rows servers get as `load` says."""
+    network = LocalNetwork(VirtualClock())
+    cluster = opened(network, LocalServers(network, 1), FIXED)
+    monkeypatch.setattr(
+        "emberkeep.server.shard_service.load_shard",
+        lambda repository, version, target, *_: load(network.clock, target),
+    )
+    return cluster
+
+
+def load_version(cluster: FlightCluster, path: Path) -> None:
+    saved = Repository.create(LocalStore(path), schema={"tables": {}})
+    manifest: Any = SimpleNamespace(version=VersionId(1, 1))
+    cluster.load_version(saved, [manifest], {"fixed": "fixed"})
+
+
+def test_a_load_that_stands_still_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released = threading.Event()
+    cluster = loading(monkeypatch, lambda *_: released.wait(60) and None)
+    (shard,) = cluster.handles
+    shard._timing = replace(TIMING, bulk=SECOND)
+    with pytest.raises(DeadlineError, match=r"shard 0 at .* to load version .* no progress"):
+        load_version(cluster, tmp_path)
+    assert 1 < cluster._clock.monotonic() < 2
+    released.set()
+    cluster.close()
+
+
+def test_a_server_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    came, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def load(_: Any, target: Any) -> None:
+        for row in range(3):
+            target.delete("fixed", np.array([row]))
+            came.release()
+            assert go_on.acquire(timeout=60)
+
+    cluster = loading(monkeypatch, load)
+    Repository.create(LocalStore(tmp_path), schema={"tables": {}})
+    (shard,) = cluster.handles
+    header = {"url": str(tmp_path), "version": "1-1", "names": {"fixed": "fixed"}}
+    shard.ask("load", header)
+    reached = []
+    for _ in range(3):
+        assert came.acquire(timeout=60)
+        reached.append(shard.ask("work", {})["progress"])
+        go_on.release()
+    assert reached == [1, 2, 3]
+    cluster.close()
+
+
+def test_a_file_on_its_way_says_how_far_it_is() -> None:
+    calls: list[None] = []
+    files = CountedWriter(
+        MemoryStore(), VersionId(1, 1), "0" * 16, part=0, block_nbytes=4096,
+        advance=lambda: calls.append(None),
+    )  # fmt: skip
+    files.add(iter([b"a", b"b"]), kind="x", suffix="x")
+    files.add(b"c", kind="x", suffix="x")
+    assert len(calls) == 3
+    assert [file.size for file in files.written] == [2, 1]
+
+
+def test_what_makes_progress_is_waited_for() -> None:
+    clock = VirtualClock()
+    progress = Progress(10 * SECOND, clock)
+    for figure in range(5):
+        clock.sleep(9)
+        progress.require(figure, lambda: "it")
+    clock.sleep(9)
+    progress.require(4, lambda: "it")
+    clock.sleep(2)
+    with pytest.raises(DeadlineError, match="waited for it"):
+        progress.require(4, lambda: "it")
+
+
+def test_rows_that_never_come_back_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = LocalNetwork(VirtualClock())
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, FIXED, parity=Parity(k=2, r=1))
+    cluster.push(*ones(cluster), lr=0.1)
+
+    def silent(*_: Any) -> bool:
+        raise PeerError("no peer answers")
+
+    monkeypatch.setattr(ParityService, "_rebuild_chunk", silent)
+    hosts.kill(1)
+    with pytest.raises(DeadlineError, match=r"shard 1 at .* no progress"):
+        cluster.rebuild()
+    with pytest.raises(DeadlineError, match=r"shard 1 at .* no progress"):
+        cluster.freeze(None, 1 << 20)
     cluster.close()

@@ -136,11 +136,11 @@ class ParityProtocol(RuleBasedStateMachine):
         self.decodes: list[Decode] = []
         self.mark_decodes: list[Decode] | None = None
         empty = Point({}, (0,))
-        guards = [self.guard(shard, 1, 0, empty, lost=False) for shard in range(n)]
-        self.rebuilder = Rebuilder(self.place, guards, self.deliver_all)
-        begin(guards)
+        members = [self.member(shard, 1, 0, empty, lost=False) for shard in range(n)]
+        self.rebuilder = Rebuilder(self.place, members, self.deliver_all)
+        begin(members)
 
-    def guard(
+    def member(
         self, shard: int, epoch: int, number: int, point: Point, *, lost: bool
     ) -> ParityMember:
         rows = ToyRows(shard, lost=lost)
@@ -157,7 +157,7 @@ class ParityProtocol(RuleBasedStateMachine):
         )
 
     def rows(self, shard: int) -> ToyRows:
-        rows = self.rebuilder.guards[shard].rows
+        rows = self.rebuilder.members[shard].rows
         assert isinstance(rows, ToyRows)
         return rows
 
@@ -171,8 +171,8 @@ class ParityProtocol(RuleBasedStateMachine):
 
     def receive(self, message: Message, queue: deque[Message]) -> None:
         (_, host) = next(key for key, value in self.queues.items() if value is queue)
-        held = self.rebuilder.guards[host].host.receive(message)
-        self.rebuilder.guards[message.source].source.acknowledge(host, held)
+        held = self.rebuilder.members[host].host.receive(message)
+        self.rebuilder.members[message.source].source.acknowledge(host, held)
 
     @rule(random=randoms, messages=st.integers(1, 30))
     def deliver(self, random: Random, messages: int) -> None:
@@ -232,14 +232,14 @@ class ParityProtocol(RuleBasedStateMachine):
                 if not self.dead:
                     self.decode(shard, push.slab, missing)
                 return
-            guard = self.rebuilder.guards[shard]
+            member = self.rebuilder.members[shard]
             # A worker that is not sure sends again: what was applied is not applied twice.
-            if guard.source.ledger.get(push.worker, 0) < push.number:
-                self.apply(guard, rows, push)
+            if member.source.ledger.get(push.worker, 0) < push.number:
+                self.apply(member, rows, push)
                 self.pushes[shard].append(push)
             self.todo[shard].popleft()
 
-    def apply(self, guard: ParityMember, rows: ToyRows, push: Push) -> None:
+    def apply(self, member: ParityMember, rows: ToyRows, push: Push) -> None:
         k = self.place.k
         records, marks = (rows.data[layer][push.slab] for layer in ("records", "marks"))
         before = records[push.rows].copy(), marks[push.rows].copy()
@@ -251,8 +251,8 @@ class ParityProtocol(RuleBasedStateMachine):
         part = Changed(
             push.slab, stripes, bounds, after[0][order], stripes, bounds, after[1][order]
         )
-        state = (guard.source.state[0] + 1,)
-        guard.record([part], (push.worker, push.number), state)
+        state = (member.source.state[0] + 1,)
+        member.record([part], (push.worker, push.number), state)
 
     def decode(self, shard: int, slab: int, missing: I64) -> None:
         for group, slot in self.place.groups(shard):
@@ -268,9 +268,9 @@ class ParityProtocol(RuleBasedStateMachine):
         living = [shard for shard in range(self.place.n) if shard not in self.dead]
         gone = {random.choice(living) for _ in range(1 + both)}
         hurt = {
-            guard.index
-            for guard in self.rebuilder.guards
-            if any(guard.standing().lost_K) or not guard.host.complete
+            member.index
+            for member in self.rebuilder.members
+            if any(member.standing().lost_K) or not member.host.complete
         }
         standings = self.rebuilder._standings(self.dead | gone)
         for shard in self.dead | gone:
@@ -293,12 +293,12 @@ class ParityProtocol(RuleBasedStateMachine):
     @rule()
     def notice(self) -> None:
         lost, self.dead = sorted(self.dead), set()
-        settled = {shard: self.rebuilder.guards[shard].source.settled for shard in lost}
-        epochs = {shard: self.rebuilder.guards[shard].source.epoch + 1 for shard in lost}
+        settled = {shard: self.rebuilder.members[shard].source.settled for shard in lost}
+        epochs = {shard: self.rebuilder.members[shard].source.epoch + 1 for shard in lost}
 
         def replace(shard: int, number: int, point: Point) -> ParityMember:
             assert number >= settled[shard], "a settled push was lost"
-            return self.guard(shard, epochs[shard], number, point, lost=True)
+            return self.member(shard, epochs[shard], number, point, lost=True)
 
         points = self.rebuilder.recover(lost, replace)
         self.decodes, self.mark_decodes = [], None
@@ -313,9 +313,9 @@ class ParityProtocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.dead)
     @rule()
     def settle(self) -> None:
-        for guard in self.rebuilder.guards:
-            for host in guard.source.hosts:
-                self.rebuilder.guards[host].host.settle(guard.index, guard.source.settled)
+        for member in self.rebuilder.members:
+            for host in member.source.hosts:
+                self.rebuilder.members[host].host.settle(member.index, member.source.settled)
 
     # -- bringing back ---------------------------------------------------------------------------
 
@@ -340,9 +340,9 @@ class ParityProtocol(RuleBasedStateMachine):
             left = [d for d in self.mark_decodes if not self.rebuilder.finish(d)]
             self.mark_decodes = left or None
             if not left:
-                for guard in self.rebuilder.guards:
-                    if self.rows(guard.index).blind:
-                        guard.reveal()
+                for member in self.rebuilder.members:
+                    if self.rows(member.index).blind:
+                        member.reveal()
 
     @precondition(lambda self: not self.dead)
     @rule(slab=st.integers(0, 1), count=st.integers(1, 8))
@@ -501,11 +501,11 @@ def test_a_host_that_was_filled_ahead_of_others_is_filled_again() -> None:
     machine.ask_for_marks()
     deliver()
     machine.finish()
-    host = machine.rebuilder.guards[new].host
+    host = machine.rebuilder.members[new].host
     while machine.rebuilder.fill(3):
         deliver()
     assert host.complete
-    assert host.streams[source][0] > machine.rebuilder.guards[behind].host.held(source)
+    assert host.streams[source][0] > machine.rebuilder.members[behind].host.held(source)
     lose(source)
     assert not host.complete
     machine.teardown()

@@ -68,7 +68,7 @@ class TestServers(ParityContract):
 
     def kill(self, cluster: FlightCluster, *shards: int) -> None:
         for shard in shards:
-            cluster.hosts.kill(shard)  # type: ignore[attr-defined]
+            cluster.launcher.kill(shard)  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize(
         ("name", "size"),
@@ -95,7 +95,7 @@ class _InProcess(ParityContract):
 def kill_soon(cluster: Any, shards: Sequence[int], milliseconds: float) -> threading.Timer:
     def kill() -> None:
         for shard in shards:
-            cluster.hosts.kill(shard)
+            cluster.launcher.kill(shard)
 
     timer = threading.Timer(milliseconds / 1e3, kill)
     timer.start()
@@ -167,7 +167,7 @@ def test_a_shard_that_is_lost_again_and_again_is_given_up(
         raise ShardLostError(lost)
 
     monkeypatch.setattr(cluster._protection, "recover", recover)
-    cluster.hosts.kill(1)  # type: ignore[attr-defined]
+    cluster.launcher.kill(1)  # type: ignore[attr-defined]
     cluster.handles[1].state = "lost"
     with pytest.warns(UserWarning, match="recover from the repository"):
         assert not cluster._from_parity()
@@ -202,7 +202,7 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
     strategy = ek.parity(k=3, every=4, recovery="full")
     with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=strategy) as keeper:
         train(bags, range(6), keeper)
-        bags.cluster.hosts.kill(2)
+        bags.cluster.launcher.kill(2)
         train(bags, range(6, 8), keeper)
         train(plain, range(8))
         keeper.wait()
@@ -212,13 +212,13 @@ def test_two_levels_on_servers(clusters: Clusters, tmp_path: Path) -> None:
         bags.cluster.rebuild()
         train(bags, range(8, 9), keeper)
         for shard in (0, 1):
-            bags.cluster.hosts.kill(shard)
+            bags.cluster.launcher.kill(shard)
         with pytest.warns(UserWarning, match="more than parity"):
             read_or_recover(bags, keeper)
         assert state(bags.cluster) == state(plain.cluster)
         assert keeper.recoveries().full == 1
         bags.cluster.rebuild()
-        bags.cluster.hosts.kill(3)
+        bags.cluster.launcher.kill(3)
         assert state(bags.cluster) == state(plain.cluster)
 
 

@@ -107,7 +107,7 @@ class Model(nn.Module):
         for bags in self.bags:
             if isinstance(bags.cluster, FlightCluster):
                 bags.cluster.close()
-                bags.cluster.hosts.end()
+                bags.cluster.launcher.end()
 
 
 def train(model: Model, keeper: ek.Keeper, optimizers: Any, steps: range) -> None:
@@ -198,7 +198,7 @@ def test_a_keeper_reaches_it_on_the_shard_that_comes_back(
         for bags in model.bags:
             # Nothing was trained since the version: the shard alone is brought back.
             if shards[kind] is RemoteShard and isinstance(bags.cluster, FlightCluster):
-                bags.cluster.hosts.kill(1)
+                bags.cluster.launcher.kill(1)
             elif shards[kind] is Shard and isinstance(bags.cluster, LocalCluster):
                 bags.cluster.kill(1)
         calls.clear()

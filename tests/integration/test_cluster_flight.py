@@ -99,4 +99,4 @@ class TestServers(OnServers, ClusterContract):
 
     def kill(self, cluster: FlightCluster, *shards: int) -> None:
         for shard in shards:
-            cluster.hosts.kill(shard)
+            cluster.launcher.kill(shard)

@@ -86,7 +86,7 @@ def servers() -> Iterator[dict[int, list[OnServers]]]:
 def kill(bags: ek.EmbeddingBags, shards: list[int]) -> None:
     for shard in shards:
         if isinstance(bags.cluster, FlightCluster):
-            bags.cluster.hosts.kill(shard)  # type: ignore[attr-defined]
+            bags.cluster.launcher.kill(shard)  # type: ignore[attr-defined]
         else:
             bags.cluster.kill(shard)
 

@@ -54,7 +54,7 @@ def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
     ids = [RowIds(np.arange(40), np.array([0, 40]))]
     before = cluster.pull(ids)[0]
     cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
-    os.kill(cluster.hosts.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(cluster.launcher.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(ShardLostError):
         cluster.pull(ids)
     cluster.renew(0)
@@ -73,7 +73,7 @@ def test_parity_brings_a_server_of_ray_back() -> None:
     ids = [RowIds(np.arange(40), np.array([0, 40]))]
     before = cluster.pull(ids)[0]
     cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
-    os.kill(cluster.hosts.pid(1), signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(cluster.launcher.pid(1), signal.SIGKILL)  # type: ignore[attr-defined]
     assert np.array_equal(cluster.pull(ids)[0], before - 1)
     assert cluster.parity is not None
     assert cluster.parity.recoveries == 1

@@ -61,7 +61,7 @@ def _open_remote(text: str, options: dict[str, Any], clock: Clock) -> ObjectStor
     for key in ("allow_http", "allow_invalid_certificates"):
         if isinstance(client.get(key), str):
             client[key] = client[key].lower() in ("1", "true", "yes", "on")
-    timing = {} if deadline is None else {"deadline": deadline}
+    timing: dict[str, Any] = {} if deadline is None else {"deadline": deadline}
     return ObjectStore.from_url(
         plain, config=settings or None, client_options=client, clock=clock, **timing
     )

@@ -222,7 +222,7 @@ def _removals(
     files = manifest.of_kind(KIND)
     if shard is not None or len({file.metadata.get("shard") for file in files}) < 2:
         return
-    tables = repository.schema["tables"]
+    tables = repository.tables
     dynamic = {name for name, table in tables.items() if table.get("rows") is None}
     for file in files:
         if dynamic.intersection(file.metadata.get("tombstones", ())):

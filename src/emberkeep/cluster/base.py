@@ -28,6 +28,7 @@ from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.fields import Fields
 from emberkeep.tables import Optimizer, Table, check_tables
 
@@ -157,7 +158,9 @@ class Cluster:
         *,
         seed: int,
         pool: pools.Pool,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self.tables = check_tables(tables)
         self.optimizer = optimizer
         self.seed = seed
@@ -391,7 +394,7 @@ class Cluster:
         rows, because the shard reads it under the lock under which it freezes.
         """
         taken: dict[int, Cut[FrozenRows]] = {}
-        room = CopyRoom(buffer_nbytes)
+        room = CopyRoom(buffer_nbytes, self._clock)
 
         def take(shard: ShardHandle) -> None:
             taken[shard.index] = self._freeze_shard(shard, since, room)

@@ -17,6 +17,7 @@ from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import ConfigError, ParityLossError
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 
 
@@ -61,8 +62,9 @@ class ProtectedCluster(Cluster, Generic[_Shard, _Protection]):
         *,
         seed: int,
         pool: pools.Pool,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__(tables, optimizer, shards, seed=seed, pool=pool)
+        super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
         self._tracked = False
         self._priority: Priority | None = None
         self._protection: _Protection | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
@@ -69,7 +71,7 @@ class Shard:
     "recovering" holds nothing yet that could be served, although its initial values would look
     like an answer: until `serve` it takes rows and refuses to train or to be read.
 
-    With a `guard`, every change of rows is sent to the hosts of their parity. A replacement whose
+    With a `member`, every change of rows is sent to the hosts of their parity. A replacement whose
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
     """
@@ -110,7 +112,7 @@ class Shard:
             for g, group in enumerate(self.groups)
             for i, t in enumerate(group)
         }
-        self.guard: ParityMember | None = None
+        self.member: ParityMember | None = None
         self.bring_back: BringBack | None = None
         self._recorders: list[Recorder] = []
 
@@ -121,22 +123,22 @@ class Shard:
 
     # -- parity ----------------------------------------------------------------------------------
 
-    def protect(self, guard: ParityMember) -> None:
-        """From here on every change of a row goes to the guard."""
+    def protect(self, member: ParityMember) -> None:
+        """From here on every change of a row goes to its member of parity."""
         with self._lock:
-            self.guard = guard
+            self.member = member
             self._recorders = [
-                Recorder(g, slab, guard.placement.k) for g, slab in enumerate(self.slabs)
+                Recorder(g, slab, member.placement.k) for g, slab in enumerate(self.slabs)
             ]
             for slab, recorder in zip(self.slabs, self._recorders, strict=True):
                 slab.recorder = recorder
 
     def _record(self, push: PushNumber | None = None) -> int:
         """Sends what a write has changed; the number of that message. With the lock held."""
-        if self.guard is None:
+        if self.member is None:
             return 0
         parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
-        return self.guard.record(parts, push, state_of(self.slabs))
+        return self.member.record(parts, push, state_of(self.slabs))
 
     @contextmanager
     def _recording_at_least(self) -> Iterator[None]:
@@ -203,10 +205,10 @@ class Shard:
         """Drops all memory; a copy of rows that is under way fails with the loss."""
         with self._lock:
             self.state = "lost"
-            for slab in self.slabs:
-                slab.drop(ShardLostError((self.index,)))
-            self.slabs, self._places = [], {}
+            slabs, self.slabs, self._places = self.slabs, [], {}
             self._recorders, self.bring_back = [], None
+            lost = ShardLostError((self.index,))
+            end_all(*(partial(slab.drop, lost) for slab in slabs))
 
     def pull(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> None:
         """Writes the weights of the wanted rows, slab by slab; changes nothing."""
@@ -429,7 +431,7 @@ class Shard:
 
     def clear(self) -> None:
         """Takes every row back to its initial state."""
-        if self.guard is not None:
+        if self.member is not None:
             with self._lock:
                 trained = {name: slab.touched_ids(t) for name, (slab, t) in self._places.items()}
             for name, ids in trained.items():

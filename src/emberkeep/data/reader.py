@@ -15,18 +15,20 @@ Guarantees:
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from emberkeep.data.sources import Batch, Cursor, Mark, Source, Window
-from emberkeep.errors import ConfigError, DeadlineError, StateError
+from emberkeep.errors import ConfigError, StateError
+from emberkeep.runtime.background import Worker
 
 STATE_VERSION = 1
 # A batch is megabytes; one that takes longer hangs.
-_PATIENCE_SECONDS = 3600.0
+_PATIENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,35 +315,37 @@ class _Prefetcher:
     def __init__(self, feed: _Feed, allowance: int) -> None:
         self._feed = feed
         self._allowance = allowance
-        self._ready: deque[_Item | BaseException | None] = deque()
-        # A reentrant lock: a collected reader may call `stop` from within any of these methods.
-        self._changed = threading.Condition(threading.RLock())
+        self._ready: deque[_Item | None] = deque()
         self._stopped = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._produce, name="emberkeep-reader", daemon=True)
-        self._thread.start()
+        # No bound method: the thread keeps the feed until it has closed it.
+        self._worker = Worker("emberkeep-reader", partial(_Prefetcher._read, self))
+        # A reentrant lock: a collected reader may call `stop` from within any of these methods.
+        self._changed = self._worker.changed
+        self._worker.wake()
 
     def allow(self, allowance: int) -> None:
         with self._changed:
             self._allowance = allowance
-            self._changed.notify_all()
+        self._worker.wake()
 
     def take(self, allowance: int) -> _Item | None:
         """The next batch, waited for; from then on up to `allowance` may lie ready."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready, _PATIENCE_SECONDS):
-                raise _late("read the next batch")
+            self._worker.wait(
+                lambda: bool(self._ready) or self._worker.stopped, "the next batch", _PATIENCE
+            )
+            if not self._ready:
+                raise self._worker.error or AssertionError
             item = self._ready.popleft()
             self._allowance = allowance
-            self._changed.notify_all()
-        if isinstance(item, BaseException):
-            raise item
+        self._worker.wake()
         return item
 
     def peek(self) -> Batch | None:
         with self._changed:
             item = self._ready[0] if self._ready else None
-        return item[0] if isinstance(item, tuple) else None
+        return None if item is None else item[0]
 
     def stop(self) -> None:
         """Asks the thread to end and drops what is ready; in a forked child there is none."""
@@ -349,39 +353,27 @@ class _Prefetcher:
             with self._changed:
                 self._stopped = True
                 self._ready.clear()
-                self._changed.notify_all()
+            self._worker.wake()
 
     def join(self) -> None:
-        if self._pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE_SECONDS)
-            if self._thread.is_alive():
-                raise _late("ended")
+        self._worker.join(_PATIENCE)
 
-    def _produce(self) -> None:
-        try:
-            while self._wait_for_room():
-                item: _Item | BaseException | None
-                try:
-                    item = self._feed.take()
-                except BaseException as error:
-                    item = error
-                with self._changed:
-                    self._ready.append(item)
-                    self._changed.notify_all()
-                if not isinstance(item, tuple):
-                    return
-        finally:
-            self._feed.close()
-
-    def _wait_for_room(self) -> bool:
+    def _read(self) -> float | None:
+        """Reads the next batch if there is room for it; training may rest as long as it likes."""
         with self._changed:
-            # Without a bound, as training may rest: a reader that is forgotten ends it.
-            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._allowance)
-            return not self._stopped
-
-
-def _late(what: str) -> DeadlineError:
-    return DeadlineError(
-        f"the thread that reads ahead has not {what} within {_PATIENCE_SECONDS:g} s: the source "
-        "does not answer; check the files that it reads and where they are mounted"
-    )
+            over = self._stopped
+            if not over and len(self._ready) >= self._allowance:
+                return None
+        try:
+            item = None if over else self._feed.take()
+        except BaseException:
+            self._feed.close()
+            raise  # ends the thread; comes out where the batch is taken
+        if item is None:
+            self._feed.close()
+            self._worker.stop()
+        with self._changed:
+            if not self._stopped:
+                self._ready.append(item)
+            self._changed.notify_all()
+        return 0

@@ -32,11 +32,11 @@ class LocalRebuilder(Rebuilder[ParityMember]):
                 rest.append(part)
                 continue
             ((slot, shard),) = lost
-            others = [(rows_of(self.guards[m]), s) for s, m in members if m != shard]
-            parity, first = self.guards[self.placement.host(group, 0)].host.parity_records(0, slab)
+            others = [(rows_of(self.members[m]), s) for s, m in members if m != shard]
+            parity, first = self.members[self.placement.host(group, 0)].host.parity_records(0, slab)
             for start, stop in self._spans(slab, 0, stripes.size):
                 with self._at_rest():
-                    rows_of(self.guards[shard]).solve(
+                    rows_of(self.members[shard]).solve(
                         slab, slot, stripes[start:stop], parity, first, others
                     )
             self.decoded_rows += stripes.size
@@ -47,26 +47,26 @@ class LocalRebuilder(Rebuilder[ParityMember]):
     def fill(self, stripes: int, hosts: Collection[int] | None = None) -> int:
         with self.lock:
             filled = 0
-            for guard in self.guards:
-                if hosts is not None and guard.index not in hosts:
+            for member in self.members:
+                if hosts is not None and member.index not in hosts:
                     continue
-                for p, slab, source, first in guard.host.to_fill():
-                    rows = rows_of(self.guards[source])
+                for p, slab, source, first in member.host.to_fill():
+                    rows = rows_of(self.members[source])
                     if rows.lost(
-                        self.placement.slot(source, self.placement.group_on(guard.index, p))
+                        self.placement.slot(source, self.placement.group_on(member.index, p))
                     ):
                         continue
-                    last = min(first + stripes, guard.host.stripes[slab])
+                    last = min(first + stripes, member.host.stripes[slab])
                     for start, stop in self._spans(slab, first, last):
                         with self._at_rest():
-                            guard.host.fill_from(p, slab, source, start, stop, rows)
+                            member.host.fill_from(p, slab, source, start, stop, rows)
                     filled += 1
             self._deliver()
             return filled
 
     def _spans(self, slab: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Rows that are brought back without a break, so that nobody waits for many."""
-        words = self.guards[0].host.shapes[slab].words
+        words = self.members[0].host.shapes[slab].words
         step = max(1, _MOST_NBYTES // (4 * words))
         for start in range(first, last, step):
             yield start, min(start + step, last)
@@ -76,13 +76,13 @@ class LocalRebuilder(Rebuilder[ParityMember]):
         """No row changes, and every change has been received."""
         self._deliver()  # most of it, before anybody has to wait
         with ExitStack() as held:
-            for guard in self.guards:
-                held.enter_context(guard.lock)
+            for member in self.members:
+                held.enter_context(member.lock)
             self._deliver()
             yield
 
 
-def rows_of(guard: ParityMember) -> SlabRows:
+def rows_of(member: ParityMember) -> SlabRows:
     """The rows of a shard of this process."""
-    assert isinstance(guard.rows, SlabRows)
-    return guard.rows
+    assert isinstance(member.rows, SlabRows)
+    return member.rows

@@ -152,10 +152,10 @@ class ParityMember:
             self.rows.reveal()
 
 
-def begin(guards: Iterable[ParityMember]) -> None:
+def begin(members: Iterable[ParityMember]) -> None:
     """Starts the streams of shards that have recorded nothing yet."""
-    by_index = {guard.index: guard for guard in guards}
-    for guard in by_index.values():
-        for host in guard.source.hosts:
-            number, point = guard.attach(host)
-            by_index[host].host.follow(guard.index, guard.source.epoch, number, point)
+    by_index = {member.index: member for member in members}
+    for member in by_index.values():
+        for host in member.source.hosts:
+            number, point = member.attach(host)
+            by_index[host].host.follow(member.index, member.source.epoch, number, point)

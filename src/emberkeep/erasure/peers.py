@@ -68,7 +68,7 @@ class PeerMember:
     def ask(
         self, what: str, header: Json | None = None, arrays: Arrays | None = None
     ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
-        """One question to the server's guard."""
+        """One question to the server's member."""
         header = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
         try:
             with self._lock:
@@ -77,7 +77,7 @@ class PeerMember:
                         self.peer.address, self._security, transport=self._transport
                     )
                 connection = self._connection
-            return connection.act("guard", header, arrays, deadline=self._deadline)
+            return connection.act("member", header, arrays, deadline=self._deadline)
         except ServerError:
             self.close()
             raise ShardLostError((self.index,)) from None
@@ -123,46 +123,46 @@ class PeerMember:
 class PeerHost:
     """`ParityHost` of a server."""
 
-    def __init__(self, guard: PeerMember, stripes: Sequence[int]) -> None:
+    def __init__(self, member: PeerMember, stripes: Sequence[int]) -> None:
         self.stripes = list(stripes)
-        self._guard = guard
+        self._member = member
 
     def seal(self, source: int) -> int:
-        return int(self._guard.ask("seal", {"source": source})[0]["last"])
+        return int(self._member.ask("seal", {"source": source})[0]["last"])
 
     def roll(self, source: int, number: int) -> Point:
-        reply, _ = self._guard.ask("roll", {"source": source, "number": number})
+        reply, _ = self._member.ask("roll", {"source": source, "number": number})
         return unpack_point(reply)
 
     def follow(self, source: int, epoch: int, number: int, point: Point) -> None:
         about = {"source": source, "of": epoch, "number": number, **pack_point(point)}
-        self._guard.ask("follow", about)
+        self._member.ask("follow", about)
 
     def refill(self, source: int) -> None:
-        self._guard.ask("refill", {"source": source})
+        self._member.ask("refill", {"source": source})
 
     def to_fill(self) -> list[tuple[int, int, int, int]]:
         raise NotImplementedError("a server has its own parity filled")
 
     def begin(self, wanted: Sequence[Wanted]) -> None:
-        self._guard.ask("begin", *pack_wanted(wanted))
+        self._member.ask("begin", *pack_wanted(wanted))
 
     def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
-        return unpack_syndromes(*self._guard.ask("syndromes", {"numbers": list(numbers)}))
+        return unpack_syndromes(*self._member.ask("syndromes", {"numbers": list(numbers)}))
 
     def drop(self, numbers: Sequence[int] | None = None) -> None:
-        self._guard.ask("drop", {"numbers": None if numbers is None else list(numbers)})
+        self._member.ask("drop", {"numbers": None if numbers is None else list(numbers)})
 
 
 class PeerSource:
     """`Source` of a server."""
 
-    def __init__(self, guard: PeerMember) -> None:
-        self._guard = guard
+    def __init__(self, member: PeerMember) -> None:
+        self._member = member
 
     @property
     def epoch(self) -> int:
-        return self._guard.peer.epoch
+        return self._member.peer.epoch
 
     def detach(self, host: int) -> None:
-        self._guard.ask("detach", {"host": host})
+        self._member.ask("detach", {"host": host})

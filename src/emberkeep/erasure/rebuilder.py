@@ -1,4 +1,4 @@
-"""Bringing lost shards back: decides what can be done, and has the guards do it, step by step.
+"""Bringing lost shards back: decides what can be done, and has the members do it, step by step.
 
 A loss is handled in this order: the streams of the lost shards are sealed at every live host and
 rolled back to the last message that all whole hosts hold; replacements begin there, in a new
@@ -110,10 +110,10 @@ class Decode:
 
 
 class Rebuilder(Generic[AnyMember]):
-    """The guards of all shards, and what is being done about lost ones.
+    """The members of all shards, and what is being done about lost ones.
 
     `deliver` returns when every message that was posted before has been received; `each` makes
-    calls to several guards. Calls are serialised: who asks for a row waits at most for the chunk
+    calls to several members. Calls are serialised: who asks for a row waits at most for the chunk
     that is being decoded. Where there are several coordinators, `numbers` names each decode once
     and for all.
     """
@@ -121,7 +121,7 @@ class Rebuilder(Generic[AnyMember]):
     def __init__(
         self,
         placement: Placement,
-        guards: Sequence[AnyMember],
+        members: Sequence[AnyMember],
         deliver: Callable[[], object],
         *,
         each: Callable[[Calls], list[Any]] = in_turn,
@@ -129,7 +129,7 @@ class Rebuilder(Generic[AnyMember]):
     ) -> None:
         self.placement = placement
         self.code = Code(placement.k, placement.r)
-        self.guards = list(guards)
+        self.members = list(members)
         self.lock = ForkLock()
         self.decoded_rows = 0
         self.decoded_nbytes = 0
@@ -164,10 +164,10 @@ class Rebuilder(Generic[AnyMember]):
         return [index for index, standing in standings.items() if any(standing.lost_K)]
 
     def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
-        """How all guards stand that are not lost."""
-        living = [guard for guard in self.guards if guard.index not in lost]
-        found = self._each([guard.standing for guard in living])
-        return {guard.index: standing for guard, standing in zip(living, found, strict=True)}
+        """How all members stand that are not lost."""
+        living = [member for member in self.members if member.index not in lost]
+        found = self._each([member.standing for member in living])
+        return {member.index: standing for member, standing in zip(living, found, strict=True)}
 
     def _parities(self, group: int, standings: dict[int, Standing]) -> list[int]:
         """The numbers of a group's parity rows that are whole."""
@@ -187,7 +187,7 @@ class Rebuilder(Generic[AnyMember]):
     def recover(self, lost: Collection[int], replace: Replace[AnyMember]) -> dict[int, Point]:
         """Puts replacements in the place of lost shards; where each of their streams goes on.
 
-        `replace(shard, number, point)` makes the guard of an empty shard, in a new epoch, whose
+        `replace(shard, number, point)` makes the member of an empty shard, in a new epoch, whose
         stream goes on after `number` and whose host is not complete. What the lost shards had
         done after that point is undone everywhere, and must be sent to them again.
         """
@@ -198,7 +198,7 @@ class Rebuilder(Generic[AnyMember]):
                 points[shard] = self._roll_back(shard, lost)
             self._forget(lost)
             for shard in lost:
-                self.guards[shard] = replace(shard, *points[shard])
+                self.members[shard] = replace(shard, *points[shard])
             for shard in lost:
                 self._join(shard, lost)
             return {shard: point for shard, (_, point) in points.items()}
@@ -213,39 +213,39 @@ class Rebuilder(Generic[AnyMember]):
             for shard in shards:
                 for host in self.placement.hosts(shard):
                     if host not in shards:
-                        self.guards[host].host.refill(shard)
+                        self.members[host].host.refill(shard)
             for shard in shards:
-                self.guards[shard] = replace(shard, 0, Point({}, ()))
+                self.members[shard] = replace(shard, 0, Point({}, ()))
             for shard in shards:
                 self._join(shard, shards)
 
     def _forget(self, lost: Collection[int]) -> None:
         """Ends all decodes, which may have heard of what was rolled back since, and sends nothing
         more to lost hosts."""
-        for guard in self.guards:
-            if guard.index not in lost:
-                guard.host.drop()
+        for member in self.members:
+            if member.index not in lost:
+                member.host.drop()
                 for shard in lost:
-                    guard.source.detach(shard)
+                    member.source.detach(shard)
 
     def _roll_back(self, shard: int, lost: Collection[int]) -> tuple[int, Point]:
         hosts = [host for host in self.placement.hosts(shard) if host not in lost]
-        held = {host: self.guards[host].host.seal(shard) for host in hosts}
-        whole = [host for host in hosts if self.guards[host].standing().complete]
+        held = {host: self.members[host].host.seal(shard) for host in hosts}
+        whole = [host for host in hosts if self.members[host].standing().complete]
         number = min(held[host] for host in whole)
-        points = {host: self.guards[host].host.roll(shard, number) for host in hosts}
+        points = {host: self.members[host].host.roll(shard, number) for host in hosts}
         return number, next(points[host] for host in whole if held[host] == number)
 
     def _join(self, shard: int, lost: Collection[int]) -> None:
         """The streams from and to a replacement."""
-        joining = self.guards[shard]
+        joining = self.members[shard]
         for host in self.placement.hosts(shard):
             number, point = joining.attach(host)
-            self.guards[host].host.follow(shard, joining.source.epoch, number, point)
+            self.members[host].host.follow(shard, joining.source.epoch, number, point)
         for source in self.placement.sources(shard):
             if source not in lost:
-                number, point = self.guards[source].attach(shard)
-                joining.host.follow(source, self.guards[source].source.epoch, number, point)
+                number, point = self.members[source].attach(shard)
+                joining.host.follow(source, self.members[source].source.epoch, number, point)
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class Rebuilder(Generic[AnyMember]):
             for member in members if decode.hosts else ():
                 spoken[member].append(wanted)
             decodes.append(decode)
-        self._each([partial(self.guards[i].host.begin, wanted) for i, wanted in started.items()])
-        self._each([partial(self.guards[i].send_values, wanted) for i, wanted in spoken.items()])
+        self._each([partial(self.members[i].host.begin, wanted) for i, wanted in started.items()])
+        self._each([partial(self.members[i].send_values, wanted) for i, wanted in spoken.items()])
         return decodes
 
     def finish(self, decode: Decode) -> bool:
@@ -288,7 +288,7 @@ class Rebuilder(Generic[AnyMember]):
         for decode in decodes:
             for host in decode.hosts:
                 asked[host].append(decode.wanted.number)
-        replies = self._each([partial(self.guards[i].host.syndromes, n) for i, n in asked.items()])
+        replies = self._each([partial(self.members[i].host.syndromes, n) for i, n in asked.items()])
         answers: dict[tuple[int, int], Syndrome | None] = {
             (host, number): answer
             for (host, numbers), reply in zip(asked.items(), replies, strict=True)
@@ -308,7 +308,7 @@ class Rebuilder(Generic[AnyMember]):
                 ended[host].append(number)
             if found:  # else nobody had lost anything
                 self._solve(decode, found)
-        self._each([partial(self.guards[i].host.drop, numbers) for i, numbers in ended.items()])
+        self._each([partial(self.members[i].host.drop, numbers) for i, numbers in ended.items()])
         return waiting
 
     def _solve(self, decode: Decode, found: Sequence[Syndrome]) -> None:
@@ -330,7 +330,7 @@ class Rebuilder(Generic[AnyMember]):
             for slot, coefficients in zip(slots, solution, strict=True):
                 values = _combined(coefficients, needed)
                 rows = stripes * self.placement.k + slot
-                self.guards[members[slot]].install(wanted.slab, wanted.layer, rows, values)
+                self.members[members[slot]].install(wanted.slab, wanted.layer, rows, values)
                 if wanted.layer == "records":
                     self.decoded_rows += rows.size
                     self.decoded_nbytes += values.nbytes
@@ -341,33 +341,33 @@ class Rebuilder(Generic[AnyMember]):
         """Finds out which rows replacements have lost; until then they cannot serve."""
         with self.lock:
             self._complete(self.start_marks())
-            for guard in self._blind():
-                guard.reveal()
+            for member in self._blind():
+                member.reveal()
 
     def start_marks(self) -> list[Decode]:
         """Has everybody say what is needed to find out which rows replacements have lost."""
-        blind = {guard.index for guard in self._blind()}
+        blind = {member.index for member in self._blind()}
         return self.start_all(
             [
                 (group, slab, "marks", np.arange(first, min(first + _MARK_STRIPES, count)))
                 for group in range(self.placement.n)
                 if blind.intersection(self.placement.members(group))
-                for slab, count in enumerate(self.guards[0].host.stripes)
+                for slab, count in enumerate(self.members[0].host.stripes)
                 for first in range(0, count, _MARK_STRIPES)
             ]
         )
 
     def _blind(self) -> list[AnyMember]:
-        """The guards of replacements whose marks are not back."""
+        """The members of replacements whose marks are not back."""
         standings = self._standings()
-        return [guard for guard in self.guards if standings[guard.index].blind]
+        return [member for member in self.members if standings[member.index].blind]
 
     def recover_rows(self, shard: int, slab: int, rows: I64) -> int:
         """Brings those of the rows back that are lost; returns how many that were."""
         if not rows.size:
             return 0
         with self.lock:
-            missing = rows[self.guards[shard].unknown(slab, "records", rows)]
+            missing = rows[self.members[shard].unknown(slab, "records", rows)]
             if (np.diff(missing) <= 0).any():
                 missing = np.unique(missing)
             parts: list[LostStripes] = []
@@ -397,12 +397,12 @@ class Rebuilder(Generic[AnyMember]):
         """
         with self.lock:
             calls = []
-            for guard in self.guards:
-                if hosts is None or guard.index in hosts:
-                    for p, slab, source, filled in guard.host.to_fill():
-                        stop = min(filled + stripes, guard.host.stripes[slab])
-                        send = self.guards[source].send_fill
-                        calls.append(partial(send, guard.index, p, slab, filled, stop))
+            for member in self.members:
+                if hosts is None or member.index in hosts:
+                    for p, slab, source, filled in member.host.to_fill():
+                        stop = min(filled + stripes, member.host.stripes[slab])
+                        send = self.members[source].send_fill
+                        calls.append(partial(send, member.index, p, slab, filled, stop))
             sent = self._each(calls)
             self._deliver()
             return sum(map(int, sent))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -36,6 +35,7 @@ from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import Catalog, files_read, grid_of, newest_catalog, plan
 from emberkeep.repository.manifest import needed_by
 from emberkeep.repository.pieces import KIND, counts_of
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import Pool
 
 _THREADS = 4
@@ -92,7 +92,7 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
             needs=tuple(needed.number for needed in manifest.needs),
         )
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(_THREADS, "emberkeep-inspect", clock=repository.clock) as pool:
         found = list(pool.map(summary, repository.versions()))
     return [line for line in found if line is not None]
 
@@ -343,7 +343,7 @@ def _unusable(repository: Repository, files: Sequence[FileRef], pool: Pool) -> d
             return str(error)
         return None
 
-    executor = ThreadPoolExecutor(_THREADS)
+    executor = Crew(_THREADS, "emberkeep-inspect", clock=repository.clock)
     try:
         problems = list(executor.map(problem, files))
     finally:

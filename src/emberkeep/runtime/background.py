@@ -138,10 +138,10 @@ class Worker:
         started, where no thread can be started."""
         if self._pid != os.getpid():  # the thread that held the lock is not there
             self._renew(threading.Condition())
-        elif self._thread.ending:
-            self._renew(self.changed)
-        thread = self._thread
-        with thread.changed:
+        with self.changed:
+            if self._thread.ending:  # it may have looked for tasks for the last time
+                self._renew(self.changed)
+            thread = self._thread
             if thread.ident is None:
                 thread.begin()
             thread.tasks.append((task, ended))
@@ -253,18 +253,26 @@ class _Thread(threading.Thread):
         try:
             task()
         except BaseException as raised:
-            error = _without_locals(raised)
-            background_failures.count(self.name)
+            error = self._noted(raised)
         # Before anybody hears of it: what a task held would else be freed while the interpreter
         # ends, and a tensor that is freed then ends the process with an abort.
         del task
         try:
             ended(error)
         except BaseException as raised:
-            background_failures.count(self.name)
-            self.error = _without_locals(raised)
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
+            self.error = self._noted(raised)
+            with suppress(BaseException):
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
         return None
+
+    def _noted(self, error: BaseException) -> BaseException:
+        """Counts an error and drops what its frames hold. Raises nothing: where there is no memory
+        for that, the one who waits must hear of the error all the same."""
+        with suppress(BaseException):
+            background_failures.count(self.name)
+        with suppress(BaseException):
+            _without_locals(error)
+        return error
 
     def _run_step(self) -> float | None:
         step = None if self._step is None else self._step()
@@ -291,13 +299,13 @@ class _Thread(threading.Thread):
         return seconds
 
     def fail(self, error: BaseException, *, final: bool) -> None:
+        background_failures.count(self.name)
         with self.changed:
             self._failures += 1
             self.error = _without_locals(error)
             self.failed_since = self.failed_since or self._clock.now().timestamp()
             if final:
                 self.stopped = self.ending = True
-        background_failures.count(self.name)
         if final:
             background_failures.stopped(self, self.name, self.failed_since)
         try:
@@ -332,6 +340,19 @@ def _end_threads() -> None:
 
 
 os.register_at_fork(after_in_child=_threads.clear)
+
+
+def end_all(*endings: Callable[[], object]) -> None:
+    """Makes every call, also after one that raised: what it would have ended is not left behind.
+    Raises the first error."""
+    first: BaseException | None = None
+    for ending in endings:
+        try:
+            ending()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _weakly(call: _F) -> Callable[[], _F | None]:

@@ -34,7 +34,7 @@ class BackgroundFailures:
     def stopped_since(self, name: str) -> float | None:
         """The time (Unix) since when a thread of that name is missing."""
         with self._lock:
-            stopped = [since for its, since in self._stopped.values() if its == name]
+            stopped = [since for thread, since in self._stopped.values() if thread == name]
         return min(stopped, default=None)
 
     def exposition(self, labels: str = "") -> str:

@@ -71,6 +71,27 @@ def wait_in_time(
         )
 
 
+class Progress:
+    """For one who asks again and again: work may last, but not stand still for `patience`."""
+
+    def __init__(self, patience: timedelta, clock: Clock) -> None:
+        self._patience = patience.total_seconds()
+        self._clock = clock
+        self._figure: object = None
+        self._since = clock.monotonic()
+
+    def require(self, figure: object, what: Callable[[], str]) -> None:
+        """`figure` is how far the work is; `DeadlineError` about `what` if it has not changed."""
+        now = self._clock.monotonic()
+        if figure != self._figure:
+            self._figure, self._since = figure, now
+        elif now - self._since > self._patience:
+            raise DeadlineError(
+                f"waited for {what()}, and for {now - self._since:g} s there was no progress: look "
+                "at what it works on (a store or a peer that does not answer), and try again"
+            )
+
+
 class Event:
     """A `threading.Event` whose waits are on a clock, and bounded."""
 

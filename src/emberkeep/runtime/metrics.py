@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 
 Sample = tuple[str, str, str, float]
 """Name, kind, help and value."""
@@ -89,7 +89,8 @@ class MetricsServer:
         self._worker.wake()
 
     def close(self) -> None:
-        if not self._worker.stopped:
-            self._server.shutdown()
-        self._server.server_close()
-        self._worker.close()
+        end_all(
+            *([] if self._worker.stopped else [self._server.shutdown]),
+            self._server.server_close,
+            self._worker.close,
+        )

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, StoppedError
+from emberkeep.runtime.background_failures import background_failures
 
 Task = Callable[[], object]
 Queue = SimpleQueue["tuple[Task, _Join] | None"]
@@ -30,6 +32,7 @@ Queue = SimpleQueue["tuple[Task, _Join] | None"]
 # do the same, for longer.
 _LOOKS = 40_000
 _MOST_THREADS = 256
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,15 @@ class _Join:
         if last:
             self.done.release()
 
-    def wait(self) -> None:
-        self.done.acquire()
+    def wait(self, shared: _Shared) -> None:
+        """Returns when all tasks have ended. A thread that died, maybe with a task in its hands,
+        is noticed within a second."""
+        while not self.done.acquire(timeout=_LOOK_SECONDS):
+            if shared.ended:
+                raise StoppedError(
+                    "a thread of the pool has ended with an error, and its task may be half done: "
+                    "what was computed is not complete; the next call has other threads"
+                )
         if self.error is not None:
             raise self.error
 
@@ -99,6 +109,11 @@ class Pool:
     A thread that has nothing to do looks for work a little while before it sleeps: the phases of
     a lookup follow each other within microseconds, and to wake a sleeping thread takes about as
     long as a phase.
+
+    Its threads are no `Worker`: to hand a task over must take microseconds, and each task is
+    awaited by its caller, who gets its error whatever that is. A thread that ends with an error of
+    its own is counted (`emberkeep-pool`) and replaced; a caller whose task it had taken is
+    `StoppedError` within a second. Parts of jobs are taken in compiled code, which raises nothing.
     """
 
     def __init__(self, threads: int | None = None, *, nice: int = 0) -> None:
@@ -118,7 +133,9 @@ class Pool:
             self._start_lock = threading.Lock()
             self._reset()
         with self._start_lock:
-            if self._shared is None:
+            if self._shared is None or self._shared.ended:
+                if self._shared is not None:
+                    self._shared.end(self.threads)
                 shared = _Shared()
                 for i in range(self.threads - 1):
                     threading.Thread(
@@ -135,7 +152,7 @@ class Pool:
                 task()
             return
         shared = self._shared
-        if shared is None or os.getpid() != self._pid:
+        if shared is None or shared.ended or os.getpid() != self._pid:
             shared = self._start()
         join = _Join(len(tasks))
         for task in tasks[1:]:
@@ -150,12 +167,12 @@ class Pool:
             if item is not None:
                 task, other = item
                 other.run(task)
-        join.wait()
+        join.wait(shared)
 
     def together(self, *jobs: Job) -> list[list[int]]:
         """Runs jobs at once; the result of each part of each job."""
         shared = self._shared
-        if shared is None or os.getpid() != self._pid:
+        if shared is None or shared.ended or os.getpid() != self._pid:
             shared = self._start()
         return shared.together(jobs)
 
@@ -170,10 +187,17 @@ class _Shared:
         self.failed = _jobs.FAILED
         self.words: npt.NDArray[np.int64] = np.zeros(job_rounds.WORDS, np.int64)
         self.queue: Queue = SimpleQueue()
+        self.ended = 0
+        """How many threads have ended with an error."""
         self.asleep = 0
         self.asleep_lock = threading.Lock()
         self._round_lock = threading.Lock()
         self._number = 0
+
+    def end(self, threads: int) -> None:
+        """Has all threads end after what they are doing."""
+        for _ in range(threads):
+            self.queue.put(None)
 
     def together(self, jobs: Sequence[Job]) -> list[list[int]]:
         rounds = self.rounds
@@ -218,7 +242,17 @@ _WAKE: tuple[Task, _Join] = (lambda: None, _Join(-1))
 
 
 def _work(shared: _Shared, nice: int) -> None:
-    be_nice(nice)
+    with suppress(OSError):  # it works all the same
+        be_nice(nice)
+    try:
+        _work_until_ended(shared)
+    except BaseException:
+        shared.ended += 1
+        background_failures.count("emberkeep-pool")
+        raise
+
+
+def _work_until_ended(shared: _Shared) -> None:
     rounds, words, queue = shared.rounds, shared.words, shared.queue
     while True:
         given = words[rounds.GIVEN]
@@ -243,7 +277,7 @@ class ForkLock:
     """A re-entrant lock that is fair, and free in a forked child even if the parent held it.
 
     Fair, because training releases it only to take it again: a saver beside it would wait for a
-    chance, step after step. Who waits for the lock holds the gate, where the next one must pass.
+    chance, step after step. A caller that waits for the lock blocks those that come after it.
     """
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 _T = TypeVar("_T")
 
@@ -16,20 +17,25 @@ _T = TypeVar("_T")
 _PATIENCE = timedelta(hours=1)
 
 
-def ahead_of(items: Iterable[_T], depth: int = 4, nice: int = 0) -> Iterator[_T]:
-    with Ahead(items, nice, depth) as running:
+def ahead_of(
+    items: Iterable[_T], depth: int = 4, nice: int = 0, *, clock: Clock = SYSTEM_CLOCK
+) -> Iterator[_T]:
+    with Ahead(items, nice, depth, clock=clock) as running:
         yield from running
 
 
 class Ahead(Iterator[_T]):
     """Iterates in a thread of its own, a few items ahead; errors come out where they belong."""
 
-    def __init__(self, items: Iterable[_T], nice: int = 0, depth: int = 4) -> None:
+    def __init__(
+        self, items: Iterable[_T], nice: int = 0, depth: int = 4, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._clock = clock
         self._ready: deque[_T] = deque()
         self._depth = depth
         self._error: BaseException | None = None
         self._given_up = self._over = False
-        self._worker = Worker("emberkeep-ahead", nice=nice)
+        self._worker = Worker("emberkeep-ahead", nice=nice, clock=clock)
         self._worker.do(partial(self._fill, items), self._ended)
 
     def _fill(self, items: Iterable[_T]) -> None:
@@ -39,8 +45,10 @@ class Ahead(Iterator[_T]):
                 del item
                 self._worker.changed.notify_all()
                 # Without a bound, as the caller may rest: leaving its block ends this.
-                self._worker.changed.wait_for(
-                    lambda: self._given_up or len(self._ready) < self._depth
+                self._clock.wait_for(
+                    self._worker.changed,
+                    lambda: self._given_up or len(self._ready) < self._depth,
+                    None,
                 )
                 if self._given_up:
                     return

@@ -79,7 +79,7 @@ class Epoch:
         self._scratch: list[U64] = []
         self.parity_service: ParityService | None = None
 
-    def guard(self, parity_service: ParityService) -> None:
+    def protect(self, parity_service: ParityService) -> None:
         """Keeps parity from here on; goes on after the pushes that its stream knows of."""
         self.parity_service = parity_service
         for worker, number in parity_service.ledger.items():

@@ -12,7 +12,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,7 @@ from emberkeep.errors import (
     ShardLostError,
     StreamError,
 )
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
 from emberkeep.server.parity_sender import Sender
@@ -63,7 +65,7 @@ _NONE: dict[str, npt.NDArray[Any]] = {}
 
 
 class ParityService:
-    """The guard of one epoch of a served shard.
+    """The parity member of one epoch of a served shard.
 
     `lost` says that all rows are to come back, from where the stream of the shard before ended.
     """
@@ -107,7 +109,7 @@ class ParityService:
             shard.index, self.placement, shapes_on(shard.slabs, shards), complete=complete
         )
         self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
-        self.guard = ParityMember(
+        self.member = ParityMember(
             source=self._source,
             host=self._host,
             rows=self._rows,
@@ -143,7 +145,7 @@ class ParityService:
             "flush": self._flush_all,
             "hurry": self._hurry_up,
         }
-        shard.protect(self.guard)
+        shard.protect(self.member)
         if lost:
             shard.bring_back = self._bring_back
 
@@ -159,10 +161,11 @@ class ParityService:
             senders = list(self._senders.values())
             self._senders.clear()
             self._moved.notify_all()
-        for sender in senders:
-            sender.close()
-        self._rebuilds.stop()
-        self._threads.shutdown(wait=False)
+        end_all(
+            *(sender.close for sender in senders),
+            self._rebuilds.stop,
+            partial(self._threads.shutdown, wait=False),
+        )
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -256,7 +259,7 @@ class ParityService:
 
     def _bring_back(self, slab: int, rows: I64) -> None:
         """A degraded read: decodes what a call needs and is not back yet."""
-        if not self.guard.unknown(slab, "records", rows).any():
+        if not self.member.unknown(slab, "records", rows).any():
             return
         self.degraded_reads += 1
         for start in range(0, rows.size, self.spec.chunk_rows):
@@ -273,7 +276,7 @@ class ParityService:
 
     def _rebuild_chunk(self) -> bool:
         """Brings the next rows back, or else the next parity; False when all is whole."""
-        with self.guard.lock:
+        with self.member.lock:
             chunk = self._rows.next_missing(self.spec.chunk_rows)
             if chunk is None and not self._rows.lost():
                 self._shard.bring_back = None
@@ -308,7 +311,7 @@ class ParityService:
     def ask(self, header: Json, arrays: Arrays) -> Answer:
         asked = self._asks.get(str(header["ask"]))
         if asked is None:
-            raise ProtocolError(f"a guard is not asked for {header['ask']!r}"[:100])
+            raise ProtocolError(f"a member of parity is not asked for {header['ask']!r}"[:100])
         return asked(header, arrays)
 
     def _directory(self, header: Json, arrays: Arrays) -> Answer:
@@ -316,18 +319,18 @@ class ParityService:
         peers = [Peer.from_json(peer) for peer in header["peers"]]
         before = self._rebuilder
         known: dict[Peer, PeerMember] = {}
-        for guard in () if before is None else before.guards:
-            if isinstance(guard, PeerMember):
-                known[guard.peer] = guard
-        guards: list[MemberSide] = []
-        for peer in sorted(peers, key=lambda its: its.index):
+        for member in () if before is None else before.members:
+            if isinstance(member, PeerMember):
+                known[member.peer] = member
+        members: list[MemberSide] = []
+        for peer in sorted(peers, key=lambda peer: peer.index):
             if peer.index == self._shard.index:
-                guards.append(self.guard)
+                members.append(self.member)
             else:
                 made_before = known.pop(peer, None)
-                guards.append(made_before or self._member(peer))
+                members.append(made_before or self._peer_member(peer))
         made = Rebuilder(
-            self.placement, guards, self._flush, each=self._each,
+            self.placement, members, self._flush, each=self._each,
             numbers=self._numbers,
         )  # fmt: skip
         if before is not None:
@@ -338,21 +341,25 @@ class ParityService:
         self._rebuilds.wake()
         return {}, _NONE
 
-    def _member(self, peer: Peer) -> PeerMember:
+    def _peer_member(self, peer: Peer) -> PeerMember:
         return PeerMember(
             peer, self._security, self._deadline, self._host.stripes, transport=self._transport
         )
 
     def _each(self, calls: Calls) -> list[Any]:
+        """Makes all calls, each in a thread; raises the first error once all have ended."""
         futures = [self._threads.submit(call) for call in calls[1:]]
-        first = [call() for call in calls[:1]]
+        try:
+            first = [call() for call in calls[:1]]
+        finally:
+            wait(futures)
         return first + [future.result() for future in futures]
 
     def _standing(self, header: Json, arrays: Arrays) -> Answer:
-        its = self.guard.standing()
-        streams = [[source, *numbers] for source, numbers in its.streams.items()]
+        standing = self.member.standing()
+        streams = [[source, *numbers] for source, numbers in standing.streams.items()]
         reply = {
-            "lost": list(its.lost_K), "blind": its.blind, "complete": its.complete,
+            "lost": list(standing.lost_K), "blind": standing.blind, "complete": standing.complete,
             "streams": streams,
         }  # fmt: skip
         return reply, _NONE
@@ -408,7 +415,7 @@ class ParityService:
 
     def _values(self, header: Json, arrays: Arrays) -> Answer:
         """Says what this shard has of some rows; returns when its hosts have heard it."""
-        self.guard.send_values(unpack_wanted(header, arrays))
+        self.member.send_values(unpack_wanted(header, arrays))
         self._flush()
         return {}, _NONE
 
@@ -422,23 +429,23 @@ class ParityService:
 
     def _send_fill(self, header: Json, arrays: Arrays) -> Answer:
         about = (int(header[name]) for name in ("host", "p", "slab", "start", "stop"))
-        sent = self.guard.send_fill(*about)
+        sent = self.member.send_fill(*about)
         if sent:
             self._flush()
         return {"sent": sent}, _NONE
 
     def _install(self, header: Json, arrays: Arrays) -> Answer:
         layer = layer_of(header["layer"])
-        self.guard.install(int(header["slab"]), layer, arrays["rows"], arrays["values"])
+        self.member.install(int(header["slab"]), layer, arrays["rows"], arrays["values"])
         return {}, _NONE
 
     def _unknown(self, header: Json, arrays: Arrays) -> Answer:
         layer = layer_of(header["layer"])
-        unknown = self.guard.unknown(int(header["slab"]), layer, arrays["rows"])
+        unknown = self.member.unknown(int(header["slab"]), layer, arrays["rows"])
         return {}, {"unknown": unknown.view(np.uint8)}
 
     def _reveal(self, header: Json, arrays: Arrays) -> Answer:
-        self.guard.reveal()
+        self.member.reveal()
         self._rebuilds.wake()
         return {}, _NONE
 

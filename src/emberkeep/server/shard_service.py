@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import U8, Json
+from emberkeep._types import I64, U8, Json
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
@@ -35,12 +35,12 @@ from emberkeep.errors import (
     ServerError,
 )
 from emberkeep.repository import Repository, VersionId
-from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
-from emberkeep.runtime.background import Worker
+from emberkeep.runtime.background import Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
+from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.server_metrics import Metrics
@@ -104,6 +104,7 @@ class ShardService:
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
         self._job: tuple[int, Future[Json]] | None = None
+        self._progress = 0
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
@@ -134,7 +135,7 @@ class ShardService:
             "close": self._close,
             "load": self._load,
             "protect": self._protect,
-            "guard": self._guard,
+            "member": self._member,
         }
 
     # -- pulls and pushes ------------------------------------------------------------------------
@@ -275,9 +276,8 @@ class ShardService:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
-        if epoch.parity_service is not None:
-            epoch.parity_service.close()
-        epoch.shard.kill()
+        service = epoch.parity_service
+        end_all(*([] if service is None else [service.close]), epoch.shard.kill)
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)
@@ -308,7 +308,7 @@ class ShardService:
         epoch = self._checked(header)
         if epoch.parity_service is not None:
             raise ServerError(f"shard {epoch.shard.index} has parity already")
-        epoch.guard(
+        epoch.protect(
             parity_service_from(
                 header, epoch.shard, epoch.shards, security=self.security,
                 transport=self._transport, clock=self._clock,
@@ -316,7 +316,7 @@ class ShardService:
         )  # fmt: skip
         yield {}, _NONE
 
-    def _guard(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+    def _member(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
         if epoch.parity_service is None:
             raise EpochError(f"shard {epoch.shard.index} has no parity in epoch {epoch.number}")
@@ -405,8 +405,10 @@ class ShardService:
         Not every path is the same directory on every machine.
         """
         self._checked(header)
-        store = open_store(header["url"])
-        found = Repository.open(store).id if Repository.exists(store) else None
+        store = open_store(header["url"], clock=self._clock)
+        found = None
+        if Repository.exists(store):
+            found = Repository.open(store, clock=self._clock).id
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -414,9 +416,10 @@ class ShardService:
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
-        files = FileWriter(
-            open_store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
-            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+        files = CountedWriter(
+            open_store(header["url"], clock=self._clock), VersionId.parse(header["version"]),
+            str(header["nonce"]), part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+            advance=self._advance,
         )  # fmt: skip
         for snapshot in snapshots:
             snapshot.rename(header["names"])
@@ -435,13 +438,20 @@ class ShardService:
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to replace all rows by this shard's part of a version."""
         epoch = self._checked(header)
-        repository = Repository.open(open_store(header["url"]))
+        repository = Repository.open(
+            open_store(header["url"], clock=self._clock), clock=self._clock
+        )
         version = VersionId.parse(header["version"])
+
+        def own_rows(table: str, ids: I64) -> I64:
+            self._advance()
+            return epoch.own(table, ids)
+
         target = TargetView([
             ViewPart(
                 epoch.shard,
                 {name: own for own, name in header["names"].items()},
-                own_rows=epoch.own,
+                own_rows=own_rows,
                 own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards),
             )
         ])  # fmt: skip
@@ -486,7 +496,14 @@ class ShardService:
         if self._job is None or self._job[0] != int(header["epoch"]):
             raise EpochError(f"no work was started in epoch {header['epoch']}")
         job = self._job[1]
-        yield ({"done": True, **job.result()} if job.done() else {"done": False}), _NONE
+        if job.done():
+            yield {"done": True, **job.result()}, _NONE
+        else:
+            yield {"done": False, "progress": self._progress}, _NONE
+
+    def _advance(self) -> None:
+        """Long work has come further: the one who waits for it need not give up."""
+        self._progress += 1
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._frozen(header)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from emberkeep._types import I64
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_reads as kernels
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import spans
 from emberkeep.tiered.log import RowLog
 from emberkeep.tiered.record_layout import Layout, aligned
@@ -75,7 +75,7 @@ class Reads:
         self._log = log
         self._lock = threading.Lock()
         self._count = threads
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Crew | None = None
         with _queues.one(log.block_nbytes, DEPTH) as queue:
             self.deep = queue.deep
 
@@ -118,6 +118,6 @@ class Reads:
     def _by_threads(self, run: Callable[[int, int], int], count: int) -> int:
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="emberkeep-tier")
+                self._threads = Crew(self._count, "emberkeep-tier-reads", clock=self._log.clock)
         parts = spans(count, self._count, _LEAST)
         return max(self._threads.map(lambda part: run(*part), parts), default=-1)

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from emberkeep._types import U8
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.crew import Crew
 from emberkeep.wire.security import HEADER, Security, read_pem, split_address
 from emberkeep.wire.transport import Transport
 
@@ -56,7 +57,7 @@ class FlightTransport:
         return FlightChannel(address, security, self._clock)
 
     def executor(self, most: int, name: str) -> Executor:
-        return ThreadPoolExecutor(most, name)
+        return Crew(most, name, clock=self._clock)
 
 
 FLIGHT: Transport = FlightTransport()
@@ -144,13 +145,15 @@ class FlightChannel:
 
         idle, writer, reader = self._due is None, self._writer, self._reader
         self._writer = self._reader = None
-        if writer is not None:
+        try:
+            if writer is not None:
+                with suppress(pa.ArrowException):
+                    if not idle:
+                        reader.cancel()
+                    writer.close()
+        finally:
             with suppress(pa.ArrowException):
-                if not idle:
-                    reader.cancel()
-                writer.close()
-        with suppress(pa.ArrowException):
-            self._client.close()
+                self._client.close()
 
     def _call_options(self, deadline: timedelta | None) -> Any:
         import pyarrow.flight as flight

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -258,8 +259,8 @@ def test_nobody_waits_for_ever_for_a_source_that_hangs(monkeypatch: pytest.Monke
     monkeypatch.setattr(_NumbersCursor, "read", read)
     reader = Reader(Numbers(20), batch_size=5)
     with monkeypatch.context() as patched:
-        patched.setattr("emberkeep.data.reader._PATIENCE_SECONDS", 0.01)
-        with pytest.raises(DeadlineError, match="has not read the next batch within"):
+        patched.setattr("emberkeep.data.reader._PATIENCE", timedelta(milliseconds=10))
+        with pytest.raises(DeadlineError, match="the next batch, which emberkeep-reader"):
             next(reader)
     release.set()
     assert numbers_of(list(reader)) == list(range(20))  # nothing was skipped

@@ -132,14 +132,14 @@ def test_a_lost_shard_lets_go_of_its_memory_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        guard = cluster._protection.rebuilder.guards[1]  # type: ignore[union-attr]
+        member = cluster._protection.rebuilder.members[1]  # type: ignore[union-attr]
         planes = [
             weakref.ref(plane) for slab in cluster.shards[1].slabs for plane in slab.planes.values()
         ]
-        parity = [weakref.ref(records) for records in guard.host._records]
+        parity = [weakref.ref(records) for records in member.host._records]
         cluster.kill(1)
         assert all(ref() is None for ref in planes + parity)
-        assert not rows_of(guard).lost()
+        assert not rows_of(member).lost()
     finally:
         gc.enable()
     cluster.close()

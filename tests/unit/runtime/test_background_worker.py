@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import DeadlineError, StoppedError
+from emberkeep.runtime import background
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.clock import SystemClock
@@ -314,3 +315,61 @@ def test_what_is_shared_with_a_queue_stays_shared_after_close() -> None:
     assert done(worker, Work()) is None
     assert worker.changed is changed
     worker.close(SOON)
+
+
+@pytest.mark.parametrize("where", ["count", "_without_locals"])
+def test_the_end_of_a_task_is_heard_also_where_its_error_cannot_be_noted(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("not even that")
+
+    owner = background.background_failures if where == "count" else background
+    monkeypatch.setattr(owner, where, fails)
+
+    def task() -> None:
+        raise ValueError("on purpose")
+
+    worker = Worker("test")
+    assert isinstance(done(worker, task), ValueError)
+    assert done(worker, Work()) is None
+    worker.close()
+
+
+def test_a_task_that_comes_while_the_thread_ends_is_done() -> None:
+    worker = Worker("test")
+
+    class Late(threading.Condition):
+        """Lets the thread end just before it is taken for the next task."""
+
+        armed = False
+
+        def __enter__(self) -> bool:
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                worker.stop()
+                worker.join()
+            return super().__enter__()
+
+    late = Late()
+    worker._renew(late)
+    assert done(worker, Work()) is None
+    late.armed = True
+    assert done(worker, Work()) is None
+    assert not late.armed
+    worker.close()
+
+
+def test_everything_is_ended_and_the_first_error_raised() -> None:
+    ended: list[str] = []
+
+    def fails(name: str) -> None:
+        ended.append(name)
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match="b"):
+        background.end_all(
+            lambda: ended.append("a"), lambda: fails("b"), lambda: fails("c"),
+            lambda: ended.append("d"),
+        )  # fmt: skip
+    assert ended == ["a", "b", "c", "d"]

@@ -9,8 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, StoppedError
 from emberkeep.kernels import batch_rows
+from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.pool import Job, Pool, default_threads, spans
 
 
@@ -124,3 +126,24 @@ def test_no_parts_are_no_work() -> None:
     assert Pool(2).together(
         Job(batch_rows.write_first_nonfinite, [], (np.ones((1, 1), np.float32),))
     ) == [[]]
+
+
+def test_a_thread_that_dies_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    before = background_failures.errors("emberkeep-pool")
+    real, dying = pools._Join.run, threading.Event()
+
+    def run(self: pools._Join, task: pools.Task) -> None:
+        if threading.current_thread() is not threading.main_thread() and not dying.is_set():
+            dying.set()
+            raise MemoryError("with a task in its hands")
+        real(self, task)
+
+    monkeypatch.setattr(pools._Join, "run", run)
+    pool = Pool(2)
+    with pytest.raises(StoppedError, match="half done"):
+        pool.run([lambda: dying.wait(60), lambda: None])
+    assert background_failures.errors("emberkeep-pool") - before == 1
+    done: list[int] = []
+    pool.run([partial(done.append, i) for i in range(20)])
+    assert sorted(done) == list(range(20))

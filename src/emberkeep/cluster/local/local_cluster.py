@@ -26,6 +26,7 @@ from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
@@ -125,11 +126,9 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
                 )
                 made.append(shard)
         except BaseException:  # the traceback keeps shards alive: let go of files at once
-            for shard in made:
-                shard.kill()
+            end_all(*(shard.kill for shard in made))
             raise
-        super().__init__(tables, optimizer, made, seed=seed, pool=pool)
-        self._clock = clock
+        super().__init__(tables, optimizer, made, seed=seed, pool=pool, clock=clock)
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)
@@ -283,16 +282,10 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
 
     def close(self) -> None:
         """Ends the threads that keep parity and rebuild it; lets the files of tiers go."""
-        if self._protection is not None:
-            self._protection.close()
-        errors = []
-        for slab in self._tiers():
-            try:
-                slab.close()
-            except EmberkeepError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        end_all(
+            *([] if self._protection is None else [self._protection.close]),
+            *(slab.close for slab in self._tiers()),
+        )
 
     def _from_parity(self) -> bool:
         protection = self._protection

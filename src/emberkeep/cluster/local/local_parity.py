@@ -1,4 +1,4 @@
-"""Parity over the shards of one process: their guards, their mail, and the thread that rebuilds."""
+"""Parity over the shards of one process: its members, their mail, and the thread that rebuilds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberkeep.erasure.messages import Point
 from emberkeep.erasure.source import Source
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 
@@ -67,20 +67,20 @@ class LocalParity:
         self._credit_seconds = 0.0
         self._degraded_seconds = 0.0
         trained = any(slab.touched.any() for shard in shards for slab in shard.slabs)
-        guards = [
-            self._guard(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
+        members = [
+            self._member(shard, 0, Point({}, state_of(shard.slabs)), complete=not trained)
             for shard in shards
         ]
-        self.rebuilder = LocalRebuilder(self.placement, guards, self._mail.deliver)
-        begin(guards)
-        for shard, guard in zip(shards, guards, strict=True):
-            shard.protect(guard)
+        self.rebuilder = LocalRebuilder(self.placement, members, self._mail.deliver)
+        begin(members)
+        for shard, member in zip(shards, members, strict=True):
+            shard.protect(member)
         if spec.background:
             self._mail.start()
         if trained:
             self._sweep()
 
-    def _guard(
+    def _member(
         self, shard: Shard, number: int, point: Point, *, lost: bool = False, complete: bool = False
     ) -> ParityMember:
         place = self.placement
@@ -96,15 +96,15 @@ class LocalParity:
         )
 
     def _receive(self, letters: Sequence[Letter]) -> None:
-        guards = self.rebuilder.guards
+        members = self.rebuilder.members
         current = [  # else posted by a shard that was replaced since, or to one that is lost
             (host, message)
             for host, message in letters
-            if message.epoch == guards[message.source].source.epoch and host not in self.lost
+            if message.epoch == members[message.source].source.epoch and host not in self.lost
         ]
-        held = receive_together([(guards[h].host, m) for h, m in current], self._pool)
+        held = receive_together([(members[h].host, m) for h, m in current], self._pool)
         for (host, message), number in zip(current, held, strict=True):
-            guards[message.source].source.acknowledge(host, number)
+            members[message.source].source.acknowledge(host, number)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -126,21 +126,21 @@ class LocalParity:
 
     def settled(self, shard: int) -> int:
         """The number up to which nothing of a shard's stream can be lost any more."""
-        return self.rebuilder.guards[shard].source.settled
+        return self.rebuilder.members[shard].source.settled
 
     def applied(self, shard: int, worker: str) -> int:
         """The last push of a worker that a shard has applied."""
-        return self.rebuilder.guards[shard].source.ledger.get(worker, 0)
+        return self.rebuilder.members[shard].source.ledger.get(worker, 0)
 
     def clear(self) -> None:
         """All shards were cleared: so is all parity, and nothing is left to come back."""
         with self.rebuilder.lock:
             self._mail.deliver()
-            for shard, guard in zip(self._shards, self.rebuilder.guards, strict=True):
-                guard.host.clear()
-                with guard.lock:
-                    rows_of(guard).give_up()
-                    guard.record((), None, state_of(shard.slabs))
+            for shard, member in zip(self._shards, self.rebuilder.members, strict=True):
+                member.host.clear()
+                with member.lock:
+                    rows_of(member).give_up()
+                    member.record((), None, state_of(shard.slabs))
                 shard.bring_back = None
             self._mail.deliver()
 
@@ -155,10 +155,10 @@ class LocalParity:
             self.lost |= set(shards)
             self._mail.drop(self.lost)
             for shard in shards:
-                guard = self.rebuilder.guards[shard]
-                with guard.lock:
-                    rows_of(guard).drop()
-                guard.host.let_go()
+                member = self.rebuilder.members[shard]
+                with member.lock:
+                    rows_of(member).drop()
+                member.host.let_go()
 
     def recover(self, lost: Collection[int], renew: Renew) -> None:
         """Puts replacements in the place of all lost shards, ready to serve.
@@ -185,18 +185,18 @@ class LocalParity:
     def _replace(self, renew: Renew, index: int, number: int, point: Point) -> ParityMember:
         shard = self._shards[index] = renew(index)
         load_state(shard.slabs, point.state)
-        guard = self._guard(shard, number, point, lost=True)
-        shard.protect(guard)
-        return guard
+        member = self._member(shard, number, point, lost=True)
+        shard.protect(member)
+        return member
 
     def start_over(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
 
         def replace(index: int, number: int, point: Point) -> ParityMember:
             shard = self._shards[index] = renew(index)
-            guard = self._guard(shard, number, Point({}, state_of(shard.slabs)))
-            shard.protect(guard)
-            return guard
+            member = self._member(shard, number, Point({}, state_of(shard.slabs)))
+            shard.protect(member)
+            return member
 
         with self.rebuilder.lock:
             self._mail.drop(shards)
@@ -208,8 +208,8 @@ class LocalParity:
         """A degraded read: decodes what a call needs and a replacement has not got back."""
         if self.lost:
             raise ShardLostError(sorted(self.lost))
-        guard = self.rebuilder.guards[shard]
-        if guard.unknown(slab, "records", rows).any():
+        member = self.rebuilder.members[shard]
+        if member.unknown(slab, "records", rows).any():
             self._degraded_reads += 1
             began = self._clock.monotonic()
             with self.rebuilder.lock:
@@ -234,9 +234,9 @@ class LocalParity:
             if self.lost:
                 return False
             for shard in self._shards:
-                guard = self.rebuilder.guards[shard.index]
-                with guard.lock:
-                    chunk = rows_of(guard).next_missing(self.spec.chunk_rows)
+                member = self.rebuilder.members[shard.index]
+                with member.lock:
+                    chunk = rows_of(member).next_missing(self.spec.chunk_rows)
                 if chunk is not None:
                     self.rebuilder.recover_rows(shard.index, *chunk)
                     return True
@@ -297,20 +297,16 @@ class LocalParity:
 
     def close(self) -> None:
         """Ends the threads; raises what has ended protection."""
-        self._rebuilds.stop()
-        try:
-            self._mail.close()
-        finally:
-            self._rebuilds.close()
+        end_all(self._rebuilds.stop, self._mail.close, self._rebuilds.close)
 
     def status(self) -> ParityStatus:
-        guards = self.rebuilder.guards
-        rows = [rows_of(guard) for guard in guards if guard.index not in self.lost]
+        members = self.rebuilder.members
+        rows = [rows_of(member) for member in members if member.index not in self.lost]
         return ParityStatus(
             k=self.spec.k,
             r=self.spec.r,
             lag=self._mail.waiting,
-            unprotected_stripes=sum(guard.host.unprotected_stripes for guard in guards),
+            unprotected_stripes=sum(member.host.unprotected_stripes for member in members),
             missing_rows=sum(shard.missing_rows for shard in rows),
             rebuilt_rows=self.rebuilder.decoded_rows,
             rebuilt_nbytes=self.rebuilder.decoded_nbytes,
@@ -318,7 +314,7 @@ class LocalParity:
             recoveries=self._recoveries,
             messages=self._mail.messages,
             sent_nbytes=self._mail.sent_nbytes,
-            updates=tuple(guard.host.updates for guard in guards),
+            updates=tuple(member.host.updates for member in members),
             lost_shards=len(self.lost),
             unprotected_since=earliest(self._mail.failed_since, self._rebuilds.failed_since),
         )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from emberkeep.erasure.messages import Message
 from emberkeep.errors import StoppedError
-from emberkeep.runtime.background import Worker
+from emberkeep.runtime.background import Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 Letter: TypeAlias = tuple[int, Message]
@@ -131,9 +131,7 @@ class Mail:
 
     def close(self) -> None:
         """Ends the thread, if there is one, and raises what had ended delivery."""
-        self._worker.stop()
-        self._worker.join()
-        self.check()
+        end_all(self._worker.stop, self._worker.join, self.check)
 
     def _deliver_and_rest(self) -> None:
         self.deliver()

@@ -11,8 +11,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostEr
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.flight_transport import FLIGHT
@@ -80,7 +82,7 @@ class FlightCluster(RemoteCluster):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Launcher,
+        launcher: Launcher,
         *,
         seed: int = 0,
         pool: pools.Pool,
@@ -94,7 +96,7 @@ class FlightCluster(RemoteCluster):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(
-            tables, optimizer, hosts, seed=seed, pool=pool, security=security, timing=timing,
+            tables, optimizer, launcher, seed=seed, pool=pool, security=security, timing=timing,
             coordinate=coordinate, transport=transport, clock=clock,
         )  # fmt: skip
         self.rank = rank
@@ -112,9 +114,8 @@ class FlightCluster(RemoteCluster):
         self._unsettled: deque[tuple[int, Routed, Sequence[F32], float]] = deque()
         self._take_over(parity)
 
-    def close(self) -> None:
-        super().close()
-        self._reader.shutdown(wait=False)
+    def _let_go(self) -> None:
+        end_all(super()._let_go, partial(self._reader.shutdown, wait=False))
 
     # -- pulls -----------------------------------------------------------------------------------
 
@@ -173,16 +174,25 @@ class FlightCluster(RemoteCluster):
         return rows if ahead.answers(wanted) else None
 
     def _await_ahead(self) -> list[F32] | None:
-        """The prefetched rows once they have arrived; None if that failed."""
-        ahead = self._ahead
+        """The prefetched rows once they have arrived; None if that failed, whatever the error: it
+        was counted, and the rows will be pulled."""
+        # Not kept meanwhile: a prefetch that failed must not be awaited again.
+        ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
+        patience = 2 * self.timing.deadline.total_seconds()  # streams end by their deadline
         try:
-            return ahead.rows.result()
-        except EmberkeepError:
-            self._ahead = None
+            failed = ahead.rows.exception(patience) is not None
+        except TimeoutError:
+            failed = True
+        except BaseException:
+            self._settle()
+            raise
+        if failed:
             self._settle()
             return None
+        self._ahead = ahead
+        return ahead.rows.result()
 
     def _drop_ahead(self) -> None:
         self._await_ahead()

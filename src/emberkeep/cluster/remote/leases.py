@@ -8,7 +8,7 @@ from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
-from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
@@ -106,6 +106,4 @@ class _Renewal:
 
 def let_go(leases: Leases, shards: Sequence[RemoteShard]) -> None:
     """Ends a run on the servers that can be reached: the next coordinator need not wait."""
-    leases.stop()
-    for shard in shards:
-        shard.release(leases.coordinator)
+    end_all(leases.stop, *(partial(shard.release, leases.coordinator) for shard in shards))

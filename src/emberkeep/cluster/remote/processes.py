@@ -21,8 +21,9 @@ from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, ServerError
+from emberkeep.errors import ConfigError, DeadlineError, ServerError
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.security import Security, read_token
@@ -53,16 +54,16 @@ class Servers:
             raise ConfigError(f"spares must be 0 or more, not {self.spares}")
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
+        launcher = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
         try:
             cluster = FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), timing=self.timing,
+                tables, optimizer, launcher, seed=seed, pool=pools.shared(), timing=self.timing,
                 parity=self.parity,
             )  # fmt: skip
         except BaseException:
-            hosts.close()
+            launcher.close()
             raise
-        weakref.finalize(cluster, hosts.close)
+        weakref.finalize(cluster, launcher.close)
         return cluster
 
 
@@ -110,9 +111,9 @@ class Connect:
         FixedAddresses(self.addresses, self.security, patience=self.patience)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        hosts = FixedAddresses(self.addresses, self.security, patience=self.patience)
+        launcher = FixedAddresses(self.addresses, self.security, patience=self.patience)
         return FlightCluster(
-            tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=self.security,
+            tables, optimizer, launcher, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
             coordinate=self.coordinate and self.rank == 0, parity=self.parity,
         )  # fmt: skip
@@ -155,10 +156,13 @@ class ProcessLauncher:
         self._threads = threads or max(1, pools.default_threads() // shards)
         self._lock = threading.Lock()
         self._closed = False
-        self._servers = [_Process(self._threads) for _ in range(shards)]
-        self._spares = [_Process(self._threads) for _ in range(spares)]
+        self._servers: list[_Process] = []
+        self._spares: list[_Process] = []
         self._wanted_spares = spares
         try:
+            for processes, count in ((self._servers, shards), (self._spares, spares)):
+                for _ in range(count):
+                    processes.append(_Process(self._threads))
             for server in self._servers:
                 server.wait()
         except BaseException:
@@ -192,11 +196,11 @@ class ProcessLauncher:
         with self._lock:
             self._closed = True
             processes = [*self._servers, *self._spares]
-        for process in processes:
-            process.ask_to_end()
         until = self._clock.monotonic() + _END_SECONDS
-        for process in processes:
-            process.end(until - self._clock.monotonic())
+        end_all(
+            *(process.ask_to_end for process in processes),
+            *(lambda p=p: p.end(until - self._clock.monotonic()) for p in processes),
+        )
 
 
 class _Process:
@@ -235,7 +239,7 @@ class _Process:
                 self._process.kill()
             line = self._process.stdout.readline()
             if not line:
-                code = self._process.wait()
+                code = self._ended()
                 raise ServerError(
                     f"a shard server ended with {code} before it was ready: run emberkeep serve to "
                     "see why"
@@ -246,8 +250,19 @@ class _Process:
     def kill(self) -> None:
         """SIGKILL, and gone when this returns; a stopped process dies too."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._close_pipes()
+        try:
+            self._ended()
+        finally:
+            self._close_pipes()
+
+    def _ended(self) -> int:
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(
+                f"shard server {self.pid} has not ended within {_END_SECONDS:g} s: the system does "
+                "not let it go, look at what it waits for (a disk or mount that hangs)"
+            ) from None
 
     def ask_to_end(self) -> None:
         assert self._process.stdin is not None

@@ -10,6 +10,7 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
@@ -33,6 +34,7 @@ from emberkeep.repository import Manifest, Repository
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.flight_transport import FLIGHT
@@ -62,7 +64,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self,
         tables: Sequence[Table],
         optimizer: Optimizer,
-        hosts: Launcher,
+        launcher: Launcher,
         *,
         seed: int,
         pool: pools.Pool,
@@ -72,26 +74,26 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.hosts = hosts
+        self.launcher = launcher
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
         self._over: Json = {"transport": transport, "clock": clock}
-        self._clock = clock
         self._incarnation = secrets.randbits(63)
         shards = [
             RemoteShard(
-                i, hosts.address(i), self.security, self.timing, self._incarnation, **self._over
+                i, launcher.address(i), self.security, self.timing, self._incarnation, **self._over
             )
-            for i in range(hosts.count)
+            for i in range(launcher.count)
         ]
-        super().__init__(tables, optimizer, shards, seed=seed, pool=pool)
+        super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
         if self.tiered:
             raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
         self._threads = transport.executor(len(shards), "emberkeep-shard")
         self._silent_since = -math.inf
         self._coordinator = secrets.token_hex(8)
         self._leases: Leases | None = None
+        self._finalizer: Callable[[], object] | None = None
 
     def _drop_ahead(self) -> None:
         """Forgets rows that were pulled ahead."""
@@ -114,8 +116,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 self.on_loss = lambda _lost: self._rejoin()
                 self._rejoin()
         except BaseException:
-            for shard in self.handles:
-                shard.disconnect()
+            with suppress(BaseException):
+                self._let_go()
             raise
 
     def _begin(self) -> None:
@@ -140,9 +142,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def _reach(self, shard: RemoteShard) -> Json:
         try:
-            return shard.connect(self.hosts.address(shard.index))
+            return shard.connect(self.launcher.address(shard.index))
         except ServerError:
-            return shard.connect(self.hosts.replace(shard.index, ""))
+            return shard.connect(self.launcher.replace(shard.index, ""))
 
     def _about(self) -> Json:
         return {
@@ -168,7 +170,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             try:
                 for shard in self.handles:
                     if shard.state != "serving":
-                        shard.follow(shard.connect(self.hosts.address(shard.index)))
+                        shard.follow(shard.connect(self.launcher.address(shard.index)))
                         self._send_again(shard.index)
             except ServerError:
                 pass
@@ -187,15 +189,17 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def close(self) -> None:
         """Ends the run: servers let go of their rows, and end if this cluster started them."""
-        self._drop_ahead()
-        if self._protection is not None:
-            self._protection.close()
-        if self.coordinates:
-            self._finalizer()
-        for shard in self.handles:
-            shard.disconnect()
-        self._threads.shutdown(wait=False)
-        self.hosts.close()
+        end_all(self._let_go, self.launcher.close)
+
+    def _let_go(self) -> None:
+        """Ends leases, connections and threads, all of them whatever one of them meets."""
+        end_all(
+            self._drop_ahead,
+            *([] if self._protection is None else [self._protection.close]),
+            *([] if self._finalizer is None else [self._finalizer]),
+            *(shard.disconnect for shard in self.handles),
+            partial(self._threads.shutdown, wait=False),
+        )
 
     def tell(self, **run: float) -> None:
         """Goes to the servers with the next renewal of their leases."""
@@ -225,7 +229,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if status["draining"] or (status["life"] != life and status["epoch"]):
                 raise ServerError(f"{shard.address} is not this run's any more")
         except ServerError:
-            address = self.hosts.replace(shard.index, life)
+            address = self.launcher.replace(shard.index, life)
         try:
             if address is not None:
                 status = shard.connect(address)
@@ -338,6 +342,19 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         # all attempts would be over before it does.
                         self._clock.sleep(_POLL_SECONDS)
             return True
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        # Another connection may have found a server gone that this process counts as serving: to
+        # go on as if nothing were lost would fail again at once, for ever.
+        answering = [
+            index
+            for index in lost.shards
+            if self.handles[index].state == "serving" and self.handles[index].alive()
+        ]
+        if lost.shards and len(answering) == len(lost.shards):
+            self._await_peers(PeerError(f"shards {answering} answer, but not every connection"))
+            return True
+        return super()._bring_back(lost)
 
     def _give_up(self, shards: Sequence[int]) -> None:
         for index in shards:

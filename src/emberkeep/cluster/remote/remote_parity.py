@@ -16,7 +16,8 @@ from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.background import end_all
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
@@ -59,21 +60,21 @@ class RemoteParity:
         # What replaced servers had counted.
         self._counted: dict[str, int] = {}
         self._known: dict[int, dict[str, Any]] = {}
-        guards = [self._protect(shard.index) for shard in shards]
+        members = [self._protect(shard.index) for shard in shards]
         self.rebuilder: Rebuilder[PeerMember] = Rebuilder(
-            self.placement, guards, lambda: None, each=each,
+            self.placement, members, lambda: None, each=each,
             numbers=itertools.count(secrets.randbits(42) << 20),
         )  # fmt: skip
         trained = set()
-        for guard in guards:
-            for host in self.placement.hosts(guard.index):
-                number, point = guard.attach(host)
-                guards[host].host.follow(guard.index, guard.source.epoch, number, point)
-                if guard.trained:
-                    trained.add(guard.index)
+        for member in members:
+            for host in self.placement.hosts(member.index):
+                number, point = member.attach(host)
+                members[host].host.follow(member.index, member.source.epoch, number, point)
+                if member.trained:
+                    trained.add(member.index)
         for source in trained:
             for host in self.placement.hosts(source):
-                guards[host].host.refill(source)
+                members[host].host.refill(source)
         self._send_directory()
 
     def _protect(
@@ -92,15 +93,15 @@ class RemoteParity:
             },
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
-        guard = PeerMember(
+        member = PeerMember(
             peer, self._security, self._timing.deadline, self._stripes, transport=self._transport
         )
-        guard.hosts = self._peers
-        return guard
+        member.hosts = self._peers
+        return member
 
     def _send_directory(self) -> None:
         peers = [peer.to_json() for peer in self._peers.values()]
-        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.guards])
+        self._each([partial(g.ask, "directory", {"peers": peers}) for g in self.rebuilder.members])
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class RemoteParity:
         self._send_directory()
 
     def _put_aside(self, index: int) -> None:
-        self.rebuilder.guards[index].close()
+        self.rebuilder.members[index].close()
         for name, value in self._known.pop(index, {}).items():
             if name in ("rebuilt_rows", "rebuilt_nbytes", "degraded_reads", "messages",
                         "sent_nbytes"):  # fmt: skip
@@ -143,7 +144,7 @@ class RemoteParity:
 
     def flush(self) -> None:
         """After a write that nobody would send again: every host holds it now."""
-        self._each([partial(guard.ask, "flush") for guard in self.rebuilder.guards])
+        self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
 
     def rebuild(self) -> None:
         """Returns when all rows and all parity are back, or a shard was lost."""
@@ -151,18 +152,32 @@ class RemoteParity:
         self.wait(lambda status: status.protected or status.lost_shards > 0)
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
-        """Returns when servers have brought enough back, which they hurry to do."""
+        """Returns when servers have brought enough back, which they hurry to do; `DeadlineError`
+        if they bring nothing back for as long as `bulk`."""
         pause = _POLL_SECONDS
+        progress = Progress(self._timing.bulk, self._clock)
         while True:  # asking again finds out that a server has given up
-            self._each([partial(guard.ask, "hurry") for guard in self.rebuilder.guards])
-            if enough(self.status()):
+            self._each([partial(member.ask, "hurry") for member in self.rebuilder.members])
+            status = self.status()
+            if enough(status):
                 return
+            progress.require(
+                (status.missing_rows, status.rebuilt_rows, status.unprotected_stripes, status.lag),
+                lambda: f"what {self._incomplete()} have yet to bring back",
+            )
             self._clock.sleep(pause)
             pause = min(0.2, pause * 1.2)
 
+    def _incomplete(self) -> str:
+        names = ("missing_rows", "unprotected_stripes", "lag")
+        return ", ".join(
+            f"shard {index} at {self._shards[index].address}"
+            for index, known in sorted(self._known.items())
+            if any(known[name] for name in names)
+        )
+
     def close(self) -> None:
-        for guard in self.rebuilder.guards:
-            guard.close()
+        end_all(*(member.close for member in self.rebuilder.members))
 
     def status(self) -> ParityStatus:
         """As reported by the servers that are not known to be lost."""

@@ -28,7 +28,7 @@ from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.runtime.fields import Fields
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
@@ -167,9 +167,9 @@ class RemoteShard:
         if self.state == "lost":
             return
         header = {"epoch": self.epoch, "coordinator": coordinator}
+        self.state = "lost"
         with suppress(ServerError, SecurityError):
             self._open().act("release", header, deadline=timedelta(seconds=2))
-        self.state = "lost"
 
     def _open(self) -> Connection:
         if self._connection is None:
@@ -201,7 +201,9 @@ class RemoteShard:
 
     def receive(self) -> U8:
         """The next reply. What the server refuses comes out as its error."""
-        connection = self._open()
+        connection = self._connection
+        if connection is None:  # given up since: on a new stream nothing would ever come
+            raise ServerError(f"{self.address}: nothing is awaited any more")
         blob = connection.receive()
         self._waiting -= 1
         if not self._waiting:
@@ -344,9 +346,13 @@ class RemoteShard:
         raise AssertionError
 
     def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
-        """Starts long work on the server and asks until it has ended, each time on a deadline."""
+        """Starts long work on the server and asks until it has ended, each time on a deadline.
+
+        However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`.
+        """
         header = {**header, "epoch": self.epoch}
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
+        progress = Progress(self._timing.bulk, self._clock)
         with self.dialed() as connection:
             connection.act(kind, header, deadline=deadline)
             while True:
@@ -356,6 +362,13 @@ class RemoteShard:
                 if cancelled.is_set():
                     connection.act("cancel", header, deadline=deadline)
                     raise CancelledError(f"the work of shard {self.index} was given up")
+                progress.require(
+                    answer["progress"],
+                    lambda: (
+                        f"shard {self.index} at {self.address} to {kind} version "
+                        f"{header['version']}"
+                    ),
+                )
                 self._clock.sleep(pause)
                 pause = min(_POLL_SECONDS[1], pause * 1.5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from emberkeep.blobs import Buffer, read_into
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
+from emberkeep.runtime.crew import Crew
 
 # What lies between two wanted ranges is read with them if it is shorter than this.
 _GAP_NBYTES = 128 * 1024
@@ -129,7 +129,7 @@ def rows_of_pieces(
     if len(bundles) <= _READERS:
         every = list(map(read, bundles))
     else:
-        with ThreadPoolExecutor(_READERS) as readers:
+        with Crew(_READERS, "emberkeep-heads", clock=repository.clock) as readers:
             every = list(readers.map(read, bundles))
     found = []
     for bundle, heads in zip(bundles, every, strict=True):

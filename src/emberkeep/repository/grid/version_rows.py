@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -41,6 +41,7 @@ from emberkeep.repository.grid.catalog import GridPlan, newest_catalog
 from emberkeep.repository.grid.selection import Chosen, Listed
 from emberkeep.repository.repository import Repository
 from emberkeep.rows.snapshot import Chunk
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.memory import ScatteredRows, Values, recycled
 from emberkeep.runtime.pool import Pool, spans
 
@@ -153,7 +154,7 @@ def _rows(
             if (found := _taken(chosen, names, pieces, bodies, data, family, pool, scattered))
         ]
 
-    with ThreadPoolExecutor(_READERS) as readers:
+    with Crew(_READERS, "emberkeep-bodies", clock=repository.clock) as readers:
         reading: deque[Future[list[ScatteredTables]]] = deque()
         try:
             heads = [
@@ -183,6 +184,7 @@ def _rows(
                     # What is done needs no thread; what is not will keep at most the readers busy.
                     yield rows, min(_READERS, sum(not later.done() for later in reading))
         finally:
+            choice.cancel()  # nobody chooses any more where this ends early
             for each in reading:
                 each.cancel()
 

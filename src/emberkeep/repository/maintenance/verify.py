@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -25,6 +24,7 @@ from emberkeep.repository.marks import condemned_in
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import pin_in
 from emberkeep.repository.repository import Repository, restore_in, tag_in
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.fields import Fields
 
 _THREADS = 4
@@ -85,7 +85,7 @@ def verify(
     Deep reads every byte; otherwise files are checked for presence and size, from one listing.
     """
     chosen = repository.versions() if versions is None else tuple(versions)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(_THREADS, "emberkeep-verify", clock=repository.clock) as pool:
         check = _Check(repository, pool, deep=deep)
         check.small_objects()
         for version in chosen:
@@ -99,7 +99,7 @@ def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
     For a user who asked to fall back: the report names what is lost.
     """
     looked_at: list[VersionId] = []
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(_THREADS, "emberkeep-verify", clock=repository.clock) as pool:
         check = _Check(repository, pool, deep=True)
         for version in reversed(repository.versions()):
             looked_at.append(version)
@@ -111,7 +111,7 @@ def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
 class _Check:
     """Looks at each object once, however many versions need it."""
 
-    def __init__(self, repository: Repository, pool: ThreadPoolExecutor, *, deep: bool) -> None:
+    def __init__(self, repository: Repository, pool: Crew, *, deep: bool) -> None:
         self._repository = repository
         self._pool = pool
         self._deep = deep

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
 from emberkeep.tables import Optimizer, Table
@@ -75,18 +77,18 @@ class RayCluster:
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         ensure_ray(self.address or (local_address() if self.name else None))
-        hosts = self._hosts()
+        launcher = self._launcher()
         try:
             return FlightCluster(
-                tables, optimizer, hosts, seed=seed, pool=pools.shared(), security=hosts.security(),
-                timing=self.timing, rank=self.rank, world=self.world, coordinate=self.rank == 0,
-                parity=self.parity,
+                tables, optimizer, launcher, seed=seed, pool=pools.shared(),
+                security=launcher.security(), timing=self.timing, rank=self.rank,
+                world=self.world, coordinate=self.rank == 0, parity=self.parity,
             )  # fmt: skip
         except BaseException:
-            hosts.close()
+            launcher.close()
             raise
 
-    def _hosts(self) -> RayLauncher:
+    def _launcher(self) -> RayLauncher:
         if self.name is not None:
             found = find(self.name)
             if found:
@@ -304,8 +306,7 @@ def stop(actors: Sequence[Any]) -> None:
     """Ends servers for good."""
     ray = _ray()
     if ray.is_initialized():
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        end_all(*(partial(ray.kill, actor, no_restart=True) for actor in actors))
 
 
 class RayLauncher:

@@ -1,0 +1,76 @@
+"""One class runs background threads: every module is parsed for threads of its own.
+
+A thread that nobody supervises dies of an error that nobody has listed, and leaves who waits for it
+waiting.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_clocks import full_name, imported, sources
+
+MAKERS = {
+    "threading.Thread", "threading.Timer", "_thread.start_new_thread",
+    "concurrent.futures.ThreadPoolExecutor", "concurrent.futures.thread.ThreadPoolExecutor",
+    "multiprocessing.pool.ThreadPool",
+}  # fmt: skip
+
+# Modules that start threads themselves, and why. Entries go away, none is added.
+ALLOWED = {
+    "checkpoint.saver": "waits for servers that write, all at once; to be a crew",
+    "testing.contracts": "callers that race each other are what is tested",
+    "testing.interleave": "the scheduler of the interleavings: its threads stand for processes",
+}
+
+
+def violations(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    names = imported(tree)
+    for node in ast.walk(tree):
+        makers: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            makers = [node.func]
+        elif isinstance(node, ast.ClassDef):
+            makers = node.bases
+        for maker in makers:
+            if (made := full_name(maker, names)) in MAKERS:
+                yield f"line {maker.lineno}: {made}; use Worker or Crew of emberkeep.runtime"
+
+
+def found() -> dict[str, list[str]]:
+    listed = {
+        module: list(violations(source))
+        for module, source in sources("").items()
+        if not module.startswith("runtime.")
+    }
+    return {module: lines for module, lines in listed.items() if lines}
+
+
+def test_threads_are_supervised() -> None:
+    assert [
+        f"emberkeep.{module}, {line}"
+        for module, lines in found().items()
+        if module not in ALLOWED
+        for line in lines
+    ] == []
+
+
+def test_the_list_of_exceptions_shrinks() -> None:
+    assert set(ALLOWED) <= set(found())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Thread(target=print).start()",
+        "from threading import Thread as T\nclass A(T): ...",
+        "from concurrent.futures import ThreadPoolExecutor\nThreadPoolExecutor(3)",
+        "import concurrent.futures as f\nf.ThreadPoolExecutor(3)",
+    ],
+)
+def test_a_violation_is_caught(source: str) -> None:
+    assert len(list(violations(source))) == 1
