@@ -222,9 +222,13 @@ class Life:
 
     def make_durable(self) -> None:
         self.acknowledged.write("started", self.options["shards"], self.step)
-        for future in self.cluster.prepare_tiers(self.step):
-            future.result(LIFE_SECONDS)
-        self.cluster.commit_tiers()
+        try:
+            for future in self.cluster.prepare_tiers(self.step):
+                future.result(LIFE_SECONDS)
+            self.cluster.commit_tiers()
+        except StorageError:
+            self.cluster.abandon_tiers()
+            raise
         self.acknowledged.write("tier", self.options["shards"], self.step)
 
 
