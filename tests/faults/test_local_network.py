@@ -297,6 +297,8 @@ def test_rows_that_never_come_back_are_not_waited_for(monkeypatch: pytest.Monkey
     network = LocalNetwork(VirtualClock())
     hosts = LocalServers(network, SHARDS)
     cluster = opened(network, hosts, FIXED, parity=Parity(k=2, r=1))
+    assert cluster._protection is not None
+    cluster._protection._timing = replace(TIMING, bulk=5 * SECOND)
     cluster.push(*ones(cluster), lr=0.1)
 
     def silent(*_: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 import emberkeep as ek
 from emberkeep.checkpoint import targets
-from emberkeep.checkpoint.targets import InstallsScattered, LoadsItself, WritesItself
+from emberkeep.checkpoint.targets import InstallsScattered, LimitsRows, LoadsItself, WritesItself
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteRows, RemoteShard
@@ -50,6 +50,16 @@ CAPABILITIES: dict[type, tuple[str, Strategy, dict[str, list[type]], dict[str, t
         "write",
         CHAIN,
         {"local": [], "servers": [RemoteRows], "mixed": [RemoteRows]},
+        {},
+    ),
+    LimitsRows: (
+        "check_room",
+        CHAIN,
+        {
+            "local": [LocalCluster],
+            "servers": [FlightCluster],
+            "mixed": [LocalCluster, FlightCluster],
+        },
         {},
     ),
 }
@@ -177,7 +187,8 @@ def test_a_keeper_reaches_it(
     again.close()
     for cls in asked[kind]:
         assert calls[cls, method], f"{cls.__name__}.{method} was never called"
-        assert not calls[cls, "install"], f"{cls.__name__} was given rows the plain way"
+        if capability is not LimitsRows:  # which is asked whichever way rows come
+            assert not calls[cls, "install"], f"{cls.__name__} was given rows the plain way"
 
 
 @pytest.mark.parametrize(

@@ -197,5 +197,5 @@ def steps_of(cluster: Cluster) -> dict[str, int]:
     """How many pushes each table has taken part in, as the shards that still serve know it."""
     for shard in cluster.handles:
         if shard.state == "serving":
-            return {name: its["steps"] for name, its in shard.table_state().items()}
+            return {name: table["steps"] for name, table in shard.table_state().items()}
     return {}

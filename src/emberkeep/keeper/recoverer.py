@@ -22,6 +22,9 @@ from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.strategies import Strategy
 
+# Shards that are lost again so long while they are recovered are killed by the recovery itself.
+_PATIENCE = timedelta(minutes=15)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
@@ -70,7 +73,7 @@ class Recoverer:
     `go_back` loads the newest whole version: rows, dense state, reader and step; None for one rank
     of several, which cannot go back alone: what only a full recovery helps is raised. `steps` tells
     how many steps have ended. Shards that are lost again while they are recovered are recovered
-    again, until `patience` is over: then it is `RecoveryError`.
+    again, for 15 minutes: then it is `RecoveryError`.
     """
 
     def __init__(
@@ -83,11 +86,9 @@ class Recoverer:
         steps: Callable[[], int],
         go_back: Callable[[], Kept | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
-        patience: timedelta = timedelta(minutes=15),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
-        self._patience = patience
         self._homes = homes
         self._saver = saver
         self._recovery = recovery
@@ -193,10 +194,10 @@ class Recoverer:
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
         """Raises when a recovery that began at `start` has lost shards for too long."""
-        if self._clock.monotonic() - start > self._patience.total_seconds():
+        if self._clock.monotonic() - start > _PATIENCE.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
-                f"shards keep being lost while they are recovered, for {self._patience} by now, "
+                f"shards keep being lost while they are recovered, for {_PATIENCE} by now, "
                 f"the last time {named}: see why they end, then start the run again to resume its "
                 "newest version"
             ) from error
