@@ -14,7 +14,16 @@ from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError, SaveError
 from emberkeep.inspect import summary
-from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
+from emberkeep.repository import (
+    Collector,
+    KeepAll,
+    KeepLast,
+    KeepNamed,
+    Repository,
+    Writer,
+    fork,
+    verify,
+)
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.policies import Grid
 from emberkeep.runtime.pool import Pool
@@ -148,6 +157,26 @@ def test_a_commit_that_was_reported_as_failed_but_took_place_is_built_on(layout:
     life.save(2)
     assert [v.number for v in Repository.open(memory).versions()] == [1, 2, 3, 4, 5]
     check(memory, states)
+
+
+def test_gc_removes_nothing_where_the_only_catalog_of_a_grid_is_damaged() -> None:
+    """It names files that hold the only copy of rows; a backup of the catalog must bring them back.
+    A fork has one catalog, the first of its grid."""
+    store, states, copy = MemoryStore(), dict[int, Any](), MemoryStore()
+    Life(store, states, 1).save(5)
+    fork(Repository.open(store), 1, copy)
+    (name,) = (info.name for info in copy.list("grid") if info.name.endswith(".json"))
+    catalog, objects = copy.get(name), {info.name for info in copy.list()}
+    damaged = bytearray(catalog)
+    damaged[len(damaged) // 2] ^= 1
+    copy.put(name, bytes(damaged))
+    writer = Writer.open(Repository.open(copy))
+    with pytest.raises(DamageError, match=name):
+        Collector(writer, policy=KeepAll(), grace=timedelta(0)).collect()
+    assert objects <= {info.name for info in copy.list()}
+    copy.put(name, catalog)
+    assert verify(Repository.open(copy)).ok
+    check(copy, states)
 
 
 @pytest.mark.parametrize("resumed", [2, 4])

@@ -7,8 +7,17 @@ from datetime import timedelta
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import ConfigError, DamageError, NoRepositoryError, NoVersionError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    FencedError,
+    NoRepositoryError,
+    NoVersionError,
+)
 from emberkeep.repository import (
+    Collector,
+    KeepLast,
+    KeepNamed,
     Manifest,
     Pin,
     Repository,
@@ -277,6 +286,33 @@ def test_a_damaged_claim_is_replaced_by_its_copy_in_the_seal() -> None:
     store = copy_with({"writers/000003.json": b"garbage"})
     repository = Repository.open(store)
     assert [v.number for v in repository.versions()] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_writer_opens_where_all_that_stands_is_older_than_what_gc_removed(deleted: bool) -> None:
+    """The names between were used and freed: the epoch is sealed above all of them."""
+    store = MemoryStore()
+    repository = Repository.create(store, schema={})
+    first = Writer.open(repository)
+    kept = save(first, 1)
+    save(first, 2)
+    repository.tag("best", kept.version)
+    second = Writer.open(repository)
+    newest = [save(second, step) for step in (3, 4, 5)][-1]
+    Collector(second, policy=KeepLast(n=1) | KeepNamed(), grace=timedelta(0)).collect()
+    store.put(newest.name, b"garbage")
+    if deleted:
+        store.delete([newest.name])
+    else:
+        repository.discard(newest.version)
+    repository = Repository.open(store)
+    assert repository.versions() == (kept.version,)
+    writer = Writer.open(repository)
+    assert writer.newest == kept.version
+    check_content(repository, save(writer, 6))
+    check_content(repository, kept)
+    with pytest.raises(FencedError):
+        save(second, 7)
     writer = Writer.open(repository)
     assert writer.epoch == 4
     check_content(repository, save(writer, 8))

@@ -535,8 +535,9 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
         else:
             newest = target
     raise StorageError(
-        f"{store.url} could not be opened for writing: another process has committed "
-        f"{_MOST_NAMES} versions meanwhile; stop it, then try again"
+        f"{store.url} could not be opened for writing: the names of {_MOST_NAMES} versions "
+        f"up to {number} of epoch {epoch} are taken; stop the process that commits them, if there "
+        "is one, then try again"
     )
 
 
@@ -544,8 +545,9 @@ def _highest(history: History) -> int:
     """The highest number that the newest epoch is known to have passed."""
     known = (history.newest, history.lineage.newest)
     return max(
-        (version.number for version in known if version),
-        default=history.listing.removed.get(history.listing.epoch, 0),
+        history.listing.removed.get(history.listing.epoch, 0),
+        *(version.number for version in known if version),
+        0,
     )
 
 

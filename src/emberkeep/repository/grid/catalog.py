@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from emberkeep.errors import DamageError, FencedError, NoVersionError
+from emberkeep.errors import DamageError, FencedError, MissingObjectError, NoVersionError
 from emberkeep.repository import documents, names
 from emberkeep.repository.grid.bundles import Bundle, Piece
 from emberkeep.repository.history import create_or_read
@@ -202,7 +202,9 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
     """The newest generation; an empty one, covering nothing, where there is none.
 
     One that was written in part only, which no store of ours does, is passed over: the one before
-    it describes the same rows. Once gc has seen a catalog whole it removes those before it.
+    it describes the same rows. Once gc has seen a catalog whole it removes those before it. The
+    first of all has none before it: it is passed over where the versions' own files still hold all
+    rows, and is `DamageError` elsewhere. Taken for empty, what it names would be taken for garbage.
     """
     while True:
         parsed = [
@@ -233,9 +235,23 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
             repository.catalogs[grid] = catalog
             return catalog
         else:
-            if damage is not None and numbers[-1] > 1:
+            if damage is not None and (numbers[-1] > 1 or _has_moved_rows(repository, grid)):
                 raise damage
             return Catalog(grid=grid, covered=grid.number - 1, taken=numbers[0] if numbers else 0)
+
+
+def _has_moved_rows(repository: Repository, grid: VersionId) -> bool:
+    """Whether rows of a grid may be where nothing but its catalog says: not all are in the files
+    that its versions name."""
+    try:
+        for version in repository.versions():
+            manifest = repository.manifest(version)
+            if grid_of(manifest) == grid:
+                for file in manifest.of_kind(KIND):
+                    repository.store.size(file.name)
+    except (DamageError, MissingObjectError, NoVersionError):
+        return True
+    return False
 
 
 def bundles_in(body: Fields) -> tuple[Bundle, ...]:
