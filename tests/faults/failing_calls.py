@@ -14,13 +14,11 @@ from __future__ import annotations
 import builtins
 import errno
 import itertools
-import math
 import os
 import random
 import shutil
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -500,13 +498,16 @@ def fail_tier_call(
 # -- all of them -----------------------------------------------------------------------------------
 
 
+Prepared = dict[Any, tuple[list[str], Callable[[int, int, bool], None]]]
+
+
 @contextmanager
-def prepared() -> Iterator[dict[Any, tuple[list[str], Callable[[int, int, bool], None]]]]:
+def prepared() -> Iterator[Prepared]:
     """Of each operation: the calls that it makes, and how to fail one of them."""
     with small_segments() as base:
         committed = make_story(base / "story")
         make_tier(base / "tiers")
-        found: dict[Any, tuple[list[str], Callable[[int, int, bool], None]]] = {}
+        found: Prepared = {}
         for operation in OPERATIONS:
             calls = calls_of(base / "story", committed, base / "whole", operation)
             shutil.rmtree(base / "whole")
@@ -519,27 +520,31 @@ def prepared() -> Iterator[dict[Any, tuple[list[str], Callable[[int, int, bool],
         yield found
 
 
-def run(seed: int, cases: int, seconds: float = math.inf) -> Counts:
-    """So many cases drawn from a seed on, or until the time is over; how many of what."""
+def run(seed: int, cases: int) -> Counts:
+    """So many cases drawn from a seed on; how many of what."""
+    with prepared() as operations:
+        return drawn(operations, seed, cases)
+
+
+def drawn(operations: Prepared, seed: int, cases: int) -> Counts:
+    """`run` over what is prepared already."""
     chance = random.Random(seed)
     counts: Counts = Counts()
-    until = time.monotonic() + seconds
-    with prepared() as operations:
-        # Each kind of call as often as any other, however often it is made.
-        by_kind = {
-            operation: {
-                kind: [at for at, call in enumerate(calls) if call == kind] for kind in set(calls)
-            }
-            for operation, (calls, _) in operations.items()
+    # Each kind of call as often as any other, however often it is made.
+    by_kind = {
+        operation: {
+            kind: [at for at, call in enumerate(calls) if call == kind] for kind in set(calls)
         }
-        while counts["failing_calls"] < cases and time.monotonic() < until:
-            operation = chance.choice(list(operations))
-            kind = chance.choice(sorted(by_kind[operation]))
-            at, code = chance.choice(by_kind[operation][kind]), chance.choice(CODES)
-            operations[operation][1](at, code, chance.random() < 0.5)
-            counts["failing_calls"] += 1
-            counts[operation.__name__] += 1
-            counts[kind] += 1
+        for operation, (calls, _) in operations.items()
+    }
+    while counts["failing_calls"] < cases:
+        operation = chance.choice(list(operations))
+        kind = chance.choice(sorted(by_kind[operation]))
+        at, code = chance.choice(by_kind[operation][kind]), chance.choice(CODES)
+        operations[operation][1](at, code, chance.random() < 0.5)
+        counts["failing_calls"] += 1
+        counts[operation.__name__] += 1
+        counts[kind] += 1
     return counts
 
 

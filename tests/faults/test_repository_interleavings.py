@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import pytest
 
-from emberkeep.blobs import MemoryStore
-from emberkeep.errors import FencedError, NoVersionError, StorageError
+from emberkeep.blobs import BlobStore, MemoryStore
+from emberkeep.errors import ConfigError, FencedError, NoVersionError, StorageError
 from emberkeep.repository import (
     Collector,
     Draft,
@@ -24,10 +24,14 @@ from emberkeep.repository import (
     Repository,
     VersionId,
     Writer,
+    fork,
     verify,
 )
+from emberkeep.repository.policies import Grid
 from emberkeep.testing import Fault, FaultStore
 from emberkeep.testing.contracts import check_content, save
+from emberkeep.testing.interleave import Interleaving, schedules
+from tests.faults.grids import World
 
 NOW = timedelta(0)
 
@@ -390,3 +394,71 @@ def test_gc_in_a_loop_beside_a_saver_and_a_reader() -> None:
     check_collected(scene)
     needed = scene.clean.chain(scene.acknowledged[-1].version)
     assert list(scene.clean.versions()) == [manifest.version for manifest in needed]
+
+
+def grid() -> Repository:
+    world = World(7, Grid(ratio=0.1))
+    for _ in range(3):
+        world.train()
+        world.save()
+        world.extract()
+    return world.repository
+
+
+@pytest.mark.parametrize("numbers", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("make", [lambda: Scene().clean, grid], ids=["chain", "grid"])
+def test_of_two_forks_to_one_root_one_is_acknowledged(
+    numbers: tuple[int, int], make: Callable[[], Repository]
+) -> None:
+    source = make()
+
+    def contents(store: BlobStore) -> dict[str, bytes]:
+        return {i.name: store.get(i.name) for i in store.list() if not i.name.startswith("probes")}
+
+    def run(stints: tuple[tuple[int, int], ...]) -> list[int]:
+        target = MemoryStore()
+        acknowledged: list[tuple[int, dict[str, bytes]]] = []
+
+        def forking(number: int) -> Callable[[BlobStore], None]:
+            def act(store: BlobStore) -> None:
+                fork(source, number, store)
+                acknowledged.append((number, contents(target)))
+
+            return act
+
+        # Stopped right before it puts something: what it knows by then may be long past.
+        outcomes = Interleaving(
+            target,
+            [forking(number) for number in numbers],
+            stints,
+            counts=lambda method, name: method.startswith("put") and not name.startswith("probes"),
+        ).run()
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        assert [type(error) for error in errors] == [ConfigError], stints
+        ((number, before),) = acknowledged
+        after = contents(target)
+        assert {name: after[name] for name in before} == before, stints
+        copy = Repository.open(target)
+        assert copy.versions()[-1].number == number, stints
+        assert verify(copy).ok, stints
+        save(Writer.open(copy), 9)
+        assert verify(copy).ok, stints
+        return [outcome.operations for outcome in outcomes]
+
+    most = max(*run(((0, 2**31),)), *run(((1, 2**31),)))
+    for stints in schedules([most, most], preemptions=2):
+        run(stints)
+
+
+def test_a_root_that_was_chosen_for_another_fork_says_so() -> None:
+    source, target = Scene().clean, MemoryStore()
+
+    def full(_: int, __: str, name: str) -> None:
+        if name.startswith("versions/"):
+            raise StorageError("no room")
+
+    with pytest.raises(StorageError, match="no room"):
+        fork(source, 2, FaultStore(target, before=full))
+    with pytest.raises(ConfigError, match=r"fork of version 2-1 of .* repeat that one, or fork to"):
+        fork(source, 3, target)
+    assert verify(fork(source, 2, target)).ok

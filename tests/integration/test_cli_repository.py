@@ -131,6 +131,24 @@ def test_verify_names_what_is_wrong(shell: Shell, root: Path, run: Run) -> None:
     assert len(shell.out.splitlines()) == 6
 
 
+def test_verify_counts_files_of_no_version(shell: Shell, root: Path, run: Run) -> None:
+    assert shell("verify", root) == 0
+    assert "of no version" not in shell.out
+    assert shell("verify", root, "--version", 2) == 0
+    assert "of no version" not in shell.out
+    newest = run.repository.manifest(4)
+    (root / newest.name).unlink()
+    count = len(newest.files)
+    line = f"{count} files of no version (a save in progress, or a manifest that was deleted)"
+    for options in ([], ["--shallow"]):
+        shell("verify", root, *options)
+        assert line in shell.out.splitlines()
+    (root / newest.files[0].name).unlink()
+    (root / run.repository.manifest(3).files[0].name).unlink()
+    assert shell("verify", root) == 8
+    assert line.replace(str(count), str(count - 1), 1) in shell.out.splitlines()
+
+
 def test_verify_finds_rows_that_have_the_right_digest_and_do_not_belong(
     shell: Shell, tmp_path: Path
 ) -> None:

@@ -80,6 +80,10 @@ def verify(
                 ["damaged", "problem", "versions"],
                 [(d.name, _in_short(d), numbers_text(d.versions)) for d in report.damages],
             )
+        # Of one version alone, nothing is known of what the others list.
+        if report.unreferenced and version is None:
+            files = count_text(len(report.unreferenced), "file")
+            emit(f"{files} of no version (a save in progress, or a manifest that was deleted)")
     if not report.ok:
         whole = numbers_text(report.undamaged) or "none"
         raise DamageError(
