@@ -166,7 +166,7 @@ def test_verify_finds_rows_that_have_the_right_digest_and_do_not_belong(
     report = shell.json("verify", tmp_path / "run", code=8)
     problems = [damage["problem"] for damage in report["damages"]]
     assert len(problems) == 2
-    assert "is not a piece" in problems[0]
+    assert "does not hold rows" in problems[0]
     assert "its manifest says {'fixed': 1}" in problems[1]
     assert report["undamaged"] == [1]
 

@@ -348,20 +348,24 @@ class RemoteShard:
     def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
         """Starts long work on the server and asks until it has ended, each time on a deadline.
 
-        However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`.
+        However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`. Work
+        that was `cancelled` has ended when this does.
         """
         header = {**header, "epoch": self.epoch}
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
-        progress = Progress(self._timing.bulk, self._clock)
+        progress, given_up = Progress(self._timing.bulk, self._clock), False
         with self.dialed() as connection:
             connection.act(kind, header, deadline=deadline)
             while True:
                 answer, _ = connection.act("work", header, deadline=deadline)
-                if answer["done"]:
+                if answer["done"] and not given_up:
                     return answer
-                if cancelled.is_set():
-                    connection.act("cancel", header, deadline=deadline)
+                if answer["done"]:
                     raise CancelledError(f"the work of shard {self.index} was given up")
+                if cancelled.is_set() and not given_up:
+                    # It ends soon: until then the server takes no other work.
+                    connection.act("cancel", header, deadline=deadline)
+                    given_up = True
                 progress.require(
                     answer["progress"],
                     lambda: (
