@@ -299,7 +299,16 @@ def tiered(path: str) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 keeper.step()
-        print(json.dumps({"digest": digest({t.name: bags.cluster.digest(t.name) for t in bags.tables}, network), "steps": keeper.steps}))
+        print(
+            json.dumps(
+                {
+                    "digest": digest(
+                        {t.name: bags.cluster.digest(t.name) for t in bags.tables}, network
+                    ),
+                    "steps": keeper.steps,
+                }
+            )
+        )
 
 
 def stressed(*arguments: str) -> None:

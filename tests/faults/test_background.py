@@ -16,14 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import emberkeep as ek
 from emberkeep._types import RowIds
-from emberkeep.blobs import LocalStore, MemoryStore
+from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint.save import Save
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.local import local_parity
@@ -588,7 +588,8 @@ def test_what_follows_the_commit_of_a_tier_does_not_unmake_it(
     run.save()
     run.train(1)
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStore, "list", Failing(MemoryError("no memory")))  # old states
+        states = cast(Any, run.keeper)._saver._state  # where old ones are looked for
+        patched.setattr(states, "list", Failing(MemoryError("no memory")))
         with pytest.warns(UserWarning, match="step 2 is saved, but what follows"):
             run.save()
     assert counted() == 1

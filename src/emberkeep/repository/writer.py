@@ -535,20 +535,16 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
         else:
             newest = target
     raise StorageError(
-        f"{store.url} could not be opened for writing: the names of {_MOST_NAMES} versions "
-        f"up to {number} of epoch {epoch} are taken; stop the process that commits them, if there "
-        "is one, then try again"
+        f"{store.url} could not be opened for writing: {_MOST_NAMES} names of versions up to "
+        f"{number} of epoch {epoch} are taken; stop the process that commits them, then try again"
     )
 
 
 def _highest(history: History) -> int:
     """The highest number that the newest epoch is known to have passed."""
     known = (history.newest, history.lineage.newest)
-    return max(
-        history.listing.removed.get(history.listing.epoch, 0),
-        *(version.number for version in known if version),
-        0,
-    )
+    removed = history.listing.removed.get(history.listing.epoch, 0)
+    return max([removed, *(version.number for version in known if version)])
 
 
 def _lost_the_race(repository: Repository) -> FencedError:
