@@ -45,7 +45,7 @@ def train_all(cluster: LocalCluster, seed: int) -> None:
     cluster.push(wanted_of(cluster, batch), grads_of(cluster, grads), lr=0.1)
 
 
-@pytest.mark.parametrize("count", [330, 370, 700])
+@pytest.mark.parametrize("count", [370, pytest.param(700, marks=pytest.mark.soak)])
 def test_any_number_of_tables_is_saved_and_comes_back(tmp_path: Path, count: int) -> None:
     """Over several lives, and with steps of many digits: nothing that grows fills the head."""
     batch, before = 0, None
