@@ -71,9 +71,6 @@ class Clock(SystemClock):
     def now(self) -> datetime:
         return super().now() + self.off
 
-    def __call__(self) -> datetime:
-        return self.now()
-
 
 def copied(store: MemoryStore) -> MemoryStore:
     copy = MemoryStore()

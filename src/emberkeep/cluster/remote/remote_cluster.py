@@ -263,7 +263,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """Whether the servers can open that store themselves."""
         return is_shared(url)
 
-    def check_repository(self, url: str, repository: str) -> None:
+    def check_repository(self, url: str, repository: str | None) -> None:
         """Raises `ConfigError` unless every server finds the repository of that id there."""
         self._each([partial(shard.check_repository, url, repository) for shard in self.handles])
 

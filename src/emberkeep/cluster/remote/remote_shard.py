@@ -285,7 +285,7 @@ class RemoteShard:
         """Whether the server can open that store itself."""
         return is_shared(url)
 
-    def check_repository(self, url: str, repository: str) -> None:
+    def check_repository(self, url: str, repository: str | None) -> None:
         """Raises `ConfigError` unless the server finds the repository of that id there: a path
         may be another directory on its machine."""
         with self.dialed() as connection:
@@ -403,9 +403,6 @@ class RemoteRows:
     def reaches(self, url: str) -> bool:
         """Whether a server can write there itself."""
         return is_shared(url)
-
-    def check_repository(self, url: str, repository: str) -> None:
-        self._shard.check_repository(url, repository)
 
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
