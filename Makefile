@@ -12,9 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.emberkeep-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-CHECKED := src tests benchmarks scripts
+CHECKED := src tests benchmarks scripts examples
+# A file's tests share servers and what else is costly to start, so one process has all of a file.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak"
 
-.PHONY: help demo test soak lint format bench clean
+.PHONY: help demo check test soak lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +24,11 @@ help: ## list the targets
 demo: $(READY) ## train over 8 shards, kill two of them, recover; about two minutes
 	@$(BIN)/emberkeep demo
 
+check: lint ## what to run before each commit: ruff, mypy and the unit tests
+	@$(PYTEST) tests/unit tests/test_*.py
+
 test: $(READY) ## run all tests but the long ones
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" tests
+	@$(PYTEST) tests
 
 soak: $(READY) ## run the long random tests
 	@$(BIN)/python -m pytest -m soak tests
@@ -43,6 +48,11 @@ bench: $(READY) ## run every benchmark and write benchmarks/results (QUICK=1: sh
 	@for benchmark in benchmarks/[a-z]*.py; do \
 	    echo "== $$benchmark"; $(BIN)/python $$benchmark $(if $(QUICK),--quick); \
 	done
+
+docs: $(READY) ## build the documentation into build/site
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built: build/site/index.html"
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

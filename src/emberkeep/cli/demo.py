@@ -14,6 +14,7 @@ from emberkeep.cli._shell import command, say
 
 if TYPE_CHECKING:
     from emberkeep.train.demo import Demonstration
+    from emberkeep.train.killed_shards import Loss
 
 
 @command
@@ -35,14 +36,15 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from emberkeep.cli._progress import progress
+    from emberkeep.report.demo_page import demo_page
     from emberkeep.report.page import write
-    from emberkeep.report.training_page import training_page
+    from emberkeep.report.plots import check_available
     from emberkeep.train.demo import demonstrate
 
+    check_available()
     found = demonstrate(given, hooks=lambda: [progress()], tell=say)
-    page = training_page("Two shards were killed", [found.alone, found.failing])
     document = _document(found)
-    path = write(directory / "report.html", page, document)
+    path = write(directory / "report.html", demo_page(found), document)
     if as_json:
         print_json({**document, "report": str(path)})
     else:
@@ -55,6 +57,7 @@ def _document(found: Demonstration) -> dict[str, Any]:
         "with_failures": found.failing.result.to_dict(),
         "auc_lost": found.auc_lost,
         "recoveries": found.failing.recoveries,
+        "losses": [loss.to_dict() for loss in found.losses],
         "versions": found.failing.saves,
     }
 
@@ -66,15 +69,10 @@ def _print(found: Demonstration, path: Path, directory: Path) -> None:
         f"{failing.settings.model.kind} trained on {failing.samples:,} samples over {shards} shards"
     )
     for made in found.failing.recoveries:
-        again = (
-            f", {made['repeated_steps']} steps were taken again" if made["repeated_steps"] else ""
-        )
         killed = " and ".join(str(shard) for shard in made["shards"])
-        emit(
-            f"shards {killed} were killed after step {made['step']} of {failing.steps}; "
-            f"{made['scope']} recovery took {made['seconds']:.2f} s{again} ({made['reason']}); "
-            f"PLS {made['pls']:.4f}"
-        )
+        emit(f"shards {killed} were killed; {_recovery_text(made, failing.steps)}")
+    for loss in found.losses:
+        _print_loss(loss)
     rows = [
         ("without failures", f"{alone.auc:.4f}", f"{alone.log_loss:.4f}"),
         ("with failures", f"{failing.auc:.4f}", f"{failing.log_loss:.4f}"),
@@ -91,14 +89,51 @@ def _print(found: Demonstration, path: Path, directory: Path) -> None:
     assert costs is not None
     assert recovery is not None
     emit(
-        f"\nThe failure cost {found.auc_lost:.4f} AUC and {recovery.seconds:.2f} s; "
+        f"\nFailures changed AUC by {-found.auc_lost:+.4f} and took {recovery.seconds:.2f} s; "
         f"versions cost {costs.stall_seconds:.2f} s in all"
     )
     if alone.baseline_auc is not None:
         emit(f"The embeddings add {failing.auc - alone.baseline_auc:.4f} AUC all the same")
     emit(
         f"{costs.versions} versions were saved beside training, pausing it for "
-        f"{costs.pause_ms_median:.1f} ms each; {size_text(costs.written_nbytes)} were written: "
-        f"emberkeep versions {directory / 'run'}"
+        f"{costs.pause_ms_median:.1f} ms each; {size_text(costs.written_nbytes)} were written"
     )
+    emit(f"versions: emberkeep versions {directory / 'run'}")
     emit(f"report: {path}")
+
+
+def _recovery_text(made: dict[str, Any], steps: int) -> str:
+    """One recovery; one from parity has neither a step nor losses."""
+    text = f"{made['scope']} recovery took {made['seconds']:.2f} s"
+    if made["scope"] == "parity":
+        return f"{text}, and nothing is lost"
+    again = f", {made['repeated_steps']} steps were taken again" if made["repeated_steps"] else ""
+    return f"{text} after step {made['step']} of {steps}{again}; PLS {made['pls']:.4f}"
+
+
+def _print_loss(loss: Loss) -> None:
+    """The killed shards: which rows came back, how old, and what that did to the model."""
+    rows = [
+        (
+            f"shard {shard.shard}", f"{shard.rows:,}", f"{shard.rows - shard.older:,}",
+            f"{shard.older:,}", f"{loss.auc_before:.4f}", f"{shard.auc_recovered:.4f}",
+            f"{shard.auc_empty:.4f}",
+        )
+        for shard in loss.shards
+    ]  # fmt: skip
+    if len(loss.shards) > 1:
+        all_rows, older = (
+            sum(shard.rows for shard in loss.shards),
+            sum(shard.older for shard in loss.shards),
+        )
+        rows.append(
+            (
+                "both" if len(rows) == 2 else "all of them", f"{all_rows:,}",
+                f"{all_rows - older:,}", f"{older:,}", f"{loss.auc_before:.4f}",
+                f"{loss.auc_recovered:.4f}", f"{loss.auc_empty:.4f}",
+            )
+        )  # fmt: skip
+    columns = ["killed", "rows", "as they were", "older", "AUC before", "recovered", "if empty"]
+    emit("")
+    print_table(columns, rows, right=columns[1:])
+    emit("")

@@ -26,17 +26,23 @@ body { background: var(--paper); color: var(--ink); max-width: 60rem; margin: 2.
 h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: .3rem; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; }
 p { max-width: 46rem; } .soft, figcaption, footer { color: var(--soft); font-size: .9rem; }
-figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; }
+figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; min-width: var(--least); }
 .wide { overflow-x: auto; }
+@media (max-width: 30rem) { body { margin: 1.25rem auto; } h1 { font-size: 1.35rem; }
+  table { font-size: .85rem; } th, td { padding-right: .55rem; } }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem .3rem 0; text-align: right; border-bottom: 1px solid var(--grid);
          vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
+td:first-child { min-width: 4.2rem; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.chosen td { background: var(--mark); font-weight: 600; }
 code { background: var(--mark); padding: .1rem .3rem; border-radius: .25rem; font-size: .9em; }
 footer { margin: 3rem 0 1rem; }
 """
+
+# Pixels for an inch of a plot, on a phone and at most.
+_LEAST_SCALE, _MOST_SCALE = 63, 140
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,8 +60,11 @@ class Page:
         self.parts.append(f"<p>{html.escape(text)}</p>")
 
     def plot(self, plot: Plot, caption: str) -> None:
+        """As wide as the page, but never too narrow for its text to be read: then it scrolls."""
+        least, most = round(_LEAST_SCALE * plot.width), round(_MOST_SCALE * plot.width)
         self.parts.append(
-            f'<figure role="img" aria-label="{html.escape(caption)}">{plot.svg()}'
+            f'<figure role="img" aria-label="{html.escape(caption)}">'
+            f'<div class="wide" style="--least: {least}px; max-width: {most}px">{plot.svg()}</div>'
             f"<figcaption>{html.escape(caption)}</figcaption></figure>"
         )
 

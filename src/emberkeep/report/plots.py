@@ -6,11 +6,14 @@ made in any process. The same data give the same bytes.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +40,18 @@ PART_TEXTS = {
 }
 
 
+def check_available() -> None:
+    """Refuses where plots cannot be drawn; worth asking before work whose end is a page."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "pages with plots need matplotlib, which is not installed: run pip install "
+            "'emberkeep[plots]'"
+        )
+
+
 @contextmanager
 def _style() -> Iterator[None]:
+    check_available()
     import matplotlib as mpl
 
     style: dict[Any, Any] = {
@@ -76,9 +89,9 @@ def drawing(
     *, width: float = 8.0, height: float = 3.4, panels: int = 1, **grid: Any
 ) -> Iterator[tuple[Plot, list[Axes]]]:
     """A plot to draw on, side by side in `panels`; it is complete at the end of the block."""
-    from matplotlib.figure import Figure
-
     with _style():
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False, **grid)[0].tolist()
         yield Plot(figure), axes
@@ -89,6 +102,11 @@ class Plot:
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
+
+    @property
+    def width(self) -> float:
+        """In inches, as it was drawn; the page scales it."""
+        return float(self.figure.get_figwidth())
 
     def svg(self) -> str:
         """An `<svg>` element to be inlined; text stays text."""

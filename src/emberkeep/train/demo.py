@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emberkeep import config
 from emberkeep.train.hooks import Hook
@@ -17,15 +18,19 @@ from emberkeep.train.run_config import (
 )
 from emberkeep.train.run_trace import Recording
 
+if TYPE_CHECKING:
+    from emberkeep.train.killed_shards import Loss
+
 _REPOSITORY = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """The two runs."""
+    """The two runs, and what became of the shards that were killed in the second."""
 
     alone: Recording
     failing: Recording
+    losses: tuple[Loss, ...]
 
     @property
     def auc_lost(self) -> float:
@@ -49,6 +54,7 @@ def demonstrate(
     given: RunConfig, *, hooks: Callable[[], Sequence[Hook]], tell: Callable[[str], object]
 ) -> Demonstration:
     """Trains without failures and versions, and without embeddings; then with everything."""
+    from emberkeep.train.killed_shards import ShardWatch
     from emberkeep.train.loop import run
 
     alone, failing = Recording("without failures"), Recording("with failures")
@@ -58,5 +64,7 @@ def demonstrate(
     run(plain, hooks=[alone, *hooks()])
     tell("the same again: versions are saved, and shards are killed on the way")
     with_versions = replace(given, run=replace(given.run, compare=False))
-    run(with_versions, hooks=[failing, *hooks()], fresh=True)
-    return Demonstration(alone=alone, failing=failing)
+    watch = ShardWatch()
+    run(with_versions, hooks=[failing, watch, *hooks()], fresh=True)
+    tell("judging the killed shards: as they were, as they came back, and empty")
+    return Demonstration(alone=alone, failing=failing, losses=watch.judge())
