@@ -87,6 +87,8 @@ def verdict(
             process.communicate()
             return Verdict(mutation, "it hangs", time.monotonic() - start)
     by = None
+    if process.returncode > 1:  # pytest's own trouble: nothing was tried
+        raise RuntimeError(f"{mutation.rule}: pytest ended with {process.returncode}:\n{out}")
     if process.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
         failed = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
         by = failed[0].split(" - ")[0].rpartition("/")[2] if failed else "the run ended"

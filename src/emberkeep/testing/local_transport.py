@@ -271,6 +271,14 @@ class LocalServers:
     def kill(self, shard: int) -> None:
         self._network.stop(self._addresses[shard])
 
+    @property
+    def replaceable(self) -> bool:
+        return True
+
+    def gone(self, shard: int, life: str) -> bool:
+        service = self._network.servers.get(self._addresses[shard])
+        return service is None or service.life != life
+
     def replace(self, shard: int, life: str) -> str:
         if self._lease is None:
             self.kill(shard)

@@ -1,0 +1,118 @@
+"""`emberkeep simulate`: clusters that fail on virtual time, each by its seed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from emberkeep.cli._options import option
+from emberkeep.cli._repository import JsonOption, print_json
+from emberkeep.cli._shell import command, say
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.testing.simulation import Outcome
+
+FAILED = 1
+
+
+@command
+def simulate(
+    seed: Annotated[int, option("--seed", "The run to replay, or the first of many.", "N")],
+    seeds: Annotated[int, option("--seeds", "How many runs, one after the other.", "K")] = 1,
+    seconds: Annotated[
+        float | None, option("--seconds", "Start no run after so many seconds.", "S")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train on a simulated cluster: servers, network, store and clock fail as the seed says.
+
+    One seed prints its story; several print what they have met. The same seed is the same run,
+    message by message.
+    """
+    from emberkeep.testing.simulation import simulate as run
+
+    if seeds < 1:
+        raise ConfigError(f"--seeds must be 1 or more, not {seeds}")
+    start = time.monotonic()
+    outcomes: list[Outcome] = []
+    for one in range(seed, seed + seeds):
+        if outcomes and seconds is not None and time.monotonic() - start > seconds:
+            break
+        outcome = run(one)
+        if outcome.failure and seeds > 1 and not as_json:
+            say(f"seed {one} failed: {_first_line(outcome)}; replay it: simulate --seed {one}")
+        outcomes.append(outcome)
+    taken = time.monotonic() - start
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    if as_json:
+        print_json(_figures(outcomes, taken, stories=seeds == 1))
+    elif seeds == 1:
+        _tell(outcomes[0])
+    else:
+        _count(_figures(outcomes, taken))
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _tell(outcome: Outcome) -> None:
+    print(f"seed {outcome.options.seed}: {outcome.options}")
+    for line in outcome.story:
+        print(line)
+    if outcome.failure:
+        print(f"{outcome.virtual_seconds:9.3f}  FAILED: {outcome.failure}")
+        say(f"replay it: emberkeep simulate --seed {outcome.options.seed}")
+    else:
+        print(f"{outcome.virtual_seconds:9.3f}  every row and version is as it must be")
+
+
+def _figures(outcomes: list[Outcome], taken: float, *, stories: bool = False) -> dict[str, Any]:
+    faults: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+    for outcome in outcomes:
+        faults += outcome.faults
+        messages += outcome.messages
+    hours = sum(outcome.virtual_seconds for outcome in outcomes) / 3600
+    figures: dict[str, Any] = {
+        "seeds": len(outcomes),
+        "first_seed": outcomes[0].options.seed,
+        "seconds": round(taken, 3),
+        "seeds_per_minute": round(60 * len(outcomes) / taken, 1),
+        "virtual_hours": round(hours, 3),
+        "virtual_hours_per_minute": round(60 * hours / taken, 3),
+        "faults": dict(sorted(faults.items())),
+        "messages": dict(sorted(messages.items())),
+        "recoveries": sum(outcome.recoveries for outcome in outcomes),
+        "resumes": sum(outcome.resumes for outcome in outcomes),
+        "processors": os.cpu_count(),
+        "failures": [
+            {"seed": outcome.options.seed, "failure": outcome.failure}
+            for outcome in outcomes
+            if outcome.failure
+        ],
+    }
+    if stories:
+        figures["options"] = str(outcomes[0].options)
+        figures["story"] = outcomes[0].story
+    return figures
+
+
+def _count(figures: dict[str, Any]) -> None:
+    print(
+        f"{figures['seeds']} seeds in {figures['seconds']:.1f} s "
+        f"({figures['seeds_per_minute']:.0f} per minute), {figures['virtual_hours']:.2f} virtual "
+        f"hours ({figures['virtual_hours_per_minute']:.2f} per minute)"
+    )
+    named = ", ".join(f"{count} {kind}" for kind, count in figures["faults"].items())
+    print(f"faults: {named or 'none'}")
+    print(f"{figures['recoveries']} recoveries, {figures['resumes']} resumes")
+    failed = [str(failure["seed"]) for failure in figures["failures"]]
+    print(f"{len(failed)} failed" + (f": seeds {', '.join(failed)}" if failed else ""))
+
+
+def _first_line(outcome: Outcome) -> str:
+    return outcome.failure.splitlines()[0]

@@ -1,0 +1,247 @@
+"""A training job on a simulated cluster, by the classes that `Keeper` is made of."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from emberkeep._types import Json
+from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.errors import SaveError, ShardLostError
+from emberkeep.keeper.recoverer import Recoverer, make_recoverer
+from emberkeep.keeper.repository_saver import RepositorySaver
+from emberkeep.repository import Manifest
+from emberkeep.runtime.pool import Pool
+from emberkeep.server.pushes import RowGradients
+from emberkeep.strategies import Strategy, incremental, parity, partial
+from emberkeep.testing.simulation.row_model import LR, RowModel, rows_of
+from emberkeep.testing.simulation.scheduler import Process, SimulationError
+from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, Options
+from emberkeep.testing.simulation.sim_world import World
+
+TIMING = Timing(deadline=DEADLINE, lease=LEASE, bulk=timedelta(minutes=2), patience=PATIENCE)
+_STEP_SECONDS = 4.0
+
+
+class Job:
+    """What outlives trainers: the model of the rows, and how far each worker is."""
+
+    def __init__(self, world: World, model: RowModel) -> None:
+        self.world = world
+        self.options: Options = world.options
+        self.model = model
+        self.done = False
+        self.started = False
+        """Whether the present leader has brought rows back, and others may push."""
+        self.recoveries = 0
+        self.resumes = 0
+        self.went_back = False
+        """Whether rows came from a version: what asynchronous workers pushed is not known then."""
+        self.followed = 0
+        """Steps of the second worker that were acknowledged."""
+        self.pending: RowGradients | None = None
+        """Its push that was not."""
+        self.doubtful: list[RowGradients] = []
+        """Pushes of workers that died before they were acknowledged."""
+
+    @property
+    def ranks(self) -> int:
+        return 2 if self.options.workers == "synchronous" else 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether the model knows every row."""
+        return not (self.options.workers == "asynchronous" and self.went_back)
+
+    def strategy(self) -> Strategy:
+        options, every = self.options, self.options.every
+        if options.recovers == "full":
+            return incremental(every=every, layout=options.layout, keep="all", recovery="full")
+        if options.recovers == "partial":
+            return partial(every=every, priority=None, layout=options.layout, keep="all")
+        assert options.parity is not None
+        return parity(
+            k=options.parity.k, r=options.parity.r, background=options.parity.background,
+            chunk_rows=options.parity.chunk_rows, rebuild_share=options.parity.rebuild_share,
+            every=every, layout=options.layout, keep="all",
+        )  # fmt: skip
+
+    def open_cluster(self, process: Process, rank: int) -> FlightCluster:
+        network, world = self.world.network, self.ranks
+        return FlightCluster(
+            self.options.tables, self.options.optimizer, self.world.launcher(process),
+            seed=self.options.seed, pool=Pool(1), timing=TIMING, rank=rank if world > 1 else 0,
+            world=world, coordinate=rank == 0, transport=network.transport(process),
+            clock=network.clock(process),
+        )  # fmt: skip
+
+
+class Leader:
+    """The trainer that coordinates, saves and recovers: what `Keeper` does on rank 0."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self.job = job
+        self.process = process
+        self.steps = 0
+        self._clock = job.world.network.clock(process)
+        self.cluster = job.open_cluster(process, 0)
+        self.saver = RepositorySaver(
+            job.world.store(process), self.cluster, job.strategy(), about={},
+            settings=SaveSettings(threads=1, nice=0, max_failures=1000), exclusive=False,
+            must_exist=False, on_event=self._hear, clock=self._clock,
+        )  # fmt: skip
+        names = {table.name: table.name for table in self.cluster.tables}
+        recoverer = make_recoverer(
+            job.strategy(), [Home(self.cluster, names)], self.saver,
+            total_steps=job.options.steps, steps=lambda: self.steps,
+            go_back=self._go_back if job.ranks == 1 else None, tell=self._hear, clock=self._clock,
+        )  # fmt: skip
+        assert recoverer is not None
+        self.recoverer: Recoverer = recoverer
+
+    def run(self) -> None:
+        """Trains to the end; what only another trainer can help is raised."""
+        self._resume()
+        self.job.started = True
+        ended = False
+        while not ended:
+            try:
+                if self.steps < self.job.options.steps:
+                    self._step()
+                else:
+                    ended = self._finish()
+            except ShardLostError as lost:
+                self.recoverer.recover(lost)
+        self.job.done = True
+
+    def _step(self) -> None:
+        job, step = self.job, self.steps + 1
+        wanted, grads = job.model.batch(step)
+        pulled = self.cluster.pull(wanted)
+        if job.options.workers != "asynchronous":
+            job.model.check_pull(wanted, pulled)
+        if job.options.prefetches and step < job.options.steps:
+            self.cluster.prefetch(job.model.batch(step + 1)[0])
+        self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
+        self.cluster.push(wanted, grads, lr=LR)
+        job.model.take_step(job.ranks)
+        self.steps += 1
+        if self.steps % job.options.every == 0:
+            self.saver.check()
+            self._cut()
+
+    def _cut(self) -> None:
+        self.saver.cut(self.steps, None, self._counters)
+
+    def _counters(self) -> Json:
+        """Asked for when the rows are frozen."""
+        return {**self.recoverer.counters(), "instant": self.job.model.instant()}
+
+    def _finish(self) -> bool:
+        """The last version; whether that and everything else is over."""
+        job = self.job
+        while job.options.workers == "asynchronous" and job.followed < job.options.steps:
+            self.cluster.table_state()  # somebody has to notice what is lost meanwhile
+            self._clock.sleep(1.0)
+        try:
+            self.saver.finish(self.steps, None, self._counters)
+        except SaveError as error:
+            job.world.tell(f"the last save failed: {error}")
+            self._clock.sleep(1.0)
+            return False
+        self.recoverer.recover()
+        if self.steps < job.options.steps:
+            return False
+        if job.exact:
+            wrong = job.model.wrong(rows_of(self.cluster), job.doubtful)
+            if wrong:
+                raise SimulationError(f"after the last step: {wrong}")
+        self.cluster.close()
+        return True
+
+    # -- what was lost ---------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        restored = self.saver.restore()
+        if restored is not None:
+            self._go_to(restored.manifest)
+            self.job.resumes += 1
+            self.job.world.tell(f"{self.process} resumes step {self.steps}")
+            return
+        self._cut()
+        self.saver.wait()
+
+    def _go_back(self) -> Manifest | None:
+        restored = self.saver.restore()
+        if restored is None:
+            return None
+        self._go_to(restored.manifest)
+        return restored.manifest
+
+    def _go_to(self, manifest: Manifest) -> None:
+        self.job.model.go_back(int(manifest.counters["instant"]))
+        self.job.went_back = True
+        self.steps = manifest.step
+        self.recoverer.load(manifest.counters)
+
+    def _hear(self, event: str, details: dict[str, Any]) -> None:
+        job, world = self.job, self.job.world
+        if event == "saved":
+            world.tell(f"version {details['version']} holds step {details['step']}")
+        elif event == "recovered":
+            job.recoveries += 1
+            source = "" if details["version"] is None else f" from version {details['version']}"
+            world.tell(
+                f"{details['scope']} recovery of {list(details['shards'])}{source} at step "
+                f"{details['step']}: {details['reason']}"
+            )
+            if details["scope"] == "partial":
+                self._lose(details)
+        elif event == "returned":
+            world.tell(f"shard {details['shard']} is back with its rows")
+        elif event in ("save_failed", "save_cancelled"):
+            world.tell(f"{event} at step {details['step']}: {details.get('error', '')}")
+
+    def _lose(self, details: dict[str, Any]) -> None:
+        job, manifest = self.job, self.saver.whole
+        assert manifest is not None
+        if manifest.version.number != details["version"]:
+            raise SimulationError(f"{manifest.version} is newer than version {details['version']}")
+        job.model.lose(details["shards"], int(manifest.counters["instant"]), job.options.steps)
+        if abs(job.model.pls - details["pls"]) > 1e-12:
+            raise SimulationError(
+                f"PLS is {details['pls']}, and {job.model.pls} was lost at step {details['step']}"
+            )
+
+
+class Follower:
+    """Another worker, of a synchronous or an asynchronous job."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self.job = job
+        self.process = process
+        self._clock = job.world.network.clock(process)
+
+    def run(self) -> None:
+        job = self.job
+        while not job.started:
+            self._clock.sleep(0.2)
+        cluster = job.open_cluster(self.process, 1)
+        together = job.ranks > 1
+        step = job.model.step if together else job.followed
+        while step < job.options.steps:
+            step += 1
+            wanted, grads = job.model.batch(step, 1)
+            cluster.pull(wanted)
+            if job.options.prefetches and step < job.options.steps:
+                cluster.prefetch(job.model.batch(step + 1, 1)[0])
+            self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
+            job.pending = (wanted, grads)
+            cluster.push(wanted, grads, lr=LR)
+            job.pending = None
+            if not together:
+                job.model.push(wanted, grads)
+                job.followed = step

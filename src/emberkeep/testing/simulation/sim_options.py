@@ -1,0 +1,177 @@
+"""What a seed means: a cluster, a job, and what will go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from random import Random
+from typing import Literal
+
+from emberkeep.erasure.codes import Parity
+from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table, Uniform
+
+Recovers = Literal["full", "partial", "parity"]
+Launches = Literal["fixed", "spawned", "moved"]
+Workers = Literal["one", "synchronous", "asynchronous"]
+FaultKind = Literal[
+    "kill", "pause", "cut", "part", "storm", "jump", "disk", "kill trainer", "pause trainer"
+]
+
+KINDS: tuple[FaultKind, ...] = (
+    "kill", "pause", "cut", "part", "storm", "jump", "disk", "kill trainer", "pause trainer",
+)  # fmt: skip
+
+LEASE = timedelta(seconds=15)
+DEADLINE = timedelta(seconds=10)
+PATIENCE = timedelta(minutes=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong at a time, and maybe ends later.
+
+    `target` is a server (or the trainer, where `kind` says so). A *cut* lasts in one direction:
+    what `target` sends, or with `inward` what is sent to it, by `other` or by everybody.
+    """
+
+    at: float
+    kind: FaultKind
+    target: int = 0
+    seconds: float = 0.0
+    other: int | None = None
+    inward: bool = False
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        if self.kind in ("kill trainer", "pause trainer"):
+            return f"{self.kind}{lasting}"
+        if self.kind == "storm":
+            named = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
+            return f"storm{lasting}: {named}"
+        if self.kind == "disk":
+            return f"the store fails{lasting}"
+        if self.kind in ("cut", "part"):
+            other = "everybody" if self.other is None else f"server {self.other}"
+            way = "and" if self.kind == "part" else "from" if self.inward else "to"
+            return f"{self.kind} server {self.target} {way} {other}{lasting}"
+        when = " after its next push" if self.kind == "kill" and self.inward else ""
+        return f"{self.kind} server {self.target}{when}{lasting}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run. Everything follows from the seed, but for what is given."""
+
+    seed: int
+    shards: int
+    recovers: Recovers
+    parity: Parity | None
+    workers: Workers
+    dynamic: bool
+    layout: Literal["consecutive", "one_shot", "intermittent"]
+    optimizer: Optimizer
+    launches: Launches
+    servers_write: bool
+    prefetches: bool
+    steps: int
+    every: int
+    preemption: float
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def tables(self) -> list[Table]:
+        exact = Uniform(0.0, 0.0) if self.workers == "asynchronous" else Uniform()
+        tables = [Table("fixed", rows=24, dim=3, init=exact)]
+        if self.dynamic:
+            tables.append(Table("dynamic", rows=None, capacity=64, dim=3, init=exact))
+        else:
+            tables.append(Table("wide", rows=10, dim=5, init=exact))
+        return tables
+
+    def __str__(self) -> str:
+        parity = (
+            ""
+            if self.parity is None
+            else (
+                f" k={self.parity.k} r={self.parity.r}"
+                f"{' in the background' if self.parity.background else ''}"
+            )
+        )
+        return (
+            f"{self.shards} servers ({self.launches}), {self.recovers}{parity}, "
+            f"{self.workers} worker{'' if self.workers == 'one' else 's'}, "
+            f"{'dynamic' if self.dynamic else 'fixed'} tables, {type(self.optimizer).__name__}, "
+            f"{self.layout}{' by servers' if self.servers_write else ''}, {self.steps} steps, "
+            f"a version every {self.every}, {len(self.faults)} faults"
+        )
+
+
+def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
+    """The run of a seed, with faults of these kinds."""
+    random = Random(f"options {seed}")
+    recovers: Recovers = random.choice(("full", "partial", "parity", "parity"))
+    shards = random.randint(1, 4)
+    parity = None
+    if recovers == "parity":
+        shards = random.randint(2, 5)
+        r = random.randint(1, min(2, shards - 1))
+        parity = Parity(
+            k=random.randint(1, min(3, shards - r)), r=r, background=random.random() < 0.4,
+            chunk_rows=random.choice((4, 16, 4096)), rebuild_share=random.choice((0.2, 1.0)),
+        )  # fmt: skip
+    workers: Workers = "one"
+    if recovers == "full" and random.random() < 0.3:
+        workers = "synchronous"
+    elif recovers == "parity" and random.random() < 0.5:
+        workers = random.choice(("synchronous", "asynchronous"))
+    optimizers: list[Optimizer] = [
+        SGD(lr=0.1), Momentum(lr=0.1), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.05),
+    ]  # fmt: skip
+    optimizer: Optimizer = random.choice(optimizers)
+    if workers == "asynchronous":
+        optimizer = SGD(lr=0.5)
+    steps = random.randint(8, 16)
+    options = Options(
+        seed=seed, shards=shards, recovers=recovers, parity=parity, workers=workers,
+        dynamic=random.random() < 0.5,
+        layout=random.choice(("consecutive", "one_shot", "intermittent")), optimizer=optimizer,
+        launches=random.choice(("fixed", "spawned", "moved")),
+        servers_write=random.random() < 0.5, prefetches=random.random() < 0.5, steps=steps,
+        every=random.randint(2, 6), preemption=random.choice((0.0, 0.01, 0.05)),
+    )  # fmt: skip
+    faults = _faults(random, options, kinds)
+    values = {f.name: getattr(options, f.name) for f in fields(options)}
+    return Options(**{**values, "faults": faults})
+
+
+def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> tuple[Fault, ...]:
+    """A few faults, most of them while the job trains; a step takes about two seconds.
+
+    What goes wrong at the same time is what nobody has thought of: they come in groups.
+    """
+    found: list[Fault] = []
+    at = 0.0
+    for _ in range(random.choice((1, 2, 3, 4, 5, 6)) if kinds else 0):
+        at += random.random() * 4
+        if not found or random.random() < 0.3:
+            at = random.random() * options.steps * 2
+        kind = random.choice((*kinds, *kinds[:2], *kinds[:1]))  # those that servers die of
+        target = random.randrange(options.shards)
+        lease = LEASE.total_seconds()
+        seconds = random.choice((0.1, 0.3, 0.5, 0.9, 1.2, 2.0, 4.0)) * lease * random.random()
+        other = None
+        if kind == "cut" and options.shards > 1 and random.random() < 0.5:
+            other = random.choice([s for s in range(options.shards) if s != target])
+        shares = {
+            name: random.choice((0.03, 0.1, 0.2))
+            for name in ("slow", "drop", "lose", "reset", "repeat")
+            if random.random() < 0.5
+        }
+        fault = Fault(
+            at=at, kind=kind, target=target,
+            seconds=0.0 if kind in ("kill", "jump", "kill trainer") else seconds, other=other,
+            inward=random.random() < 0.5, shares=shares,
+        )  # fmt: skip
+        found.append(fault)
+    return tuple(sorted(found, key=lambda fault: fault.at))

@@ -1,0 +1,184 @@
+"""One run of a whole cluster from a seed, and what it shows."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+from emberkeep.checkpoint.restore import load
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.errors import EmberkeepError, FencedError, StorageError
+from emberkeep.repository import Repository
+from emberkeep.runtime.pool import Pool
+from emberkeep.testing.simulation.row_model import RowModel, differences, rows_of
+from emberkeep.testing.simulation.scheduler import Process, Scheduler, SimulationError
+from emberkeep.testing.simulation.sim_job import Follower, Job, Leader
+from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options, options_of
+from emberkeep.testing.simulation.sim_threading import patched
+from emberkeep.testing.simulation.sim_world import World, address_of, stores_of
+
+_MOST_SECONDS = 900.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of a run."""
+
+    options: Options
+    failure: str = ""
+    story: list[str] = field(default_factory=list)
+    virtual_seconds: float = 0.0
+    real_seconds: float = 0.0
+    turns: int = 0
+    recoveries: int = 0
+    resumes: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+
+
+def simulate(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Outcome:
+    """Runs a seed to its end. The same seed is the same run, message by message."""
+    options = options_of(seed, kinds)
+    model = RowModel(options)
+    scheduler = Scheduler(f"run {seed}", preemption=options.preemption)
+    outcome = Outcome(options=options)
+    start = time.perf_counter()
+    collects = gc.isenabled()
+    gc.disable()  # what it finds, and when, is no function of the seed
+    world: World | None = None
+    try:
+        with patched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            world = World(options, scheduler)
+            job = Job(world, model)
+            with stores_of(world):
+                try:
+                    scheduler.run(lambda: _main(job), world.harness)
+                except (SimulationError, EmberkeepError, AssertionError) as error:
+                    outcome.failure = f"{type(error).__name__}: {error}"
+                finally:
+                    scheduler.close()
+            outcome.recoveries, outcome.resumes = job.recoveries, job.resumes
+    finally:
+        if collects:
+            gc.enable()
+    outcome.story = world.story
+    outcome.virtual_seconds, outcome.turns = scheduler.seconds, scheduler.turns
+    outcome.faults, outcome.messages = world.happened, world.network.sent
+    outcome.real_seconds = time.perf_counter() - start
+    return outcome
+
+
+class _Life:
+    """One start of a job: its workers, until all is done or one of them ends."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._processes: dict[int, Process] = {}
+        self._errors: dict[int, BaseException | None] = {}
+
+    def run(self) -> None:
+        """Returns when the job is done, or has to be started again."""
+        job, world = self._job, self._job.world
+        job.started = False
+        self._start(0)
+        if job.options.workers != "one":
+            self._start(1)
+        while not job.done:
+            world.scheduler.block("the job", 0.5)
+            if world.scheduler.seconds > world.faults_end + _MOST_SECONDS:
+                raise SimulationError(f"the job does not end: {world.scheduler.describe()}")
+            for rank in self._gone():
+                if rank == 0 or job.ranks > 1:
+                    return self._end()
+                self._start_follower_again()
+        return self._end()
+
+    def _gone(self) -> list[int]:
+        return [
+            rank
+            for rank, process in self._processes.items()
+            if not process.alive or self._errors.get(rank) is not None
+        ]
+
+    def _start(self, rank: int) -> None:
+        job, world = self._job, self._job.world
+        process = world.process(f"trainer-{rank}")
+        world.trainers.append(process)
+        self._processes[rank] = process
+        self._errors.pop(rank, None)
+
+        def train() -> None:
+            try:
+                (Follower if rank else Leader)(job, process).run()
+            except EmberkeepError as error:
+                world.tell(f"{process} ends: {type(error).__name__}: {error}")
+                self._errors[rank] = error
+                if job.started and job.options.workers == "one":
+                    self._excuse(error)
+
+        world.scheduler.spawn("train", train, process)
+
+    def _excuse(self, error: EmberkeepError) -> None:
+        """A job of one worker ends for a store that does not answer, for another coordinator, and
+        for nothing else: servers are waited for."""
+        if not isinstance(error, StorageError | FencedError):
+            raise SimulationError(
+                f"the job ended half-way: {type(error).__name__}: {error}"
+            ) from error
+
+    def _start_follower_again(self) -> None:
+        job = self._job
+        if job.pending is not None:
+            job.doubtful.append(job.pending)
+            job.followed += 1
+            job.pending = None
+        self._retire(1)
+        self._start(1)
+
+    def _end(self) -> None:
+        for rank in list(self._processes):
+            self._retire(rank)
+        self._job.world.scheduler.block("another start", 1.0)
+
+    def _retire(self, rank: int) -> None:
+        world, process = self._job.world, self._processes[rank]
+        if process.alive:
+            world.scheduler.kill(process)
+        world.trainers.remove(process)
+
+
+def _main(job: Job) -> None:
+    world = job.world
+    for shard in range(job.options.shards):
+        world.start_server(address_of(shard))
+    world.schedule(job.options.faults)
+    while not job.done:
+        _Life(job).run()
+    world.close()
+    _verify(job)
+
+
+def _verify(job: Job) -> None:
+    """Every version restores exactly what was frozen for it."""
+    if job.options.workers == "asynchronous":
+        return
+    world, model = job.world, job.model
+    repository = Repository.open(world.disk, clock=world.network.clock(world.harness))
+    target = local(shards=1, threads=1).open(
+        job.options.tables, job.options.optimizer, seed=job.options.seed
+    )
+    for version in repository.versions():
+        manifest = repository.manifest(version)
+        then = model.instants[int(manifest.counters["instant"])]
+        load(repository, version, target, Pool(1))
+        wrong = differences(rows_of(target), then.rows)
+        if wrong or manifest.step != then.step:
+            raise SimulationError(f"version {version} of step {manifest.step}: {wrong}")
+        if abs(manifest.counters["pls"] - then.pls) > 1e-12:
+            raise SimulationError(
+                f"version {version} says that PLS is {manifest.counters['pls']}, it is {then.pls}"
+            )

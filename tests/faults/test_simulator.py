@@ -1,0 +1,289 @@
+"""Whole clusters on a seeded scheduler: every run is a function of its seed, and shows no loss."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import emberkeep
+from emberkeep.cli import app
+from emberkeep.runtime.background import Worker
+from emberkeep.runtime.crew import Crew
+from emberkeep.testing.simulation import simulate, simulated_run
+from emberkeep.testing.simulation.row_model import RowModel
+from emberkeep.testing.simulation.scheduler import (
+    Process,
+    Scheduler,
+    SimulationError,
+    StuckError,
+    current_task,
+)
+from emberkeep.testing.simulation.sim_network import SimulatedClock
+from emberkeep.testing.simulation.sim_options import KINDS, options_of
+from emberkeep.testing.simulation.sim_threading import SimLock, patched
+from tests.threads import started_since
+
+# The default run tries so many seeds, the same on every machine.
+SEEDS = 40
+SOAK_SEEDS = int(os.environ.get("EMBERKEEP_SEEDS", "2000"))
+FIRST_SOAK_SEED = int(os.environ.get("EMBERKEEP_FIRST_SEED", "100000"))
+
+
+def run(main: Callable[[], object], seed: int = 0, preemption: float = 0.3) -> Scheduler:
+    """Runs `main` and what it starts in one process."""
+    scheduler = Scheduler(seed, preemption=preemption)
+    with patched(__name__):
+        try:
+            scheduler.run(main, Process("here"))
+        finally:
+            scheduler.close()
+    return scheduler
+
+
+# -- the scheduler -------------------------------------------------------------------------------
+
+
+def racing(seed: int) -> list[int]:
+    order: list[int] = []
+
+    def main() -> None:
+        lock, threads = threading.Lock(), []
+        assert isinstance(lock, SimLock)
+
+        def work(number: int) -> None:
+            for _ in range(5):
+                with lock:
+                    order.append(number)
+
+        for number in range(4):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+            assert not thread.is_alive()
+
+    run(main, seed)
+    return order
+
+
+def test_a_seed_is_an_order_of_threads_and_others_are_others() -> None:
+    orders = [racing(seed) for seed in range(8)]
+    assert orders == [racing(seed) for seed in range(8)]
+    assert len({tuple(order) for order in orders}) > 4
+    assert all(sorted(order) == sorted([0, 1, 2, 3] * 5) for order in orders)
+
+
+def test_time_passes_when_everybody_waits() -> None:
+    heard: list[tuple[str, float]] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        clock = SimulatedClock(task.scheduler, task.process)
+        event, condition = threading.Event(), threading.Condition()
+
+        def later() -> None:
+            clock.sleep(3600)
+            event.set()
+
+        threading.Thread(target=later).start()
+        assert not event.wait(60)
+        heard.append(("in vain", clock.monotonic()))
+        assert event.wait(4000)
+        heard.append(("set", clock.monotonic()))
+        with condition:
+            assert not condition.wait_for(lambda: False, 5)
+        heard.append(("over", clock.monotonic()))
+
+    start = time.monotonic()
+    run(main, preemption=0.0)
+    assert heard == [("in vain", 60.0), ("set", 3600.0), ("over", 3605.0)]
+    assert time.monotonic() - start < 30
+
+
+def test_workers_crews_and_futures_run_in_a_simulation() -> None:
+    results: list[int] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        clock = SimulatedClock(task.scheduler, task.process)
+        with Crew(3, "crew", clock=clock) as crew:
+            futures: list[Future[int]] = [crew.submit(lambda n=n: n * n) for n in range(10)]
+            wait(futures)
+            results.extend(future.result(timeout=1) for future in futures)
+        worker = Worker("worker", clock=clock)
+        worker.do(lambda: clock.sleep(10), lambda _: results.append(int(clock.monotonic())))
+        worker.close()
+
+    run(main)
+    assert results == [n * n for n in range(10)] + [10]
+
+
+def test_who_waits_for_each_other_is_named() -> None:
+    def main() -> None:
+        first, second = threading.Lock(), threading.Lock()
+
+        def other() -> None:
+            with second:
+                task = current_task()
+                assert task is not None
+                task.scheduler.block("a moment", 1.0)
+                first.acquire()
+
+        with first:
+            thread = threading.Thread(target=other, name="other")
+            thread.start()
+            task = current_task()
+            assert task is not None
+            task.scheduler.block("a moment", 1.0)
+            second.acquire()
+
+    with pytest.raises(
+        StuckError, match=r"everybody waits(.|\n)*main waits for a lock(.|\n)*other"
+    ):
+        run(main)
+
+
+def test_processes_stop_and_die() -> None:
+    heard: list[str] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        scheduler, stopped, doomed = task.scheduler, Process("stopped"), Process("doomed")
+
+        def live(process: Process) -> None:
+            for _ in range(10):
+                scheduler.block("a second", 1.0)
+                heard.append(f"{process} at {scheduler.seconds:.1f}")
+
+        for process in (stopped, doomed):
+            scheduler.spawn("live", lambda process=process: live(process), process)
+        scheduler.at(2.5, lambda: scheduler.pause(stopped))
+        scheduler.at(7.5, lambda: scheduler.resume(stopped))
+        scheduler.at(4.5, lambda: scheduler.kill(doomed))
+        scheduler.block("the end", 9.2)
+
+    run(main, preemption=0.0)
+    assert [line for line in heard if "doomed" in line] == [
+        f"doomed at {n}.0" for n in (1, 2, 3, 4)
+    ]
+    # Its clock runs on: what it waited for while it was stopped is over when it wakes.
+    assert [line for line in heard if "stopped" in line] == [
+        "stopped at 1.0", "stopped at 2.0", "stopped at 7.5", "stopped at 8.5",
+    ]  # fmt: skip
+
+
+def test_what_is_made_outside_is_real_and_nothing_stays_behind() -> None:
+    before = set(threading.enumerate())
+    with patched(__name__):
+        assert not isinstance(threading.Lock(), SimLock)
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+    run(lambda: None)
+    assert not started_since(before)
+    assert not isinstance(threading.Lock(), SimLock)
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    """Byte for byte, also where dictionaries and sets have another order."""
+    hashing = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # not what it is here
+    environment = {
+        **os.environ, "PYTHONHASHSEED": hashing,
+        "PYTHONPATH": str(Path(emberkeep.__file__).parent.parent),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "emberkeep.cli", "simulate", "--seed", "1003"]
+    there = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    here = simulate(1003)
+    assert there.stdout.splitlines()[1:-1] == here.story
+    assert len(here.story) > 5
+
+
+def test_a_seed_run_twice_is_the_same_run() -> None:
+    for seed in (2, 15):
+        first, second = simulate(seed), simulate(seed)
+        assert first.story == second.story
+        assert (first.turns, first.messages) == (second.turns, second.messages)
+        assert first.virtual_seconds == second.virtual_seconds
+
+
+def test_seeds_cover_what_there_is() -> None:
+    drawn = [options_of(seed) for seed in range(200)]
+    assert {options.recovers for options in drawn} == {"full", "partial", "parity"}
+    assert {options.workers for options in drawn} == {"one", "synchronous", "asynchronous"}
+    assert {options.launches for options in drawn} == {"fixed", "spawned", "moved"}
+    assert {fault.kind for options in drawn for fault in options.faults} == set(KINDS)
+    assert {options.shards for options in drawn} == {1, 2, 3, 4, 5}
+
+
+def test_no_seed_loses_or_doubles_a_push() -> None:
+    for seed in range(SEEDS):
+        outcome = simulate(seed)
+        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
+
+
+@pytest.mark.soak
+def test_many_seeds_lose_and_double_no_push() -> None:
+    for seed in range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS):
+        outcome = simulate(seed)
+        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
+
+
+def test_a_lost_push_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge is not asleep: a model that takes a step more than the cluster disagrees."""
+    take = RowModel.take_step
+
+    def take_more(model: RowModel, ranks: int = 1) -> None:
+        take(model, ranks)
+        if model.step == 9:
+            model.push(*model.batch(4))
+
+    monkeypatch.setattr(RowModel, "take_step", take_more)
+    outcome = simulate(2, ())
+    assert outcome.failure.startswith(SimulationError.__name__)
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_tells_a_story() -> None:
+    done = CliRunner().invoke(app, ["simulate", "--seed", "2"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("seed 2: ")
+    assert "version 1 holds step 0" in done.stdout
+
+
+def test_the_command_counts_seeds_and_fails_with_the_seed_to_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = simulated_run.simulate
+
+    def one_fails(seed: int) -> simulated_run.Outcome:
+        outcome = real(seed, ())
+        outcome.failure = "SimulationError: wrong rows" if seed == 6 else ""
+        return outcome
+
+    monkeypatch.setattr("emberkeep.testing.simulation.simulate", one_fails)
+    done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2"])
+    assert done.exit_code == 1
+    assert "2 seeds" in done.stdout
+    assert "1 failed: seeds 6" in done.stdout
+    done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2", "--json"])
+    assert done.exit_code == 1
+    assert '"seed": 6' in done.stdout
+    done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "0"])
+    assert done.exit_code == 2

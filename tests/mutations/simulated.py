@@ -1,0 +1,160 @@
+"""Breaks one rule of servers after the other: within how many seeds does the simulator notice it?
+
+    python -m tests.mutations.simulated [--seeds N] [--first N] [--seconds S] [rule ...]
+
+Each mutation is tried in a forked child, whose functions get the code of the broken source. A run
+that fails or hangs has noticed it. Seeds whose cluster has nothing to do with a rule (without
+parity, say) cannot notice it: they count, and are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from emberkeep.testing.simulation import simulate
+from emberkeep.testing.simulation.sim_options import Options, options_of
+from tests.mutations.rules import SOURCES, Mutation
+from tests.mutations.server_rules import SERVER_MUTATIONS
+
+SEEDS = 300
+SECONDS = 120.0
+# A run that takes longer, beyond the time for all of them, hangs.
+HANGS_SECONDS = 60.0
+
+
+def _has_parity(options: Options) -> bool:
+    return options.parity is not None
+
+
+# Which runs have to do with a rule, by how its name begins.
+SUITS: dict[str, Callable[[Options], bool]] = {
+    **dict.fromkeys(("S1-seal", "S2-parity", "S10-sealed", "S12"), _has_parity),
+    **dict.fromkeys(("S3", "S4", "S5", "S6", "S7", "S8"), _has_parity),
+    "W1": lambda options: options.workers == "synchronous",
+    "W2": lambda options: options.prefetches,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """Whether a mutation was noticed, how, after how many seeds, and how many of them were run."""
+
+    mutation: Mutation
+    how: str
+    seeds: int
+    tried: int
+
+
+def functions_of(code: CodeType, path: tuple[str, ...] = ()) -> Iterator[tuple[str, CodeType]]:
+    """Functions of a module and methods of its classes, by their qualified names."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and not inner.co_name.startswith("<"):
+            name = (*path, inner.co_name)
+            if inner.co_flags & inspect.CO_NEWLOCALS:
+                yield ".".join(name), inner
+            else:
+                yield from functions_of(inner, name)
+
+
+def break_rule(mutation: Mutation) -> int:
+    """Gives the functions of this process the code of the broken source; how many of them."""
+    path = SOURCES / "emberkeep" / mutation.file
+    name = "emberkeep." + mutation.file.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(name)
+    text = path.read_text()
+    before = dict(functions_of(compile(text, str(path), "exec")))
+    after = dict(functions_of(compile(mutation.applied(text), str(path), "exec")))
+    changed = [name for name in after if after[name] != before[name]]
+    for qualified in changed:
+        found: Any = module
+        for part in qualified.split("."):
+            found = inspect.getattr_static(found, part)
+        found = getattr(found, "fget", None) or inspect.unwrap(getattr(found, "__func__", found))
+        found.__code__ = after[qualified]
+    return len(changed)
+
+
+def noticed(mutation: Mutation, first: int, seeds: int, seconds: float) -> Noticed:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            _try_seeds(mutation, range(first, first + seeds), seconds, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    lines = _read_lines(reading, seconds + HANGS_SECONDS)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if not lines:
+        raise RuntimeError(f"{mutation.rule}: it could not be tried")
+    last = lines[-1].split(" ", 2)
+    how = last[2] if last[0] == "failure" else "" if last[0] == "done" else "it hangs"
+    tried = sum(line.startswith("seed") for line in lines)
+    return Noticed(mutation, how, int(last[1]) - first + 1, tried)
+
+
+def _try_seeds(mutation: Mutation, seeds: range, seconds: float, out: int) -> None:
+    assert break_rule(mutation)
+    suits = next((s for name, s in SUITS.items() if mutation.rule.startswith(name)), None)
+    start = time.monotonic()
+    for seed in seeds:
+        if suits is None or suits(options_of(seed)):
+            os.write(out, f"seed {seed}\n".encode())
+            failure = simulate(seed).failure
+            if failure:
+                os.write(out, f"failure {seed} {failure.splitlines()[0]}\n".encode())
+                return
+        if time.monotonic() - start > seconds:
+            break
+    os.write(out, f"done {seed}\n".encode())
+
+
+def _read_lines(source: int, seconds: float) -> list[str]:
+    """What a child says until it ends, or the time is over."""
+    said, until = b"", time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if not select.select([source], [], [], left)[0]:
+            break
+        part = os.read(source, 1 << 16)
+        if not part:
+            break
+        said += part
+    os.close(source)
+    return said.decode().splitlines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("rules", nargs="*")
+    given = parser.parse_args()
+    chosen = [m for m in SERVER_MUTATIONS if not given.rules or m.rule in given.rules]
+    caught, start = 0, time.monotonic()
+    for mutation in chosen:
+        found = noticed(mutation, given.first, given.seeds, given.seconds)
+        caught += bool(found.how)
+        print(
+            f"{mutation.rule:12} {'caught' if found.how else 'MISSED'} {found.seeds:4} seeds "
+            f"({found.tried} run)  {mutation.broken}  [{found.how[:90] or 'nothing failed'}]",
+            flush=True,
+        )
+    print(f"{caught} of {len(chosen)} caught in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Mutations of servers keep up with the sources: each still finds the text that it changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations.rules import SOURCES, Mutation
+from tests.mutations.server_rules import SERVER_MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", SERVER_MUTATIONS, ids=lambda mutation: mutation.rule)
+def test_every_mutation_applies(mutation: Mutation) -> None:
+    path = SOURCES / "emberkeep" / mutation.file
+    compile(mutation.applied(path.read_text()), str(path), "exec")
+
+
+def test_every_rule_of_a_simulated_cluster_is_broken_by_one() -> None:
+    rules = {mutation.rule.split("-")[0] for mutation in SERVER_MUTATIONS}
+    servers = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12)
+    assert rules == {*(f"S{number}" for number in servers), "W1", "W2"}
+    assert len({mutation.rule for mutation in SERVER_MUTATIONS}) == len(SERVER_MUTATIONS)
