@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -50,13 +51,15 @@ def setting(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    path: bool = False,
 ) -> Any:
-    """A field of a settings class: `least` ≤ value, `above` < value, value < `below`.
+    """A field of a settings class: `least` ≤ value, `above` < value, value < `below`. A `path`, or
+    a list of them, is relative to the working directory (`absolute`).
 
     Without a default the key must be given. None as default means "not set": TOML has no null, so
     the key is then left out.
     """
-    metadata = {"text": text, "least": least, "above": above, "below": below}
+    metadata = {"text": text, "least": least, "above": above, "below": below, "path": path}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -74,6 +77,24 @@ def check(settings: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 _check_range(field, number)
+
+
+def absolute(settings: _Settings) -> _Settings:
+    """The same settings for a process that works in another directory: every path is absolute.
+    URLs stay as they are."""
+    changed: _Table = {}
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = absolute(value)
+        elif value is not None and field.metadata.get("path"):
+            several = isinstance(value, tuple)
+            paths = tuple(
+                path if "://" in path else os.path.abspath(path)
+                for path in (value if several else (value,))
+            )
+            changed[field.name] = paths if several else paths[0]
+    return dataclasses.replace(settings, **changed)  # type: ignore[type-var]
 
 
 def load(kind: type[_Settings], path: str | Path, overrides: Iterable[str] = ()) -> _Settings:

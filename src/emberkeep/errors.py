@@ -122,7 +122,12 @@ class SaveError(EmberkeepError):
 
 
 class ShardLostError(EmberkeepError):
-    """Shards are lost, or not recovered yet; no row was changed. Worth retrying once they are."""
+    """Shards are lost, or not recovered yet. Reading is worth retrying once they are back.
+
+    A push that raises it has changed nothing where shards are of this process. On servers the other
+    shards may have applied it: it is finished as soon as the lost ones are back, or a full recovery
+    goes behind it, so it must not be made again.
+    """
 
     exit_code = 29
 
@@ -131,8 +136,8 @@ class ShardLostError(EmberkeepError):
         named = ", ".join(map(str, self.shards))
         plural = "s" if len(self.shards) > 1 else ""
         super().__init__(
-            f"shard{plural} {named} lost and not recovered yet; no row was changed: recover with "
-            "keeper.recover(), or start the run again to resume its newest version"
+            f"shard{plural} {named} lost and not recovered yet: recover with keeper.recover(), or "
+            "start the run again to resume its newest version"
         )
 
 

@@ -17,7 +17,7 @@ from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.config import duration
-from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.codes import Parity, Unprotected
 from emberkeep.errors import ConfigError
 from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
 from emberkeep.repository.policies import Grid, Layout
@@ -295,6 +295,7 @@ def parity(
     background: bool = False,
     chunk_rows: int = 32768,
     rebuild_share: float = 0.2,
+    unprotected: Unprotected = "go_on",
     every: Interval = "6h",
     layout: Layout = "intermittent",
     bits: int | None = None,
@@ -313,7 +314,12 @@ def parity(
         retention=retention(keep),
         recovery=Recovery(scope=recovery),
         parity=Parity(
-            k=k, r=r, background=background, chunk_rows=chunk_rows, rebuild_share=rebuild_share
+            k=k,
+            r=r,
+            background=background,
+            chunk_rows=chunk_rows,
+            rebuild_share=rebuild_share,
+            unprotected=unprotected,
         ),
     )
 

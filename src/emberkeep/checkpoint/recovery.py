@@ -194,8 +194,10 @@ def recover_partially(
 
 
 def steps_of(cluster: Cluster) -> dict[str, int]:
-    """How many pushes each table has taken part in, as the shards that still serve know it."""
+    """How many pushes each table has taken part in, as the shards that still serve know it. Not
+    counted is what lost shards will be sent once they are back."""
     for shard in cluster.handles:
         if shard.state == "serving":
-            return {name: table["steps"] for name, table in shard.table_state().items()}
+            state, unfinished = shard.table_state(), cluster.unfinished(shard.index)
+            return {name: table["steps"] - unfinished for name, table in state.items()}
     return {}

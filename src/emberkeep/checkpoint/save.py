@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.spec import VersionSpec
@@ -23,6 +23,10 @@ from emberkeep.runtime.clock import Clock, Event
 
 _K = TypeVar("_K")
 
+Counters: TypeAlias = "Json | Callable[[], Json]"
+"""What a version says of its run. A function is called once the rows are frozen: shards that are
+lost in the freeze are recovered in it, and the version says so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
@@ -34,7 +38,7 @@ class Extras:
     dense: bytes | Callable[[], bytes] | None = None
     reader: Json = field(default_factory=dict)
     user: Json = field(default_factory=dict)
-    counters: Json = field(default_factory=dict)
+    counters: Counters = field(default_factory=dict)
 
 
 class Saving(Generic[_K]):
@@ -192,6 +196,7 @@ class Save:
     frozen: Cut[Sequence[FrozenRows]]
     """By shard, with the state of their tables."""
     extras: Extras
+    counters: Json
     since: str | None
     """What the rows have changed since; None for all rows."""
     codecs: dict[str, Codec]

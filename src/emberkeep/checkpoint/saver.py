@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -45,6 +45,7 @@ from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
@@ -159,8 +160,10 @@ class Checkpointer(BackgroundSaver[Manifest]):
             pause = timedelta(seconds=self._clock.monotonic() - start)
             saving = Saving[Manifest](step, pause, self._clock, whole=since != PRIORITISED)
             saving.spared = self._cancelled_since_version
+            extras = extras or Extras()
+            counters = extras.counters() if callable(extras.counters) else extras.counters
             save = Save(
-                saving=saving, frozen=frozen, extras=extras or Extras(), since=since,
+                saving=saving, frozen=frozen, extras=extras, counters=counters, since=since,
                 codecs=codecs, spec=spec,
             )  # fmt: skip
             write = partial(self._write, save)
@@ -298,7 +301,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 layout=layout,
                 reader=extras.reader,
                 user=extras.user,
-                counters=extras.counters,
+                counters=save.counters,
             )
             saving.committed.set_result(manifest)
         self._follow(manifest)
@@ -343,7 +346,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         if on_servers:
             # Before anybody writes: a server that was replaced may be where the path is another's.
             check_holders(self.subject, draft.url, self.repository.id)
-        with ThreadPoolExecutor(max(1, len(on_servers)), "emberkeep-write") as threads:
+        with Crew(max(1, len(on_servers)), "emberkeep-write", clock=self._clock) as threads:
             writing: list[Future[None]] = []
             errors: list[BaseException | None] = []
             try:

@@ -18,15 +18,20 @@ from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
 from emberkeep.cli.serve import serve
 from emberkeep.cli.show import show
+from emberkeep.cli.simulate import simulate
 from emberkeep.cli.tag import tag, untag
 from emberkeep.cli.train import train
 from emberkeep.cli.verify import verify
 from emberkeep.cli.versions import versions
 from emberkeep.cli.warm import warm
 
-_PLANNING = "Planning"
-_REPOSITORIES = "Repositories"
-_CLUSTERS = "Clusters"
+# Commands by what people want to do, in the order in which they come to want it.
+_TRY = "Try it"
+_TRAIN = "Train"
+_DECIDE = "Decide how to be safe"
+_LOOK = "Look at versions"
+_USE = "Get rows out"
+_TIDY = "Keep a repository tidy"
 
 app = typer.Typer(
     name="emberkeep",
@@ -36,23 +41,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # an unexpected error is a bug: its whole traceback is wanted
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(train)
-app.command()(warm)
-app.command(rich_help_panel=_CLUSTERS)(serve)
-app.add_typer(cluster, name="cluster", rich_help_panel=_CLUSTERS)
-app.command(rich_help_panel=_PLANNING)(plan)
-app.command(rich_help_panel=_PLANNING)(emulate)
-app.command(rich_help_panel=_REPOSITORIES)(versions)
-app.command(rich_help_panel=_REPOSITORIES)(show)
-app.command(rich_help_panel=_REPOSITORIES)(verify)
-app.command(rich_help_panel=_REPOSITORIES)(diff)
-app.command(rich_help_panel=_REPOSITORIES)(restore)
-app.command(rich_help_panel=_REPOSITORIES)(export)
-app.command(rich_help_panel=_REPOSITORIES)(fork)
-app.command(rich_help_panel=_REPOSITORIES)(tag)
-app.command(rich_help_panel=_REPOSITORIES)(untag)
-app.command(rich_help_panel=_REPOSITORIES)(gc)
+app.command(rich_help_panel=_TRY)(demo)
+app.command(rich_help_panel=_TRAIN)(train)
+app.command(rich_help_panel=_TRAIN)(serve)
+app.add_typer(cluster, name="cluster", rich_help_panel=_TRAIN)
+app.command(rich_help_panel=_TRAIN)(warm)
+app.command(rich_help_panel=_DECIDE)(plan)
+app.command(rich_help_panel=_DECIDE)(emulate)
+app.command(rich_help_panel=_DECIDE)(simulate)
+app.command(rich_help_panel=_LOOK)(versions)
+app.command(rich_help_panel=_LOOK)(show)
+app.command(rich_help_panel=_LOOK)(diff)
+app.command(rich_help_panel=_LOOK)(verify)
+app.command(rich_help_panel=_USE)(restore)
+app.command(rich_help_panel=_USE)(export)
+app.command(rich_help_panel=_USE)(fork)
+app.command(rich_help_panel=_TIDY)(tag)
+app.command(rich_help_panel=_TIDY)(untag)
+app.command(rich_help_panel=_TIDY)(gc)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import suppress
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _TITLES = {"embeddings": "training", "baseline": "without embeddings"}
 _LINES_PER_PHASE = 10
+# A shard that is silent is mentioned so often.
+_SILENT_SECONDS = 4.0
 
 
 def progress() -> Hook:
@@ -31,18 +34,18 @@ class _Rate:
         self._before = 0
 
     def of(self, step: Step) -> float | None:
-        now = time.perf_counter()
         if step.phase != self._phase:
-            self._phase, self._since, self._before = step.phase, now, step.samples
+            self._phase, self._since, self._before = step.phase, step.at, step.samples
             return None
-        return (step.samples - self._before) / max(now - self._since, 1e-9)
+        return (step.samples - self._before) / max(step.at - self._since, 1e-9)
 
 
 def recovery_line(details: dict[str, Any]) -> str:
     """One recovery in one line."""
-    lost = details["shards"]
-    named = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+    named = _named(details)
     seconds = f"in {details['seconds']:.2f} s"
+    if details["scope"] == "parity":
+        return f"lost {named} after step {details['step']}; {details['reason']} {seconds}"
     source = "the tier" if details["version"] is None else f"version {details['version']}"
     if details["scope"] == "full":
         return (
@@ -56,8 +59,35 @@ def recovery_line(details: dict[str, Any]) -> str:
     )
 
 
+def cluster_line(event: str, details: dict[str, Any]) -> str | None:
+    """What happens to a cluster in one line; None for an event that is not its own."""
+    after = f" after {details['seconds']:.0f} s" if "seconds" in details else ""
+    if event == "silent":
+        waiting = f"silent for {details['seconds']:.0f} s, waiting until {details['until']:.0f} s"
+        return f"{_named(details)} has been {waiting}"
+    if event == "returned":
+        return f"{_named(details)} answers again{after}, with its rows"
+    if event == "lost":
+        return f"{_named(details)} lost{after}, recovering"
+    if event == "unprotected":
+        return f"{_named(details)} not protected by parity: one more loss may cost rows"
+    if event == "protected":
+        return f"{_named(details)} protected by parity again{after}"
+    return None
+
+
+def _named(details: dict[str, Any]) -> str:
+    """ "shard 1", "shards 1, 2"."""
+    shards = details["shards"] if "shards" in details else [details["shard"]]
+    return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
+
+
 class _Telling(Hook):
     """Says in one line where the run goes on."""
+
+    def __init__(self) -> None:
+        self._rate = _Rate()
+        self._said_silent = -math.inf
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "resumed":
@@ -66,15 +96,27 @@ class _Telling(Hook):
             say(f"resumed from {source}, after step {details['step']}")
         elif event == "recovered":
             say(recovery_line(details))
+        elif event == "starting":
+            servers = f"{details['servers']} servers and " if details["servers"] else ""
+            say(f"starting {servers}{details['workers']} workers on Ray")
+        elif event == "restarting":
+            self._rate = _Rate()  # of the workers that are to come
+            say(
+                f"{details['reason']}; all workers are started again, attempt "
+                f"{details['attempt']} of {details['attempts']}"
+            )
         elif event == "finished":
             say(f"this training is finished: nothing is left to train; {details['start_over']}")
+        elif (line := cluster_line(event, details)) is not None:
+            now = time.monotonic()
+            if event == "silent" and now - self._said_silent < _SILENT_SECONDS:
+                return
+            self._said_silent = now if event == "silent" else -math.inf
+            say(line)
 
 
 class Lines(_Telling):
     """Ten lines for each phase, each complete in itself."""
-
-    def __init__(self) -> None:
-        self._rate = _Rate()
 
     def on_step(self, step: Step) -> None:
         rate = self._rate.of(step)
@@ -95,6 +137,7 @@ class Bar(_Telling):
     """One bar for each phase."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -104,7 +147,7 @@ class Bar(_Telling):
             TimeRemainingColumn,
         )
 
-        self._rate = _Rate()
+        super().__init__()
         self._task: TaskID | None = None
         self._phase = ""
         self._progress: Progress = Progress(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec
 
 import typer
@@ -29,7 +31,8 @@ def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None
         # What fails in gRPC comes out as an error of ours; its own lines only repeat it.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
-            function(*args, **kwargs)
+            with saying_what_is_awaited():
+                function(*args, **kwargs)
             sys.stdout.flush()
         except EmberkeepError as error:
             if os.environ.get("EMBERKEEP_TRACEBACK"):
@@ -45,6 +48,29 @@ def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None
             raise typer.Exit(BROKEN_PIPE) from None
 
     return run
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextmanager
+def saying_what_is_awaited() -> Iterator[None]:
+    """Prints what the body waits for, such as servers that start (`runtime.waiting`), unless
+    `EMBERKEEP_QUIET` is set."""
+    if os.environ.get("EMBERKEEP_QUIET"):
+        yield
+        return
+    logger, handler = logging.getLogger("emberkeep"), _Said(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def say(message: str) -> None:

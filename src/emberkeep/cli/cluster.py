@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-from typing import Annotated, Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile
-from emberkeep.cli._repository import JsonOption, emit, print_json, print_table
+from emberkeep.cli._repository import JsonOption, emit, print_json
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.erasure.codes import Parity
 
 cluster = typer.Typer(help="Shard servers that Ray places and supervises.", no_args_is_help=True)
 
@@ -19,8 +23,8 @@ _Name = Annotated[str, typer.Option(help="Which cluster.")]
 _Address = Annotated[
     str | None, typer.Option(help="A Ray cluster that exists; the one of this machine by default.")
 ]
-_COLUMNS = ("shard", "state", "epoch", "address", "pulls", "pushes", "rows/s", "waiting", "dirty",
-            "parity", "version", "PLS")  # fmt: skip
+# Rates are known from two looks.
+_LOOK_SECONDS = 0.5
 
 
 @cluster.command()
@@ -31,6 +35,13 @@ def up(
     address: _Address = None,
     cpus: Annotated[float, typer.Option(min=0, help="What each server reserves.")] = 0.1,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each server.")] = None,
+    parity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,R",
+            help="The parity that runs will use, such as 4,1: at most R servers on a node.",
+        ),
+    ] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     authority: Authority = None,
@@ -40,23 +51,32 @@ def up(
     """Start servers that stay up. Without --address a local Ray is started for them."""
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import start_local, stop_local
+    from emberkeep.server.ray.ray_session import disconnect
     from emberkeep.wire.security import Security, read_token
 
+    code = _code(parity, shards)
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
     ).carried()
-    local = address is None and start_local()
-    try:
-        ray_cluster.ensure_ray(address or "auto")
-        actors = ray_cluster.start(
-            shards, name=name, cpus=cpus, threads=threads, security=security, detached=True
-        )
-        addresses = [ray_cluster.RayLauncher(actors).address(shard) for shard in range(shards)]
-    except BaseException:
-        if local:
-            ray_cluster.disconnect()
-            stop_local()
-        raise
+    with _alone(address):
+        local = address is None and start_local()
+        try:
+            ray_cluster.ensure_ray(address or "auto")
+            actors = ray_cluster.start(
+                shards, name=name, cpus=cpus, threads=threads, security=security, detached=True,
+                parity=code,
+            )  # fmt: skip
+            launcher = ray_cluster.RayLauncher(actors)
+            addresses = [launcher.address(shard) for shard in range(shards)]
+            if code is not None:
+                with warnings.catch_warnings():
+                    warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+                    launcher.warn_of_sharing(code)
+        except BaseException:
+            if local:
+                disconnect()
+                stop_local()
+            raise
     if as_json:
         print_json({"name": name, "shards": shards, "addresses": addresses, "started_ray": local})
         return
@@ -73,47 +93,109 @@ def up(
 def status(
     name: _Name = "emberkeep",
     address: _Address = None,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,…", help="Servers without Ray: their addresses, in shard order."
+        ),
+    ] = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    authority: Authority = None,
+    token_file: TokenFile = None,
     watch: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Look again and again.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every server: its state, epoch and what it does."""
-    from emberkeep.server.ray import ray_cluster
+    """Show every server: where it is, what it holds and does, and how well it is protected."""
+    from emberkeep.cli import _cluster_status
 
-    ray_cluster.ensure_ray(address or "auto")
-    hosts = ray_cluster.RayLauncher(_found(name))
-    before, taken = _look(hosts), time.monotonic()
+    servers: _cluster_status.Servers
+    if connect is not None:
+        from emberkeep.wire.private_socket import own_address
+        from emberkeep.wire.security import Security, read_token
+
+        security = Security(
+            token=read_token(token_file), certificate=tls_certificate, key=tls_key,
+            authority=authority,
+        )  # fmt: skip
+        addresses = [own_address(part.strip()) for part in connect.split(",") if part.strip()]
+        if not addresses:
+            raise ConfigError("--connect needs the address of a server, such as 127.0.0.1:7070")
+        servers = _cluster_status.Addresses(addresses, security)
+    else:
+        from emberkeep.server.ray import ray_cluster
+
+        ray_cluster.ensure_ray(address or "auto")
+        servers = _cluster_status.RayServers(ray_cluster.RayLauncher(_found(name)))
+    looks = _cluster_status.looks(servers, watch or _LOOK_SECONDS)
     if as_json:
-        print_json({"name": name, "shards": before})
+        print_json({"name": None if connect else name, "shards": next(looks)})
         return
     if watch is None:
-        print_table(_COLUMNS, _rows(before, before, 1.0), right=_COLUMNS[2:])
+        emit(_cluster_status.text(next(looks)))
         return
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
-        while True:
-            time.sleep(watch)
-            now = _look(hosts)
-            elapsed, taken = time.monotonic() - taken, time.monotonic()
-            live.update(_table(_rows(now, before, elapsed)), refresh=True)
-            before = now
+        for statuses in looks:
+            live.update(_cluster_status.table(statuses), refresh=True)
 
 
 @cluster.command()
 @command
-def down(name: _Name = "emberkeep", address: _Address = None) -> None:
+def down(
+    name: _Name = "emberkeep",
+    address: _Address = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also under a run, which then ends or waits for them.")
+    ] = False,
+) -> None:
     """End the servers; a local Ray that `up` has started ends when no servers are left on it."""
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import stop_local
+    from emberkeep.server.ray.ray_session import disconnect
 
-    ray_cluster.ensure_ray(address or "auto")
-    ray_cluster.stop(_found(name))
-    if address is None and not ray_cluster.clusters():
-        ray_cluster.disconnect()
-        stop_local()
-    say(f"cluster {name!r} is down")
+    with _alone(address):
+        ray_cluster.ensure_ray(address or "auto")
+        run = ray_cluster.RayLauncher(_found(name)).attached()
+        if run is not None and not force:
+            raise ConfigError(
+                f"cluster {name!r} serves a run ({run}), and was left as it is: stop that run "
+                "first (SIGTERM saves it), or take its servers away with --force"
+            )
+        ray_cluster.stop(name)
+        if address is None and not ray_cluster.clusters():
+            disconnect()
+            stop_local()
+    say(f"cluster {name!r} is down" + ("" if run is None else f"; a run has lost it ({run})"))
+
+
+@contextmanager
+def _alone(address: str | None) -> Iterator[None]:
+    """No other command starts or ends the Ray of this machine meanwhile. On a Ray elsewhere the
+    names of servers see to it that two commands do not start the same."""
+    from emberkeep.server.ray.local_ray import exclusive
+
+    if address is not None:
+        yield
+        return
+    with exclusive(lambda: say("another emberkeep cluster command is at work: waiting for it")):
+        yield
+
+
+def _code(parity: str | None, shards: int) -> Parity | None:
+    from emberkeep.erasure.codes import Parity
+
+    if parity is None:
+        return None
+    k, comma, r = parity.partition(",")
+    if not (comma and k.strip().isdigit() and r.strip().isdigit()):
+        raise ConfigError(f"--parity is K,R, such as 4,1, not {parity!r}")
+    code = Parity(k=int(k), r=int(r))
+    code.check_shards(shards)
+    return code
 
 
 def _found(name: str) -> list[Any]:
@@ -124,72 +206,3 @@ def _found(name: str) -> list[Any]:
         there = ", ".join(ray_cluster.clusters()) or "none"
         raise ConfigError(f"there is no cluster {name!r}; up are: {there}")
     return actors
-
-
-def _look(hosts: Any) -> list[dict[str, Any]]:
-    """What each server says of itself; one that does not answer is lost."""
-    from emberkeep.errors import EmberkeepError
-    from emberkeep.wire.connection import Connection
-
-    statuses = []
-    for shard in range(hosts.count):
-        try:
-            address = hosts.where(shard, 3.0)[0]
-            connection = Connection(address, hosts.security())
-            answer, _ = connection.act("status", deadline=timedelta(seconds=3))
-            connection.close()
-            answer.pop("tables", None)
-            statuses.append({"shard": shard, "address": address, **answer})
-        except EmberkeepError as error:
-            statuses.append({"shard": shard, "address": "", "state": "lost", "error": str(error)})
-    return statuses
-
-
-def _rows(
-    now: list[dict[str, Any]], before: list[dict[str, Any]], elapsed: float
-) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for status, earlier in zip(now, before, strict=True):
-        metrics, old = status.get("metrics", {}), earlier.get("metrics", {})
-        moved = sum(metrics.get(k, 0) - old.get(k, 0) for k in ("rows_pulled", "rows_pushed"))
-        rows.append(
-            (
-                status["shard"],
-                status["state"],
-                status.get("epoch", ""),
-                status["address"],
-                f"{metrics.get('pulls', 0):,}",
-                f"{metrics.get('pushes', 0):,}",
-                f"{moved / elapsed:,.0f}",
-                metrics.get("waiting", ""),
-                f"{status.get('dirty_rows', 0):,}",
-                _parity(status.get("parity")),
-                f"{metrics['version']:.0f}" if "version" in metrics else "",
-                f"{metrics['pls']:.4g}" if "pls" in metrics else "",
-            )
-        )
-    return rows
-
-
-def _parity(parity: dict[str, Any] | None) -> str:
-    """What stands between a server and full redundancy; empty without parity."""
-    if parity is None:
-        return ""
-    if parity["missing_rows"]:
-        return f"{parity['missing_rows']:,} rows missing"
-    if parity.get("unprotected_since"):
-        since = time.strftime("%H:%M:%SZ", time.gmtime(parity["unprotected_since"]))
-        return f"unprotected since {since}"
-    if parity["unprotected_stripes"]:
-        return f"{parity['unprotected_stripes']:,} stripes open"
-    return f"lag {parity['lag']:,}" if parity["lag"] else "whole"
-
-
-def _table(rows: list[tuple[object, ...]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(*_COLUMNS, box=box.SIMPLE)
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table

@@ -81,8 +81,10 @@ def emulate(
     from emberkeep.planning.emulator import Emulation, small_task
     from emberkeep.planning.sweeps import SHORT
     from emberkeep.report.page import write
+    from emberkeep.report.plots import check_available
     from emberkeep.train.run_config import load
 
+    check_available()
     job = Job(
         duration=read_time("--duration", duration),
         mtbf=read_time("--mtbf", mtbf),

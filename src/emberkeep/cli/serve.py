@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import sys
-import threading
-from datetime import datetime, timezone
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile
+from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile, option, read_time
 from emberkeep.cli._shell import command
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, SecurityError
+
+if TYPE_CHECKING:
+    from emberkeep.runtime.metrics import MetricsServer
+    from emberkeep.server.shard_service import ShardService
+    from emberkeep.wire.security import Security
 
 _DRAIN_SECONDS = 30.0
 
@@ -28,9 +33,16 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; anything but loopback needs TLS and a token.")
+        str,
+        typer.Option(help="Where to listen; all but loopback needs TLS, --authority and a token."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 7070,
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="On loopback: listen there instead of where --port stands for."
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads for rows; the number of cores by default.")
     ] = None,
@@ -40,55 +52,115 @@ def serve(
     token_file: TokenFile = None,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Also serve Prometheus metrics there."),
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Also serve Prometheus metrics there; off loopback with TLS and the token.",
+        ),
     ] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where events go; stderr by default.")
+    ] = None,
+    grace: Annotated[
+        str, option("--grace", "How long to serve on for its run after SIGTERM or SIGINT.")
+    ] = "2min",
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input does.")
     ] = False,
 ) -> None:
     """Run one shard server. It starts empty; the trainer gives it tables and rows.
 
-    Prints its address when it is ready, then logs JSON lines on stderr. SIGTERM ends it when the
-    requests under way are answered.
+    On loopback only processes of the same user reach it, without any configuration. Prints its
+    address when it is ready, then logs JSON lines, on stderr or in --log. SIGTERM or SIGINT ends it
+    once its run has ended, the second one as soon as the requests under way are answered.
     """
     place = _place(shard)
+    patience = read_time("--grace", grace)
     from emberkeep.runtime.background import Worker
-    from emberkeep.runtime.metrics import MetricsServer
+    from emberkeep.runtime.event_log import EventLog
     from emberkeep.server.flight_server import ShardServer
+    from emberkeep.server.server_end import ServerEnd
     from emberkeep.server.server_warmup import warm_up
+    from emberkeep.server.server_watch import ServerWatch
     from emberkeep.server.shard_service import ShardService
-    from emberkeep.wire.security import Security, read_token
+    from emberkeep.wire import private_socket
+    from emberkeep.wire.security import Security, is_loopback, read_token
 
-    security = Security(
-        token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
-    )
+    token = read_token(token_file)
+    status: dict[str, Any] = {}
+    if token is None and is_loopback(host):
+        token = private_socket.make_token()
+        status["token_file"] = str(private_socket.token_file())
+    security = Security(token=token, certificate=tls_certificate, key=tls_key, authority=authority)
     security.check_listening(host)
     metrics_at = _metrics_at(metrics)
-    warm_up()
-    served = ShardService(threads=threads, place=place, on_event=_log)
-    server = ShardServer(served, host=host, port=port, security=security)
-    status: dict[str, Any] = {"address": server.address, "pid": os.getpid(), "life": served.life}
     if metrics_at is not None:
-        try:
-            exporter = MetricsServer(served.exposition, metrics_at[1], metrics_at[0])
-        except OSError as error:
-            raise ConfigError(f"--metrics {metrics}: {error.strerror}") from None
-        status["metrics"] = f"http://{metrics_at[0]}:{exporter.port}"
+        security.check_metrics(metrics_at[0])
+    own = None
+    if is_loopback(host) and not security.tls:
+        path = socket or (private_socket.socket_of(port) if port else None)
+        own = private_socket.own_socket() if path is None else private_socket.PrivateSocket(path)
+    elif socket is not None:
+        raise ConfigError("--socket is for servers of one machine: leave out --host and --tls-…")
+    events = EventLog(log)
+    warm_up()
+    served = ShardService(threads=threads, place=place, on_event=events)
+    served.page.log = events.path
+    watch = ServerWatch(served)
+    server = ShardServer(served, host=host, port=port, socket=own, security=security)
+    status = {"address": server.address, "pid": os.getpid(), "life": served.life, **status}
+    status["log"] = events.path
+    if metrics_at is not None:
+        exporter = _exporter(served, metrics_at, security)
+        scheme = "http" if is_loopback(metrics_at[0]) else "https"
+        status["metrics"] = f"{scheme}://{metrics_at[0]}:{exporter.port}"
+        served.page.metrics_url = f"{status['metrics']}/metrics"
 
-    stop = threading.Event()
+    # What started the server closes its standard input when it needs it no more, however it ends.
+    end = ServerEnd(lambda: until_stdin_closes or _has_run(served), patience)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end.hear)
     if until_stdin_closes:
         # However reading ends: a server must not outlive what started it.
         stdin = Worker("emberkeep-stdin")
-        stdin.do(sys.stdin.buffer.read, lambda _: stop.set())
-    _log("listening", status)
+        stdin.do(sys.stdin.buffer.read, lambda _: end.now())
+    served.events("listening", status)
+    watch.start()
     print(json.dumps(status), flush=True)
-    stop.wait()
+    end.wait(served.events)
     drained = served.drain(_DRAIN_SECONDS)
-    _log("stopped", {"drained": drained})
+    if own is not None:
+        own.remove()
+    served.events("stopped", {"drained": drained})
     # Streams that clients hold open would keep Flight's own shutdown waiting.
     os._exit(0)
+
+
+def _has_run(served: ShardService) -> bool:
+    """Whether a run has this server, and its coordinator was heard of within the lease."""
+    status, _ = next(served.act("status", {}, {}))
+    return status["state"] != "empty" and not status["lapsed"]
+
+
+def _exporter(served: ShardService, at: tuple[str, int], security: Security) -> MetricsServer:
+    from emberkeep.runtime.metrics import MetricsServer
+    from emberkeep.wire.security import is_loopback
+
+    host, port = at
+    try:
+        if is_loopback(host):
+            return MetricsServer(served.page.text, port, host, not_ready=served.page.not_ready)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(str(security.certificate), str(security.key))
+        return MetricsServer(
+            served.page.text, port, host, tls=tls, admits=security.admits,
+            not_ready=served.page.not_ready,
+        )  # fmt: skip
+    except ssl.SSLError as error:
+        raise SecurityError(
+            f"--metrics cannot begin with this certificate and key ({error.reason}): give PEM files"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--metrics {host}:{port}: {error.strerror}") from None
 
 
 def _place(shard: str | None) -> tuple[int, int] | None:
@@ -107,8 +179,3 @@ def _metrics_at(given: str | None) -> tuple[str, int] | None:
     if not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--metrics is a port or HOST:PORT, not {given!r}")
     return host or "127.0.0.1", int(port)
-
-
-def _log(event: str, details: dict[str, Any]) -> None:
-    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    print(json.dumps({"time": now, "event": event, **details}), file=sys.stderr, flush=True)

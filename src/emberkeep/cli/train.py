@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,15 +83,16 @@ def train(
     from emberkeep.train.hooks import TensorBoard
     from emberkeep.train.loop import run
 
-    hooks = [] if tensorboard is None else [TensorBoard(tensorboard)]
-    with warnings.catch_warnings():
+    hooks = [*([] if tensorboard is None else [TensorBoard(tensorboard)]), progress()]
+    # The result alone goes to stdout: Ray prints there what it has to say of processes that die.
+    with redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"warning: {message}")
         if settings.cluster.workers > 1:
             from emberkeep.train.distributed import run_on_ray
 
-            result = run_on_ray(settings, fresh=not resume)
+            result = run_on_ray(settings, hooks=hooks, fresh=not resume)
         else:
-            result = run(settings, hooks=[*hooks, progress()], fresh=not resume)
+            result = run(settings, hooks=hooks, fresh=not resume)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
@@ -153,8 +156,9 @@ def _print_recoveries(made: Recoveries, result: Result) -> None:
     from rich.console import Console
 
     made_of = [f"{count} {scope}" for scope, count in
-               (("full", made.full), ("partial", made.partial)) if count]  # fmt: skip
-    what = "recovery" if made.full + made.partial == 1 else "recoveries"
+               (("full", made.full), ("partial", made.partial), ("parity", made.parity))
+               if count]  # fmt: skip
+    what = "recovery" if made.full + made.partial + made.parity == 1 else "recoveries"
     Console(highlight=False).print(
         f"{made.failures} {'shard was' if made.failures == 1 else 'shards were'} lost; "
         f"{' and '.join(made_of)} {what} took "

@@ -11,17 +11,24 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import F32, I64, Json, Planes, RowIds
 from emberkeep.cluster.failure_schedule import When
+from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import ConfigError, PeerError, ShardLostError, TableFullError
+from emberkeep.errors import (
+    ConfigError,
+    PeerError,
+    ShardLostError,
+    TableFullError,
+)
 from emberkeep.kernels import hash_index
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
@@ -33,8 +40,9 @@ from emberkeep.runtime.fields import Fields
 from emberkeep.tables import Optimizer, Table, check_tables
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
+PATIENCE = timedelta(minutes=15)
+"""How long a run waits, unless configured otherwise, for what somebody else has to do."""
 Routed = list[list[tuple[RowIds, I64]]]
 """By slab and shard: the shard's ids, and where they stood."""
 
@@ -114,25 +122,7 @@ class ShardStatus:
 
 
 OnLoss = Callable[[ShardLostError], bool]
-
-
-def surviving(
-    method: Callable[Concatenate[_Cluster, _P], _T],
-) -> Callable[Concatenate[_Cluster, _P], _T]:
-    """A call that a lost shard makes fail is made again once `on_loss` has brought it back."""
-
-    @functools.wraps(method)
-    def call(self: _Cluster, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        while True:
-            try:
-                return method(self, *args, **kwargs)
-            except ShardLostError as lost:
-                if not self._bring_back(lost):
-                    raise
-            except PeerError as error:
-                self._await_peers(error)
-
-    return call
+OnEvent = Callable[[str, Json], object]
 
 
 class Cluster:
@@ -142,9 +132,11 @@ class Cluster:
     bits for every number of shards. Safe to call from several threads.
 
     When shards are lost, every call that reads or trains rows raises `ShardLostError`, naming
-    them, and changes nothing on any shard; what goes on afterwards is `on_loss`'s to decide: called
-    with the error and no lock held, it returns True when the shards serve again, and the call is
-    made once more. To bring shards back: `renew` them, fill them, let them `serve`.
+    them; what goes on afterwards is `on_loss`'s to decide: called with the error and no lock held,
+    it returns True when the shards serve again, and the call is made once more. To bring shards
+    back: `renew` them, fill them, let them `serve`. A push that raised it has changed nothing on
+    shards of this process; on servers it is finished as soon as the shards are back (see
+    `FlightCluster`).
     """
 
     shared = False
@@ -168,6 +160,13 @@ class Cluster:
         self.handles: list[ShardHandle] = list(shards)
         self.groups = slab_groups(self.tables)
         self.on_loss: OnLoss | None = None
+        self.on_event: OnEvent | None = None
+        """Hears of what an operator may want to know: shards that are silent, lost, back."""
+        self.lost_since: float | None = None
+        """By the clock of the cluster, when the call began that found shards lost; None if all
+        serve."""
+        self.losses: list[int] = []
+        """The shards whose rows were lost, each time that one was."""
         self._forgot = False
         self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
         self._is_dynamic = {table.name: np.array([table.dynamic]) for table in self.tables}
@@ -210,12 +209,26 @@ class Cluster:
         """How well rows are protected; None without parity."""
         return None
 
-    def tell(self, **run: float) -> None:
-        """What is known of the run, for those who watch its servers: `version`,
+    def tell(self, **run: float | str) -> None:
+        """What is known of the run, for those who watch its servers: `name`, `step`, `version`,
         `version_at` (seconds since 1970) and `pls`."""
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a recovery may take that loses shards again and again."""
+        return PATIENCE
+
+    def _say(self, event: str, **details: Any) -> None:
+        if self.on_event is not None:
+            self.on_event(event, details)
+
+    def _second_opinion(self, lost: ShardLostError) -> ShardLostError | PeerError:
+        """What is known of shards that one connection found lost."""
+        return lost
 
     def _bring_back(self, lost: ShardLostError) -> bool:
         """Whether lost shards serve again; with no lock held."""
+        self._say("lost", shards=list(lost.shards))
         return self._from_parity() or (self.on_loss is not None and self.on_loss(lost))
 
     def _from_parity(self) -> bool:
@@ -223,9 +236,9 @@ class Cluster:
         many."""
         return False
 
-    def _await_peers(self, error: PeerError) -> None:
-        """A shard could not do something because of another: returns when that is worth another
-        try, else raises."""
+    def _await_peers(self, error: PeerError, seconds: float) -> bool:
+        """A shard could not do something because of another, for so long by now: returns when
+        that is worth another try, else raises. Whether lost shards were brought back for it."""
         raise error
 
     def _serving(self) -> list[ShardHandle]:
@@ -349,6 +362,10 @@ class Cluster:
         with self._push_lock:
             self._present()
             return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
+
+    def unfinished(self, shard: int) -> int:
+        """How many pushes this shard has applied that others have yet to."""
+        return 0
 
     def steps(self, table: str) -> int:
         """How many pushes the table has taken part in."""
@@ -513,9 +530,6 @@ class Cluster:
             order,
         )
         return np.split(order, np.cumsum(counts_ST[:, 0])[:-1])
-
-
-_Cluster = TypeVar("_Cluster", bound=Cluster)
 
 
 def _holds(table: Table, capacity: int, rows_S: Sequence[int], count: int) -> bool:

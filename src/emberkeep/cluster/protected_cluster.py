@@ -133,6 +133,7 @@ class ProtectedCluster(Cluster, Generic[_Shard, _Protection]):
 
     def _recovered(self, protection: _Protection, lost: Collection[int]) -> bool:
         """Brings shards back from parity; False, with a warning, where they are too many."""
+        start = self._clock.monotonic() if self.lost_since is None else self.lost_since
         try:
             protection.recover(lost, self._renew)
             self._forgot = self._tracked
@@ -144,6 +145,10 @@ class ProtectedCluster(Cluster, Generic[_Shard, _Protection]):
             self._give_up(protection.rebuilder.hopeless(lost))
             warnings.warn(str(error), stacklevel=3)
             return False
+        self._say(
+            "recovered", scope="parity", shards=sorted(lost),
+            seconds=self._clock.monotonic() - start,
+        )  # fmt: skip
         return True
 
     def _give_up(self, shards: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
 from emberkeep.errors import ShardLostError
+from emberkeep.kernels import batch_rows
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
@@ -114,6 +115,9 @@ class Shard:
         }
         self.member: ParityMember | None = None
         self.bring_back: BringBack | None = None
+        self.make_room: Callable[[], object] | None = None
+        """Called before a write that is not a push, with no lock held: waits while too much is on
+        its way to parity. A push waits when it is done."""
         self._recorders: list[Recorder] = []
 
     @property
@@ -172,6 +176,11 @@ class Shard:
             for t in evicting:
                 self._need_rows(slab.tables[t].name)
 
+    def _before_write(self) -> None:
+        make_room = self.make_room
+        if make_room is not None:
+            make_room()
+
     def _need_rows(self, table: str, ids: I64 | None = None) -> None:
         """Brings rows of a table back: those with the ids, or all."""
         bring_back = self.bring_back
@@ -206,7 +215,7 @@ class Shard:
         with self._lock:
             self.state = "lost"
             slabs, self.slabs, self._places = self.slabs, [], {}
-            self._recorders, self.bring_back = [], None
+            self._recorders, self.bring_back, self.make_room = [], None, None
             lost = ShardLostError((self.index,))
             end_all(*(partial(slab.drop, lost) for slab in slabs))
 
@@ -217,6 +226,18 @@ class Shard:
             self._must_serve()
             for slab, ids, rows_UD in zip(self.slabs, wanted, out, strict=True):
                 slab.pull(ids, rows_UD)
+
+    def pull_placed(self, wanted: Sequence[RowIds], out: Sequence[F32]) -> list[I64]:
+        """`pull`, and where in its slab each row stands, -1 for an unknown id: both of one
+        instant."""
+        self._need(wanted)
+        places_G = []
+        with self._lock:
+            self._must_serve()
+            for slab, ids, rows_UD in zip(self.slabs, wanted, out, strict=True):
+                slab.pull(ids, rows_UD)
+                places_G.append(slab.resolve(ids)[0])
+        return places_G
 
     def pull_bags(self, slab: int, lookup: Lookup, out_BFD: F32) -> None:
         """Pooled bags straight from the rows of a slab that is `direct`; changes nothing."""
@@ -302,6 +323,7 @@ class Shard:
 
     def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         """Writes whole rows; they become touched and dirty."""
+        self._before_write()
         ids = np.ascontiguousarray(ids, np.int64)
         self._need_rows(table, ids)
         with self._lock:
@@ -324,6 +346,7 @@ class Shard:
 
         Tables of one slab that are given in its order are written at once.
         """
+        self._before_write()
         ids = np.ascontiguousarray(ids, np.int64)
         for table, start, stop in zip(tables, offsets, offsets[1:], strict=False):
             self._need_rows(table, ids[start:stop])
@@ -349,6 +372,7 @@ class Shard:
 
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
+        self._before_write()
         ids = np.unique(np.asarray(ids, np.int64))
         self._need_rows(table, ids)
         with self._lock:
@@ -401,6 +425,24 @@ class Shard:
             self._must_live()
             for slab in self.slabs:
                 slab.track(priority, large)
+
+    def dirty_rows(self) -> int:
+        """How many rows changed since the dirty bits were last taken."""
+        with self._lock:
+            return sum(slab.dirty_rows() for slab in self.slabs)
+
+    def held(self) -> tuple[int, int]:
+        """Rows that were trained, and the bytes of all their planes."""
+        with self._lock:
+            touched = [slab.touched for slab in self.slabs]
+            counts = [int(batch_rows.count_bits(bits, 0, bits.size)) for bits in touched]
+            sizes = [sum(p.itemsize * p.shape[1] for p in s.planes.values()) for s in self.slabs]
+        return sum(counts), sum(n * size for n, size in zip(counts, sizes, strict=True))
+
+    def steps(self) -> int:
+        """The most pushes that any table has taken part in."""
+        with self._lock:
+            return max((int(steps) for slab in self.slabs for steps in slab.steps_T), default=0)
 
     @property
     def ranking_nbytes(self) -> int:

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Literal
 
 import numpy as np
 
 from emberkeep._types import U8
 from emberkeep.errors import ConfigError
+
+Unprotected = Literal["go_on", "stop"]
+"""What training does while rows are not protected."""
 
 # x^8 + x^4 + x^3 + x^2 + 1, in which x generates all 255 non-zero elements.
 POLYNOMIAL = 0x11D
@@ -66,6 +70,10 @@ class Parity:
     - A lost shard is rebuilt `chunk_rows` rows at a time, for about `rebuild_share` of the time:
       in one process at the end of pushes and on all threads, or by a thread while nobody pushes;
       on a server by a thread beside. Rows that training asks for come first.
+    - `unprotected` says what becomes of training while parity is not kept, because a server cannot
+      reach a host of it for its deadline, or a thread has failed: it goes on, and parity is
+      kept again as soon as that is possible; or it stops, with no push acknowledged that parity
+      does not hold.
     """
 
     k: int = 4
@@ -74,6 +82,7 @@ class Parity:
     window_nbytes: int = 64 * 2**20
     chunk_rows: int = 32768
     rebuild_share: float = 0.2
+    unprotected: Unprotected = "go_on"
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.r < 1:
@@ -85,6 +94,8 @@ class Parity:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
         if not 0 < self.rebuild_share <= 1:
             raise ConfigError(f"rebuild_share lies in (0, 1], not {self.rebuild_share}")
+        if self.unprotected not in ("go_on", "stop"):
+            raise ConfigError(f"unprotected is 'go_on' or 'stop', not {self.unprotected!r}")
 
     def check_same(self, asked: Parity) -> None:
         """A cluster that has this parity takes no other."""

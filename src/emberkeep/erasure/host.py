@@ -48,6 +48,7 @@ class _Stream:
     ledger: dict[str, int]
     state: State
     sealed: bool = False
+    goes_to: tuple[int, ...] | None = None  # the hosts that the last message names
     # What may have to be undone: the changes, and the ledger's entry and the state before them.
     retained: deque[tuple[Message, int | None, State]] = field(default_factory=deque)
 
@@ -134,6 +135,7 @@ class ParityHost:
             )
         self._apply(message, stream, sums)
         stream.last = message.number
+        stream.goes_to = message.goes_to
         while stream.retained and stream.retained[0][0].number <= message.settled:
             stream.retained.popleft()
         return stream.last
@@ -155,11 +157,13 @@ class ParityHost:
         """Undoes what a sealed stream brought after `number`. Doing it again changes nothing.
 
         A host that is being filled was not asked which number that is, so what it has of the
-        source's rows may end before it; one that was filled may have started after it, while others
-        were behind. Parity that the source is a member of starts over then.
+        source's rows may end before it, as may that of one which the source had left out; one that
+        was filled may have started after it, while others were behind. Parity that the source is a
+        member of starts over then.
         """
         with self.lock:
             stream = self._streams[source]
+            behind = stream.last < number
             while stream.retained and stream.retained[-1][0].number > number:
                 message, push, state = stream.retained.pop()
                 if isinstance(message.body, Differences):
@@ -174,13 +178,14 @@ class ParityHost:
                         else:
                             stream.ledger[worker] = push
                     stream.state = state
-            stream.last = min(stream.last, number)
-            if self._filled or number < stream.base:
+            stream.last = number
+            if self._filled or behind or number < stream.base:
                 self._start_filling_over(source)
             return Point(dict(stream.ledger), stream.state)
 
     def refill(self, source: int) -> None:
-        """Parity that codes rows of a source starts over: the rows came from a repository."""
+        """Parity that codes rows of a source starts over: the rows came from a repository, or the
+        source had left this host out."""
         with self.lock:
             self._start_filling_over(source)
 
@@ -195,6 +200,13 @@ class ParityHost:
             self._filled.clear()
             self._decodes.clear()
             self._make_arrays()
+
+    def start_over(self) -> None:
+        """Nothing of the parity is right any more: all of it is to be filled again."""
+        with self.lock:
+            self._make_arrays()
+            for p in range(self.placement.r):
+                self._begin_filling(p)
 
     def let_go(self) -> None:
         """Lets go of all memory: the shard is lost."""
@@ -245,6 +257,8 @@ class ParityHost:
             self._marks[slab][stripes + first] ^= products(coefficient)[values]
 
     def _begin_filling(self, p: int, *, zero: bool = False) -> None:
+        # What has been summed up for them belongs to parity that is gone.
+        self._decodes = {n: decode for n, decode in self._decodes.items() if decode.p != p}
         for slab, stripes in enumerate(self.stripes):
             if zero:
                 part = slice(p * stripes, (p + 1) * stripes)
@@ -319,6 +333,16 @@ class ParityHost:
         with self.lock:
             return {source: (stream.base, stream.last) for source, stream in self._streams.items()}
 
+    @property
+    def goes_to(self) -> dict[int, tuple[int, ...]]:
+        """By source: the hosts that its stream goes to, where a message has said so."""
+        with self.lock:
+            return {
+                source: stream.goes_to
+                for source, stream in self._streams.items()
+                if stream.goes_to is not None
+            }
+
     def held(self, source: int) -> int:
         """The last number of a source's stream that is held."""
         with self.lock:
@@ -327,12 +351,17 @@ class ParityHost:
     # -- decoding --------------------------------------------------------------------------------
 
     def begin(self, wanted: Sequence[Wanted]) -> None:
-        """Opens an accumulator for each decode."""
+        """Opens an accumulator for each decode; refused for parity that is being filled."""
         for one in wanted:
             p = (one.group - self.index) % self.placement.n
             like = (self._records if one.layer == "records" else self._marks)[one.slab]
             total = np.zeros((one.stripes.size, like.shape[1]), like.dtype)
             with self.lock:
+                if any(key[0] == p for key in self._filled):
+                    raise StreamError(
+                        f"the parity of group {one.group} on shard {self.index} is being filled: "
+                        "no row can be decoded from it yet"
+                    )
                 self._decodes[one.number] = _Decode(one, p, total)
 
     def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:

@@ -101,12 +101,19 @@ class ParityMember:
         with self.lock:
             return self.source.attach(host)
 
+    def leave_out(self, host: int) -> None:
+        """Sends nothing more to a host that holds nothing, and says so to the others."""
+        with self.lock:
+            self.source.leave_out(host)
+            self._send(Differences((), None, self.source.state))
+
     def standing(self) -> Standing:
         """What is not back yet."""
         with self.lock:
             slots = tuple(self.rows.lost(slot) for slot in range(self.placement.k))
             blind = bool(self.rows.unknown(0, "marks", np.zeros(1, np.int64))[0])
-        return Standing(slots, blind, self.host.complete, self.host.streams)
+            goes_to = {**self.host.goes_to, self.index: tuple(self.source.hosts)}
+        return Standing(slots, blind, self.host.complete, self.host.streams, goes_to)
 
     def send_values(self, wanted: Sequence[Wanted]) -> None:
         """Says what this shard has of the rows of decodes."""
@@ -127,9 +134,12 @@ class ParityMember:
             self._send(Values(wanted.number, slot, values, unknown))
 
     def send_fill(self, host: int, p: int, slab: int, start: int, stop: int) -> bool:
-        """Sends all rows of a range of stripes to a new host; False while some are not back."""
+        """Sends all rows of a range of stripes to a new host; False while some are not back, and
+        to a host that is left out."""
         slot = self.placement.slot(self.index, self.placement.group_on(host, p))
         with self.lock:
+            if host not in self.source.hosts:
+                return False
             every = np.arange(start, stop) * self.placement.k + slot
             if any(self.rows.unknown(slab, layer, every).any() for layer in LAYERS):
                 return False

@@ -116,6 +116,9 @@ class Standing:
     """Whether all parity that it holds is there."""
     streams: Mapping[int, tuple[int, int]]
     """By source: the number after which its stream is followed, and the last one held."""
+    goes_to: Mapping[int, tuple[int, ...]]
+    """By source, of those that are followed and of the shard itself: the hosts that its stream
+    goes to, as the last message says that is held. Nothing is known of a stream without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +157,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One entry of a stream. `settled` is the number that all live hosts were known to hold."""
+    """One entry of a stream. `settled` is the number that all live hosts were known to hold,
+    `goes_to` are the hosts that the stream goes to from this message on."""
 
     source: int
     epoch: int
     number: int
     settled: int
     body: Differences | Values | Fill
+    goes_to: tuple[int, ...] = ()

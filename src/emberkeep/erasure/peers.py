@@ -93,6 +93,7 @@ class PeerMember:
         return Standing(
             tuple(map(bool, reply["lost"])), bool(reply["blind"]), bool(reply["complete"]),
             {int(source): (int(base), int(last)) for source, base, last in reply["streams"]},
+            {int(source): tuple(map(int, hosts)) for source, hosts in reply["goes_to"]},
         )  # fmt: skip
 
     def attach(self, host: int) -> tuple[int, Point]:

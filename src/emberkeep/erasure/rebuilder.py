@@ -133,14 +133,17 @@ class Rebuilder(Generic[AnyMember]):
         self.lock = ForkLock()
         self.decoded_rows = 0
         self.decoded_nbytes = 0
+        self.left_out: dict[int, set[int]] = {}
+        """By shard: hosts that its stream was last known to go on without."""
         self._deliver = deliver
         self._each = each
         self._numbers = itertools.count(1) if numbers is None else numbers
 
     # -- a loss ----------------------------------------------------------------------------------
 
-    def check(self, lost: Collection[int]) -> None:
-        """Refuses losses that parity cannot make good; nothing has been changed then."""
+    def check(self, lost: Collection[int]) -> dict[int, Standing]:
+        """Refuses losses that parity cannot make good; nothing has been changed then. Returns how
+        those stand that are not lost; hosts whose parity cannot be used are not complete."""
         standings = self._standings(lost)
         for host in {host for shard in lost for host in self._late(shard, standings)}:
             standings[host] = dataclasses.replace(standings[host], complete=False)
@@ -157,6 +160,7 @@ class Rebuilder(Generic[AnyMember]):
                     f"k={self.placement.k}, r={self.placement.r} can bring back: recover from the "
                     "repository"
                 )
+        return standings
 
     def hopeless(self, lost: Collection[int]) -> list[int]:
         """Shards that are not lost, but whose missing rows went with those that are."""
@@ -164,10 +168,29 @@ class Rebuilder(Generic[AnyMember]):
         return [index for index, standing in standings.items() if any(standing.lost_K)]
 
     def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
-        """How all members stand that are not lost."""
+        """How all members stand that are not lost. A host that a stream goes on without is not
+        complete, whatever it believes."""
         living = [member for member in self.members if member.index not in lost]
         found = self._each([member.standing for member in living])
-        return {member.index: standing for member, standing in zip(living, found, strict=True)}
+        standings = {m.index: standing for m, standing in zip(living, found, strict=True)}
+        for shard in range(self.placement.n):
+            for host in self._left_out(shard, standings):
+                standings[host] = dataclasses.replace(standings[host], complete=False)
+        return standings
+
+    def _left_out(self, shard: int, standings: dict[int, Standing]) -> list[int]:
+        """The live hosts that a shard's stream does not go to: as it says itself or, of a lost
+        one, as the host says that holds the most of it."""
+        hosts = [host for host in self.placement.hosts(shard) if host in standings]
+        gone: set[int] = set()
+        if shard in standings:
+            goes_to = standings[shard].goes_to[shard]
+        else:
+            gone = self.left_out.get(shard, gone)
+            heard = [standings[h] for h in hosts if shard in standings[h].goes_to]
+            newest = max(heard, key=lambda standing: standing.streams[shard][1], default=None)
+            goes_to = tuple(hosts) if newest is None else newest.goes_to[shard]
+        return [host for host in hosts if host in gone or host not in goes_to]
 
     def _parities(self, group: int, standings: dict[int, Standing]) -> list[int]:
         """The numbers of a group's parity rows that are whole."""
@@ -193,9 +216,10 @@ class Rebuilder(Generic[AnyMember]):
         """
         with self.lock:
             self.check(lost)
-            points: dict[int, tuple[int, Point]] = {}
-            for shard in lost:
-                points[shard] = self._roll_back(shard, lost)
+            # What they may have said until now; nothing more is heard of them from here on.
+            held_S = {shard: self._seal(shard, lost) for shard in lost}
+            standings = self.check(lost)
+            points = {shard: self._roll_back(shard, held_S[shard], standings) for shard in lost}
             self._forget(lost)
             for shard in lost:
                 self.members[shard] = replace(shard, *points[shard])
@@ -228,12 +252,16 @@ class Rebuilder(Generic[AnyMember]):
                 for shard in lost:
                     member.source.detach(shard)
 
-    def _roll_back(self, shard: int, lost: Collection[int]) -> tuple[int, Point]:
+    def _seal(self, shard: int, lost: Collection[int]) -> dict[int, int]:
         hosts = [host for host in self.placement.hosts(shard) if host not in lost]
-        held = {host: self.members[host].host.seal(shard) for host in hosts}
-        whole = [host for host in hosts if self.members[host].standing().complete]
+        return {host: self.members[host].host.seal(shard) for host in hosts}
+
+    def _roll_back(
+        self, shard: int, held: Mapping[int, int], standings: Mapping[int, Standing]
+    ) -> tuple[int, Point]:
+        whole = [host for host in held if standings[host].complete]
         number = min(held[host] for host in whole)
-        points = {host: self.members[host].host.roll(shard, number) for host in hosts}
+        points = {host: self.members[host].host.roll(shard, number) for host in held}
         return number, next(points[host] for host in whole if held[host] == number)
 
     def _join(self, shard: int, lost: Collection[int]) -> None:

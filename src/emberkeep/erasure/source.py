@@ -13,6 +13,10 @@ class Source:
 
     Changing rows and numbering the change happen under one lock, the shard's; hosts may
     acknowledge at any time from any thread.
+
+    A host that holds nothing can be left out (`leave_out`). What it lacks is settled once every
+    other host holds a message that says so, and not before: if this shard is lost, the others
+    know that the stream went on without it.
     """
 
     def __init__(
@@ -25,12 +29,14 @@ class Source:
         self.state = point.state
         self._lock = threading.Lock()
         self._held = dict.fromkeys(hosts, number)
+        # Hosts that are left out, by the number of the first message that says so.
+        self._leaving: dict[int, int] = {}
 
     @property
     def hosts(self) -> list[int]:
         """The live hosts: each message goes to all of them."""
         with self._lock:
-            return sorted(self._held)
+            return sorted(self._held.keys() - self._leaving.keys())
 
     @property
     def settled(self) -> int:
@@ -47,17 +53,34 @@ class Source:
             if body.push is not None:
                 worker, number = body.push
                 self.ledger[worker] = number
-        return Message(self.index, self.epoch, self.number, settled, body)
+        return Message(self.index, self.epoch, self.number, settled, body, tuple(self.hosts))
 
     def acknowledge(self, host: int, number: int) -> None:
         """A host holds everything up to `number`."""
         with self._lock:
             if host in self._held:
                 self._held[host] = max(self._held[host], number)
+                self._let_leave()
+
+    def leave_out(self, host: int) -> None:
+        """Goes on without a host. The caller sends a message next, with the shard's lock held
+        since before this call: it is the one that says so."""
+        with self._lock:
+            if host in self._held:
+                self._leaving.setdefault(host, self.number + 1)
+                self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Forgets hosts that all others know to be left out."""
+        for host, number in list(self._leaving.items()):
+            others = (held for h, held in self._held.items() if h not in self._leaving)
+            if all(held >= number for held in others):
+                del self._leaving[host], self._held[host]
 
     def attach(self, host: int) -> tuple[int, Point]:
         """A new host takes part from the next message on; where the stream stands before it."""
         with self._lock:
+            self._leaving.pop(host, None)
             self._held[host] = self.number
             return self.number, Point(dict(self.ledger), self.state)
 
@@ -65,3 +88,5 @@ class Source:
         """A host is gone: what it held no longer counts."""
         with self._lock:
             self._held.pop(host, None)
+            self._leaving.pop(host, None)
+            self._let_leave()

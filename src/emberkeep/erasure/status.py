@@ -32,13 +32,17 @@ class ParityStatus:
     lost_shards: int = 0
     """Shards that are known to be lost and not replaced yet."""
     unprotected_since: float | None = None
-    """The time (Unix) since when a thread that protects rows has failed; None if none has."""
+    """The time (Unix) since when a host of parity holds nothing of what it is sent, or a thread
+    that protects rows has failed; None if all is well."""
+    left_out_hosts: int = 0
+    """Streams from a shard to a host that go nowhere, because the host does not answer."""
 
     @property
     def protected(self) -> bool:
         """Whether `r` more shards may be lost."""
         behind = self.lag or self.unprotected_stripes or self.missing_rows
-        return not (behind or self.lost_shards or self.unprotected_since)
+        gone = self.lost_shards or self.left_out_hosts
+        return not (behind or gone or self.unprotected_since)
 
     def samples(self) -> list[Sample]:
         """The same for Prometheus."""
@@ -46,8 +50,10 @@ class ParityStatus:
             ("parity_protected", "gauge", "1 if r more shards may be lost", self.protected),
             ("parity_lost_shards", "gauge", "shards lost and not replaced", self.lost_shards),
             ("parity_unprotected_since_seconds", "gauge",
-             "Unix time since when a thread that protects rows has failed, 0 if none has",
+             "Unix time since when a host holds nothing or a thread has failed, 0 if all is well",
              self.unprotected_since or 0.0),
+            ("parity_left_out_hosts", "gauge", "streams to hosts that do not answer",
+             self.left_out_hosts),
             ("parity_lag_messages", "gauge", "messages on their way to parity hosts", self.lag),
             ("parity_unprotected_stripes", "gauge", "parity rows yet to be filled",
              self.unprotected_stripes),

@@ -38,7 +38,9 @@ def pack_messages(
     abouts: list[Json] = []
     arrays: Arrays = {}
     for i, message in enumerate(messages):
-        about: Json = {"number": message.number, "settled": message.settled}
+        about: Json = {
+            "number": message.number, "settled": message.settled, "goes_to": message.goes_to
+        }  # fmt: skip
         body = message.body
         if isinstance(body, Differences):
             slots = [slot for _, slot in placement.slots_on(message.source, host)]
@@ -118,7 +120,10 @@ def unpack_messages(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> lis
         else:
             raise ProtocolError(f"there is no message of kind {kind!r}"[:100])
         source, epoch = int(header["source"]), int(header["epoch"])
-        messages.append(Message(source, epoch, int(about["number"]), int(about["settled"]), body))
+        goes_to = tuple(map(int, about["goes_to"]))
+        messages.append(
+            Message(source, epoch, int(about["number"]), int(about["settled"]), body, goes_to)
+        )
     return messages
 
 

@@ -13,7 +13,7 @@ from emberkeep.erasure.status import ParityStatus
 from emberkeep.keeper.torch_tables import Hook
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import exposition
+from emberkeep.runtime.metrics import Registry, Sample, families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +108,27 @@ class Ledger:
                 "written_nbytes": self.written_nbytes,
             }
 
-    def exposition(self, parities: Sequence[ParityStatus] = ()) -> str:
-        """The counts in the text format of Prometheus, how well clusters are protected, and
-        what failed in the background."""
+    def exposition(self, parities: Sequence[ParityStatus] = (), more: Sequence[Sample] = ()) -> str:
+        """The page for Prometheus: these counts and `more`, how well clusters are protected, what
+        failed in the background, and what the system knows of the process."""
+        alone = len(parities) == 1
+        protected = [
+            ({} if alone else {"cluster": str(i)}, parity.samples())
+            for i, parity in enumerate(parities)
+        ]
+        found = [*families(({}, self._samples()), ({}, more)), *families(*protected)]
+        return Registry(lambda: found, background_failures.families).text()
+
+    def _samples(self) -> list[Sample]:
         with self._lock:
-            samples = [
+            return [
                 ("versions_total", "counter", "versions committed", len(self._commits_ms)),
                 ("failed_saves_total", "counter", "saves that failed", self.failed),
                 ("cancelled_saves_total", "counter", "saves given up for newer ones",
                  self.cancelled),
                 ("resumes_total", "counter", "versions restored", self.resumed),
                 ("written_bytes_total", "counter", "bytes written", self.written_nbytes),
-                ("pause_seconds_sum", "counter", "training stood still while versions were cut",
+                ("pause_seconds_total", "counter", "training stood still while versions were cut",
                  sum(self._pauses_ms) / 1e3),
                 ("pause_seconds_max", "gauge", "the longest of these", max(
                     self._pauses_ms, default=0.0) / 1e3),
@@ -130,9 +139,3 @@ class Ledger:
                 ("step", "gauge", "steps taken", self.step),
                 ("version", "gauge", "the newest version committed or restored", self.version),
             ]  # fmt: skip
-        alone = len(parities) == 1
-        protected = "".join(
-            exposition(parity.samples(), "" if alone else f'{{cluster="{i}"}}')
-            for i, parity in enumerate(parities)
-        )
-        return exposition(samples) + protected + background_failures.exposition()

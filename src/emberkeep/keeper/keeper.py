@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,12 +64,14 @@ class Keeper:
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
       on Ctrl-C the same, and `KeyboardInterrupt` is raised. A second signal acts at once.
     - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "save_cancelled",
-      "recovered" and "stopped"; those of saves come from the thread that writes.
+      "recovered" and "stopped", and of shards that are "silent", "returned" or "lost"; those of
+      saves come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
     - `must_exist` refuses a repository that is not there or has no version, instead of starting
       over: a mount that is missing looks like a first start.
     - `batches_per_step` is how many batches the loop takes for each `step`.
-    - `metrics_port` serves Prometheus on the loopback interface (0: any free port).
+    - `metrics_port` serves Prometheus, health and readiness on the loopback interface (0: any free
+      port); of several ranks the first does.
     - `total_steps` is how long the job is, which a strategy that recovers partially must know.
     - `clock` is where time comes from; tests hand in another.
 
@@ -146,13 +149,21 @@ class Keeper:
         self._started = False
         self._closed = False
         self._exact_step = 0
+        self._server = None
+        if metrics_port is not None and self._ranks.leads:
+            try:
+                self._server = MetricsServer(self.metrics, metrics_port, not_ready=self._not_ready)
+            except OSError as error:
+                raise ConfigError(
+                    f"metrics cannot be served on port {metrics_port}: {error.strerror}; choose "
+                    "another metrics_port, or 0 for any free one"
+                ) from None
         self._unfollow = (
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
         self._termination = Termination()
-        self._server = None
-        if metrics_port is not None:
-            self._server = MetricsServer(self.metrics, metrics_port)
+        for home in self._parts.subject.homes():
+            home.cluster.tell(name=self._name())
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -179,6 +190,11 @@ class Keeper:
                 self._save(whole=False)
             if self._pace.looks(self.steps):
                 self._pace.look_ahead(self.steps)
+
+    def stop_after_step(self, number: int = signal.SIGTERM) -> None:
+        """Asks the run to stop at the end of a step, as the signal of that number does. From any
+        thread: signals themselves reach the main thread alone."""
+        self._termination.asked = number
 
     def save(self) -> Saving[Any] | None:
         """Cuts a version now. Returns when training may go on; the rest happens beside it.
@@ -238,7 +254,7 @@ class Keeper:
     def _finish(self, saver: RunSaver, state: Captured | None) -> Kept | None:
         while True:
             try:
-                return saver.finish(self.steps, state, self._counters())
+                return saver.finish(self.steps, state, self._counters)
             except ShardLostError as lost:
                 if self._recoverer is None or not self._recoverer.on_loss(lost):
                     raise
@@ -276,7 +292,7 @@ class Keeper:
                 raise lost
             return None
         with self._ledger.stalling():
-            return self._recoverer.recover()
+            return self._recoverer.recover(lost)
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
@@ -449,7 +465,22 @@ class Keeper:
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
-        return self._ledger.exposition([status for status in statuses if status is not None])
+        return self._ledger.exposition(
+            [status for status in statuses if status is not None],
+            () if self._recoverer is None else self._recoverer.summary().samples(),
+        )
+
+    def _not_ready(self) -> str | None:
+        """Why training stands still; None if it does not."""
+        if self._closed:
+            return "the keeper is closed"
+        lost = [shard for home in self._parts.subject.homes() for shard in home.cluster.lost()]
+        return f"shards {', '.join(map(str, lost))} are lost" if lost else None
+
+    def _name(self) -> str:
+        """What the run is called where its servers are looked at: the end of its URL."""
+        url = "" if self._saver is None else self._saver.url
+        return url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     @property
     def metrics_port(self) -> int | None:
@@ -494,7 +525,7 @@ class Keeper:
         self._pace.saved()
         if self._saver is None:
             return None
-        cut = self._saver.cut(self.steps, state, self._counters(), whole=whole)
+        cut = self._saver.cut(self.steps, state, self._counters, whole=whole)
         self._ledger.paused((self._clock.monotonic() - start) * 1e3)
         return cut
 
@@ -525,7 +556,7 @@ class Keeper:
         saved: int | None = None
         if self._saver is not None:
             saved = save_until(
-                deadline, self._saver, self.steps, state, self._counters(), self._clock
+                deadline, self._saver, self.steps, state, self._counters, self._clock
             )
         self._ranks.barrier()
         self._release()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from emberkeep.checkpoint.recovery import (
     Home,
@@ -16,21 +16,20 @@ from emberkeep.checkpoint.recovery import (
     plan,
     steps_of,
 )
+from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
 from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.metrics import Sample
 from emberkeep.strategies import Strategy
-
-# Shards that are lost again so long while they are recovered are killed by the recovery itself.
-_PATIENCE = timedelta(minutes=15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """One recovery that was made."""
 
-    scope: Scope
+    scope: Scope | Literal["parity"]
     shards: tuple[int, ...]
     """Those that were lost; the shards of several clusters are counted through."""
     version: int | None
@@ -53,18 +52,33 @@ class Recoveries:
     """What failures have cost one process so far."""
 
     failures: int
-    """Shards that were lost."""
+    """Shards whose rows were lost, each time that one was."""
     full: int
     partial: int
+    parity: int
+    """Recoveries from the other shards: nothing is taken from the model."""
     pls: float
     """The portion of lost samples: what partial recoveries have taken from the model, over the
     whole job."""
     repeated_steps: int
     seconds: float
-    """In which training stood still for recoveries."""
+    """In which training stood still for recoveries, from the call that met the loss on."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def samples(self) -> list[Sample]:
+        """The same for Prometheus."""
+        return [
+            ("failures_total", "counter", "shards whose rows were lost", self.failures),
+            ("full_recoveries_total", "counter", "everything went back", self.full),
+            ("partial_recoveries_total", "counter", "lost shards went back alone", self.partial),
+            ("recoveries_from_parity_total", "counter", "nothing was lost", self.parity),
+            ("recovery_seconds_total", "counter", "training stood still for recoveries",
+             self.seconds),
+            ("repeated_steps_total", "counter", "steps taken again", self.repeated_steps),
+            ("pls", "gauge", "portion of lost samples", self.pls),
+        ]  # fmt: skip
 
 
 class Recoverer:
@@ -73,7 +87,7 @@ class Recoverer:
     `go_back` loads the newest whole version: rows, dense state, reader and step; None for one rank
     of several, which cannot go back alone: what only a full recovery helps is raised. `steps` tells
     how many steps have ended. Shards that are lost again while they are recovered are recovered
-    again, for 15 minutes: then it is `RecoveryError`.
+    again, for as long as the clusters have patience: then it is `RecoveryError`.
     """
 
     def __init__(
@@ -99,15 +113,42 @@ class Recoverer:
         self.losses = Losses()
         self._going_back = False
         self._busy = False
-        self._failures = self._repeated_steps = 0
-        self._made: dict[Scope, int] = {"full": 0, "partial": 0}
+        self._patience = max((home.cluster.patience for home in homes), default=PATIENCE)
+        self._failures_before = self._repeated_steps = 0
+        self._made: dict[str, int] = {"full": 0, "partial": 0, "parity": 0}
         self._seconds = 0.0
+        first = 0
         for home in homes:
             home.cluster.on_loss = self.on_loss
+            home.cluster.on_event = partial(self._heard, first)
+            first += home.cluster.shard_count
 
     def release(self) -> None:
         for home in self._homes:
-            home.cluster.on_loss = None
+            home.cluster.on_loss = home.cluster.on_event = None
+
+    def _heard(self, first: int, event: str, details: dict[str, Any]) -> None:
+        """What a cluster has to say, whose shards are counted from `first` on. It recovers from
+        parity by itself."""
+        if "shard" in details:
+            details = {**details, "shard": first + details["shard"]}
+        if "shards" in details:
+            details = {**details, "shards": [first + shard for shard in details["shards"]]}
+        if event != "recovered":
+            self._tell(event, details)
+            return
+        made = Recovered(
+            scope="parity", shards=tuple(details["shards"]), version=None, step=self._steps(),
+            repeated_steps=0, pls=self.losses.pls, seconds=details["seconds"],
+            reason="every row came back from the other shards",
+        )  # fmt: skip
+        self._note(made)
+
+    def _note(self, made: Recovered) -> None:
+        self._made[made.scope] += 1
+        self._seconds += made.seconds
+        self._repeated_steps += made.repeated_steps
+        self._tell("recovered", made.to_dict())
 
     def on_loss(self, lost: ShardLostError) -> bool:
         """Whether the shards serve again. A full recovery is left to the caller, who can rewind."""
@@ -118,39 +159,54 @@ class Recoverer:
             return not self._lost()
         return False
 
-    def recover(self) -> Recovered | None:
-        """Recovers what is lost, however often more is lost meanwhile; None if nothing is."""
+    def recover(self, lost_in: ShardLostError | None = None) -> Recovered | None:
+        """Recovers what is lost, however often more is lost meanwhile; None if nothing is.
+
+        `lost_in` is what has ended a step half-way: such a step can only be taken again, so the
+        model goes back even if the shards have returned since.
+        """
         if not self._lost() and not self._going_back:
-            return None
-        start = self._clock.monotonic()
+            if lost_in is None:
+                return None
+            self._going_back = True
+        start = self._noticed()
         self._busy = True
         lost: set[int] = set()
+        losses_before = [len(home.cluster.losses) for home in self._homes]
         try:
             while True:
                 decided = self._plan(start)
-                self._failures += sum(
-                    status.state == "lost"
-                    for home in self._homes
-                    for status in home.cluster.status()
-                )
                 lost.update(decided.shards)
                 if decided.scope == "full" and self._go_back is None:
-                    raise ShardLostError(sorted(lost))
+                    raise lost_in or ShardLostError(sorted(lost))
                 try:
-                    made = self._carry_out(decided, tuple(sorted(lost)), start)
+                    made = self._carry_out(decided, start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)
                     continue  # one more was lost: decide again
                 break
         finally:
             self._busy = False
-        self._made[made.scope] += 1
-        self._seconds += made.seconds
-        self._repeated_steps += made.repeated_steps
-        self._tell("recovered", made.to_dict())
+        lost.update(self._found_lost(losses_before))
+        made = replace(made, shards=tuple(sorted(lost)))
+        for home in self._homes:
+            home.cluster.lost_since = None
+        self._note(made)
         return made
 
-    def _carry_out(self, decided: Plan, lost: tuple[int, ...], start: float) -> Recovered:
+    def _noticed(self) -> float:
+        """When the call began that met the loss."""
+        since = [home.cluster.lost_since for home in self._homes]
+        return min((at for at in since if at is not None), default=self._clock.monotonic())
+
+    def _found_lost(self, before: Sequence[int]) -> Iterator[int]:
+        """The shards, counted through, that have lost their rows since."""
+        first = 0
+        for home, count in zip(self._homes, before, strict=True):
+            yield from (first + shard for shard in home.cluster.losses[count:])
+            first += home.cluster.shard_count
+
+    def _carry_out(self, decided: Plan, start: float) -> Recovered:
         step, kept = self._steps(), None
         # A version under way may still be committed, and less would be lost.
         self._saver.join()
@@ -175,7 +231,7 @@ class Recoverer:
             self._going_back = False
         return Recovered(
             scope=decided.scope,
-            shards=lost,
+            shards=decided.shards,
             version=version_number(kept),
             step=self._steps(),
             repeated_steps=step - self._steps(),
@@ -194,10 +250,10 @@ class Recoverer:
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
         """Raises when a recovery that began at `start` has lost shards for too long."""
-        if self._clock.monotonic() - start > _PATIENCE.total_seconds():
+        if self._clock.monotonic() - start > self._patience.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
-                f"shards keep being lost while they are recovered, for {_PATIENCE} by now, "
+                f"shards keep being lost while they are recovered, for {self._patience} by now, "
                 f"the last time {named}: see why they end, then start the run again to resume its "
                 "newest version"
             ) from error
@@ -226,12 +282,6 @@ class Recoverer:
             for name, own in home.names.items()
         )
 
-    def _dead(self) -> int:
-        """Shards that are gone, as opposed to those that are being recovered."""
-        return sum(
-            status.state == "lost" for home in self._homes for status in home.cluster.status()
-        )
-
     def _lost(self) -> list[int]:
         """Shards that do not serve, counted through all clusters."""
         found, first = [], 0
@@ -256,16 +306,21 @@ class Recoverer:
         """For the next version: what the model has lost, and how often shards failed."""
         return {**self.losses.to_dict(), "failures": self._failures}
 
+    @property
+    def _failures(self) -> int:
+        return self._failures_before + sum(len(home.cluster.losses) for home in self._homes)
+
     def load(self, counters: dict[str, Any]) -> None:
         """The losses of a version that was brought back; failures of a run are counted on."""
         self.losses = Losses.from_dict(counters)
-        self._failures = max(self._failures, counters.get("failures", 0))
+        self._failures_before += max(0, counters.get("failures", 0) - self._failures)
 
     def summary(self) -> Recoveries:
         return Recoveries(
             failures=self._failures,
             full=self._made["full"],
             partial=self._made["partial"],
+            parity=self._made["parity"],
             pls=self.losses.pls,
             repeated_steps=self._repeated_steps,
             seconds=self._seconds,

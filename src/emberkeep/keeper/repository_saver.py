@@ -9,7 +9,7 @@ from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load
-from emberkeep.checkpoint.save import Extras, Saving
+from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
@@ -75,14 +75,14 @@ class RepositorySaver(Checkpointer):
         return self.repository.latest() is not None
 
     def cut(
-        self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
+        self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Manifest]:
         return self.save(step, self._extras(state, counters), whole=whole)
 
-    def finish(self, step: int, state: Captured | None, counters: Json) -> Manifest | None:
+    def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
         return self.close(step, self._extras(state, counters))
 
-    def _extras(self, state: Captured | None, counters: Json) -> Extras:
+    def _extras(self, state: Captured | None, counters: Counters) -> Extras:
         if state is None:
             return Extras(user=self._about, counters=counters)
         reader = pack(state.reader, what="reader")

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
-from emberkeep.checkpoint.save import Saving
+from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import Clock
@@ -71,10 +71,10 @@ class RunSaver(Protocol):
         """Whether there is something to resume."""
 
     def cut(
-        self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
+        self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Any]: ...
 
-    def finish(self, step: int, state: Captured | None, counters: Json) -> Kept | None:
+    def finish(self, step: int, state: Captured | None, counters: Counters) -> Kept | None:
         """A last save, exact and durable."""
 
     def bring_back(
@@ -103,7 +103,7 @@ class RunSaver(Protocol):
 
 
 def save_until(
-    deadline: float, saver: RunSaver, step: int, state: Captured | None, counters: Json,
+    deadline: float, saver: RunSaver, step: int, state: Captured | None, counters: Counters,
     clock: Clock,
 ) -> int | None:  # fmt: skip
     """Saves this step before `deadline`, by `clock.monotonic`; the step that is saved by then.

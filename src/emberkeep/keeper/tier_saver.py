@@ -18,10 +18,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from emberkeep._types import Json
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, Losses, steps_of
-from emberkeep.checkpoint.save import BackgroundSaver, Saving
+from emberkeep.checkpoint.save import BackgroundSaver, Counters, Saving
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import (
     CancelledError,
@@ -109,14 +108,14 @@ class TierSaver(BackgroundSaver[DurableStep]):
     # -- saving ----------------------------------------------------------------------------------
 
     def cut(
-        self, step: int, state: Captured | None, counters: Json, *, whole: bool = True
+        self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[DurableStep]:
         """Declares this step one to come back to. Returns at once."""
         self.make_room()
         self.check()
         assert state is not None
         start = self._clock.monotonic()
-        losses = Losses.from_dict(counters).to_dict()
+        losses = Losses.from_dict(counters() if callable(counters) else counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
         # A fault while the last one was cleaned up after may have left it under way.
         self._cluster.abandon_tiers(beside=self._beside)
@@ -130,7 +129,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
             raise
         return saving
 
-    def finish(self, step: int, state: Captured | None, counters: Json) -> DurableStep | None:
+    def finish(self, step: int, state: Captured | None, counters: Counters) -> DurableStep | None:
         self.cut(step, state, counters)
         return self.wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,15 @@ class RowModule(nn.Module):
         self._layouts = self._make_layouts(self.cluster.groups)
         # Not registered: a parameter would be averaged by DDP and "trained" by other optimizers.
         self._handle = [nn.Parameter(torch.zeros(()))]
-        self._handle[0].register_post_accumulate_grad_hook(self._set_norm)  # type: ignore[no-untyped-call]
+        # Weakly: torch holds hooks where Python's collector does not look, and the tables would
+        # never be freed.
+        set_norm = weakref.WeakMethod(self._set_norm)
+
+        def hook(handle: Tensor) -> None:
+            if (method := set_norm()) is not None:
+                method(handle)
+
+        self._handle[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.optimizer = RowOptimizer(self, self._handle[0], optimizer.lr)
         self._waiting = _Waiting(len(self._layouts))
         self._next: list[tuple[Features, Pulled] | None] = [None]

@@ -138,7 +138,13 @@ def uniform_times(count: int, duration: timedelta, *, seed: int) -> tuple[timede
 
 
 def _distributions() -> dict[str, Any]:
-    from scipy import stats
+    try:
+        from scipy import stats
+    except ImportError:
+        raise ConfigError(
+            "fitting observed failures needs scipy, which is not installed: run pip install "
+            "'emberkeep[plan]'"
+        ) from None
 
     return {
         "gamma": stats.gamma,

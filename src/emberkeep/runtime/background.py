@@ -269,7 +269,7 @@ class _Thread(threading.Thread):
         """Counts an error and drops what its frames hold. Raises nothing: where there is no memory
         for that, the one who waits must hear of the error all the same."""
         with suppress(BaseException):
-            background_failures.count(self.name)
+            background_failures.count(self.name, error)
         with suppress(BaseException):
             _without_locals(error)
         return error
@@ -299,7 +299,7 @@ class _Thread(threading.Thread):
         return seconds
 
     def fail(self, error: BaseException, *, final: bool) -> None:
-        background_failures.count(self.name)
+        background_failures.count(self.name, error)
         with self.changed:
             self._failures += 1
             self.error = _without_locals(error)

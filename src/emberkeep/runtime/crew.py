@@ -95,7 +95,7 @@ class Crew(Executor):
                     future.set_result(call())
             except BaseException as error:
                 try:
-                    background_failures.count(self.name)
+                    background_failures.count(self.name, error)
                 finally:  # whatever else fails, the caller hears of it
                     future.set_exception(error)
             del future, call  # an idle thread holds on to nothing

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from emberkeep._types import F32, I64, U8, U64, Json, RowIds
+from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import EpochError, ProtocolError, ServerError
+from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
@@ -36,11 +38,23 @@ class Prefetched:
     found_G: Sequence[I64]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Session:
-    """What the server knows of one stream."""
+    """What the server knows of one stream, for as long as it is open."""
 
     prefetched: Prefetched | None = None
+
+
+@dataclass(slots=True)
+class Checked:
+    """A push that was checked and waits to be applied, or to be withdrawn."""
+
+    number: int
+    part: RowGradients
+    session: weakref.ref[Session]
+    since: float
+    ranks: set[int] = field(default_factory=set)
+    """Those that have applied it, of a push that is several ranks'."""
 
 
 class Epoch:
@@ -53,7 +67,7 @@ class Epoch:
 
     def __init__(
         self, number: int, shard: Shard, *, shards: int, coordinator: str, lease_seconds: float,
-        patience_seconds: float, pool: Pool, tables: list[Json], clock: Clock = SYSTEM_CLOCK,
+        meeting_seconds: float, pool: Pool, tables: list[Json], clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self.number = number
         self.tables = tables
@@ -67,17 +81,18 @@ class Epoch:
             tuple(len(group) for group in shard.groups),
             tuple(shard.tables[group[0]].dim for group in shard.groups),
         )
-        self._patience_seconds = patience_seconds
+        self._meeting_seconds = meeting_seconds
         self._pool = pool
         self._dynamic_G = [np.array([shard.tables[t].dynamic for t in g]) for g in shard.groups]
         self._dynamic = {table.name: np.array([table.dynamic]) for table in shard.tables}
         self._ledger = Ledger()
         self._meeting: Meeting[RowGradients] | None = None
-        self._held: dict[int, tuple[int, RowGradients]] = {}
+        self._held: dict[int, Checked] = {}
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
         self.parity_service: ParityService | None = None
+        self._repository: str | None = None
 
     def protect(self, parity_service: ParityService) -> None:
         """Keeps parity from here on; goes on after the pushes that its stream knows of."""
@@ -87,6 +102,18 @@ class Epoch:
                 self._applied_together = number
             else:
                 self._ledger.note(int(worker, 16), number)
+
+    def store(self, url: str) -> BlobStore:
+        """The store of this epoch's versions: the first that is asked for, and no other. A client
+        must not have files written and read wherever this process can."""
+        with self._push_lock:
+            self._repository = self._repository or str(url)
+        if url != self._repository:
+            raise SecurityError(
+                f"shard {self.shard.index} has its versions at {self._repository}, so {url} was "
+                "not touched: close the cluster, and open another for another repository"
+            )
+        return open_store(self._repository, clock=self._clock)
 
     # -- who is heard ----------------------------------------------------------------------------
 
@@ -136,13 +163,11 @@ class Epoch:
         blob, out = rows_reply(
             self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
         )
-        self.shard.pull(request.wanted, out)
         if ahead:
-            found_G = [
-                slab.resolve(ids)[0]
-                for slab, ids in zip(self.shard.slabs, request.wanted, strict=True)
-            ]
+            found_G = self.shard.pull_placed(request.wanted, out)
             session.prefetched = Prefetched(request.wanted, found_G)
+        else:
+            self.shard.pull(request.wanted, out)
         self.check_serving(request.epoch)
         return blob
 
@@ -157,7 +182,7 @@ class Epoch:
             applied = self._ledger.applied(request.incarnation, request.number)
         if applied:
             return self._done(request, ())
-        pushed = self._perform(request)
+        pushed = self._perform(request, session)
         changed: list[Changed] = []
         if request.kind == CHECK:
             session.prefetched = prefetched
@@ -179,20 +204,33 @@ class Epoch:
             settled=self.parity_service.settled_push(_worker(request)), waiting=not settled,
         )  # fmt: skip
 
-    def _perform(self, request: Request) -> RowGradients | None:
+    def _perform(self, request: Request, session: Session) -> RowGradients | None:
         """What was checked or applied; None if that had been done before."""
         part = (request.wanted, request.grads)
         if request.world == 1 or request.kind == APPLY:
             with self._push_lock:
-                return self._one(request, part)
+                # Under the lock that it is applied under: the same push may have come twice.
+                if self._ledger.applied(request.incarnation, request.number):
+                    return None
+                if self._came_back(request):
+                    self._ledger.note(request.incarnation, request.number)
+                    return None
+                return self._one(request, part, session)
         done = self._meeting_of(request.world).bring(
-            request.rank, request.number, part, lambda parts: self._joined(request, parts),
-            self._patience_seconds,
+            request.rank, request.number, part,
+            lambda parts: self._joined(request, parts, session), self._meeting_seconds,
         )  # fmt: skip
         if request.kind != CHECK:
             with self._push_lock:
                 self._ledger.note(request.incarnation, request.number)
         return done
+
+    def _came_back(self, request: Request) -> bool:
+        """Whether parity has brought back a step of all ranks: it was checked by the server that
+        was lost, and rows hold it."""
+        held = self._held.get(0)
+        checked = held is not None and held.number == request.number
+        return request.world > 1 and not checked and request.number <= self._applied_together
 
     def _meeting_of(self, world: int) -> Meeting[RowGradients]:
         with self._push_lock:
@@ -204,22 +242,29 @@ class Epoch:
                 )
             return self._meeting
 
-    def _joined(self, request: Request, parts: Sequence[RowGradients]) -> RowGradients:
+    def _joined(
+        self, request: Request, parts: Sequence[RowGradients], session: Session
+    ) -> RowGradients:
         with self._push_lock:
-            return self._one(request, join(parts, self._pool))
+            return self._one(request, join(parts, self._pool), session)
 
-    def _one(self, request: Request, part: RowGradients) -> RowGradients:
+    def _one(self, request: Request, part: RowGradients, session: Session) -> RowGradients:
         """Checks, applies, or both; called with the lock held."""
         together = request.world > 1
         key = 0 if together else request.incarnation
+        held = None
         if request.kind == CHECK:
+            self._forget_checked(key, session)
             self.shard.check(*part)
-            self._held[key] = (request.number, part)
+            self._held[key] = Checked(
+                request.number, part, weakref.ref(session), self._clock.monotonic()
+            )
             return part
         if request.kind == APPLY:
-            number, part = self._held.get(key, (0, part))
-            if number != request.number:
+            held = self._held.get(key)
+            if held is None or held.number != request.number:
                 raise ProtocolError(f"push {request.number} was not checked before it is applied")
+            part = held.part
         if not together or request.number > self._applied_together:
             # Others may have pushed since the check.
             push = (_worker(request), request.number)
@@ -227,10 +272,32 @@ class Epoch:
             if self.parity_service is not None:
                 self.parity_service.note(*push, number)
             self._applied_together = request.number if together else 0
-        if not together:
-            self._held.pop(key, None)
+        if held is not None:
+            held.ranks.add(request.rank)
+            if len(held.ranks) == request.world:
+                del self._held[key]
         self._ledger.note(request.incarnation, request.number)
         return part
+
+    def _forget_checked(self, key: int, session: Session) -> None:
+        """Lets go of what a worker had checked before its next push, under this name or another,
+        and of what nobody can apply any more: its stream is gone for longer than the lease."""
+        now = self._clock.monotonic()
+        for other, held in list(self._held.items()):
+            holder = held.session()
+            gone = holder is None and now - held.since > self.lease_seconds
+            if other == key or holder is session or gone:
+                del self._held[other]
+
+    def withdraw(self, incarnation: int, number: int, world: int = 1) -> bool:
+        """Lets go of a push that was checked here and refused elsewhere; whether it was held."""
+        key = 0 if world > 1 else incarnation
+        with self._push_lock:
+            held = self._held.get(key)
+            if held is None or held.number != number:
+                return False
+            del self._held[key]
+            return True
 
     def applied(self, incarnation: int, world: int = 1) -> int:
         """The last number that was applied for a worker, or for all ranks of a job."""
@@ -277,6 +344,10 @@ class Epoch:
 
     def _changed(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
         """The prefetched rows that a push has changed: updated, evicted, or given a place."""
+        with self.shard.lock:  # deletions and loads do not wait for pushes
+            return self._changed_now(prefetched, pushed)
+
+    def _changed_now(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
         if not self._scratch:
             self._scratch = [lazy_zeros(slab.touched.shape, np.uint64) for slab in self.shard.slabs]
         changed = []

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Iterator
+from socket import create_server
 from typing import Any
 
 import pyarrow as pa
@@ -19,8 +19,10 @@ import pyarrow.flight as flight
 
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
 from emberkeep.server.epoch import Session
+from emberkeep.server.server_events import ServerEvents
 from emberkeep.server.shard_service import ShardService
 from emberkeep.wire.flight_transport import blob_of
+from emberkeep.wire.private_socket import PrivateSocket
 from emberkeep.wire.protocol import check_protocol, refusal
 from emberkeep.wire.security import HEADER, Security, read_pem
 
@@ -30,9 +32,11 @@ _MAX_COMMAND_NBYTES = 4096
 
 
 class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Listens on `host:port` (0: any free one) for one `ShardService`.
+    """Listens on a socket of this user, or on `host:port` (0: any free one), for a `ShardService`.
 
     A malformed message gets an error and ends its stream; nothing that arrives ends the server.
+    The token is looked at once gRPC has read the request, whatever its length. So `host:port`
+    without TLS is for tests, on the loopback interface.
     """
 
     def __init__(
@@ -41,41 +45,46 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        socket: PrivateSocket | None = None,
         security: Security | None = None,
         max_streams: int = MAX_STREAMS,
     ) -> None:
         security = security or Security()
-        security.check_listening(host)
+        if socket is None:
+            security.check_listening(host)
         self.served = served
         served.security = security
         self.host = host
-        self.tls = security.tls
+        self.tls = security.tls and socket is None
+        self._socket = socket
         self._streams = threading.BoundedSemaphore(max_streams)
         self._actions = threading.BoundedSemaphore(MAX_ACTIONS)
-        options: dict[str, Any] = {}
-        if security.certificate is not None and security.key is not None:
-            options["tls_certificates"] = [(read_pem(security.certificate), read_pem(security.key))]
-        scheme = "grpc+tls" if security.tls else "grpc+tcp"
+        at = f"{host}:{port}" if socket is None else str(socket.path)
+        scheme = "grpc+tls" if self.tls else "grpc+tcp"
         try:
             super().__init__(
-                f"{scheme}://{host}:{port}", middleware={"token": _Door(security)}, **options
+                f"{scheme}://{at}" if socket is None else socket.address,
+                middleware={"token": _Door(security, served.events)},
+                **(_tls_options(security) if self.tls else {}),
             )
         except pa.ArrowException as error:
-            reason = _refused(host, port)
-            if reason is None and security.tls:
+            reason = _refused(host, port) if socket is None else None
+            if reason is None and self.tls:
                 raise SecurityError(
                     "TLS cannot begin with this certificate and key: give a PEM certificate (with "
                     "its chain) and the PEM key that belongs to it"
                 ) from None
             reason = reason or str(error).splitlines()[0]
             raise ServerError(
-                f"cannot listen on {host}:{port}: {reason}; choose another --host or --port, or "
+                f"cannot listen on {at}: {reason}; choose another --host or --port, or "
                 "end what listens there"
             ) from None
 
     @property
     def address(self) -> str:
         """What a client is sent."""
+        if self._socket is not None:
+            return self._socket.address
         return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{self.host}:{self.port}"
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -83,7 +92,10 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightUnavailableError("too many streams are open on this server")
         try:
             self._check_greeting(descriptor.command)
-            self._answer_all(reader, writer)
+            epoch = self.served.epoch
+            run = None if epoch is None else epoch.coordinator
+            with self.served.events.connected(context.peer(), run):
+                self._answer_all(reader, writer)
         finally:
             self._streams.release()
 
@@ -130,10 +142,22 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
             self._actions.release()
 
 
+def _tls_options(security: Security) -> dict[str, Any]:
+    assert security.certificate is not None
+    assert security.key is not None
+    options: dict[str, Any] = {
+        "tls_certificates": [(read_pem(security.certificate), read_pem(security.key))]
+    }
+    if security.authority is not None:
+        # A client without a certificate of its own sends nothing that gRPC would read.
+        options |= {"verify_client": True, "root_certificates": read_pem(security.authority)}
+    return options
+
+
 def _refused(host: str, port: int) -> str | None:
     """Why the system lets nobody listen there: Flight itself does not say."""
     try:
-        socket.create_server((host, port)).close()
+        create_server((host, port)).close()
     except OSError as error:
         return error.strerror if error.errno is None else os.strerror(error.errno)
     return None
@@ -142,11 +166,13 @@ def _refused(host: str, port: int) -> str | None:
 class _Door(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Lets in who brings the token."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, events: ServerEvents) -> None:
         super().__init__()
         self._security = security
+        self._events = events
 
     def start_call(self, info: Any, headers: Any) -> None:
         given = headers.get(HEADER) or [None]
         if not self._security.admits(given[0]):
+            self._events.refuse_token(str(info.method))
             raise flight.FlightUnauthenticatedError("the token is missing or wrong")

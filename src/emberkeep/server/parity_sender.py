@@ -21,6 +21,8 @@ from emberkeep.wire.transport import Transport
 
 # Messages that wait travel together, up to about so many bytes.
 _BATCH_NBYTES = 2**23
+# So often a host that is left out is asked whether it answers.
+_PROBE_SECONDS = 1.0
 # A message that could not be sent is sent again: a host takes each of them once.
 _RETRY = Retry(limit=None, first=timedelta(milliseconds=20), most=timedelta(seconds=1))
 
@@ -32,6 +34,8 @@ class Sender:
     reached or refuses, or that sending met any other error. A host that is gone is tried until the
     sender is closed, ever more rarely, and whenever there is something new to send: the caller that
     replaces it closes this one.
+
+    A host that is left out (`leave_out`) is sent nothing more, and asked whether it `answers`.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Sender:
         self.waiting_nbytes = 0
         self.messages = 0
         self.sent_nbytes = 0
+        self.answers = False
+        """Whether a host that is left out could be reached again."""
         self._placement = placement
         self._security = security
         self._deadline = deadline
@@ -60,7 +66,10 @@ class Sender:
         self._stuck = stuck
         self._queue: deque[Message] = deque()
         self._connection: Connection | None = None
-        self._closed = False
+        self._closed = self._left_out = False
+        self._clock = clock
+        # When something got through last, or the first of what waits was posted.
+        self._heard = 0.0
         self._worker = Worker(
             "emberkeep-parity",
             self._send_next,
@@ -76,15 +85,31 @@ class Sender:
         return self._worker.failed_since
 
     @property
+    def silent_seconds(self) -> float:
+        """For how long the host has held nothing of what waits; 0 if nothing does."""
+        with self._changed:
+            return self._clock.monotonic() - self._heard if self._queue else 0.0
+
+    @property
     def waiting(self) -> int:
         return len(self._queue)
 
     def post(self, message: Message) -> None:
         """Takes a message; never waits."""
         with self._changed:
+            if not self._queue:
+                self._heard = self._clock.monotonic()
             self._queue.append(message)
             self.waiting_nbytes += message.body.nbytes
             self.messages += 1
+        self._worker.wake()
+
+    def leave_out(self) -> None:
+        """Sends nothing more, and finds out when the host answers again."""
+        with self._changed:
+            self._left_out = True
+            self._queue.clear()
+            self.waiting_nbytes = 0
         self._worker.wake()
 
     def close(self) -> None:
@@ -101,24 +126,33 @@ class Sender:
             self._disconnect()
             self._worker.stop()
             return None
+        if self._left_out:
+            self._disconnect()
+            self._connected()
+            self.answers, self.trouble = True, ""
+            return _PROBE_SECONDS
         batch = self._next()
         if not batch:
             return None
-        if self._connection is None:
-            self._connection = Connection(
-                self.peer.address, self._security, transport=self._transport
-            )
-            self._connection.open(self._deadline)
-        held = self._send(self._connection, batch)
+        held = self._send(self._connected(), batch)
         self.trouble = ""
         with self._changed:
+            self._heard = self._clock.monotonic()
             while self._queue and self._queue[0].number <= held:
                 self.waiting_nbytes -= self._queue.popleft().body.nbytes
         self._acknowledged(self, held)
         return 0
 
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            connection = Connection(self.peer.address, self._security, transport=self._transport)
+            self._connection = connection
+            connection.open(self._deadline)
+        return self._connection
+
     def _failed(self, error: BaseException) -> None:
         self._disconnect()
+        self.answers = False
         self.trouble = str(error) or type(error).__name__
         self._stuck(self)
 

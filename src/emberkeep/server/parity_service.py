@@ -26,7 +26,7 @@ from emberkeep.erasure.coded_slabs import SlabRows, load_state, shapes_on, state
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.host import ParityHost
 from emberkeep.erasure.member import ParityMember
-from emberkeep.erasure.messages import Message, Point
+from emberkeep.erasure.messages import Point
 from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, MemberSide, Rebuilder
 from emberkeep.erasure.source import Source
@@ -50,7 +50,7 @@ from emberkeep.errors import (
 from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
-from emberkeep.server.parity_sender import Sender
+from emberkeep.server.parity_streams import ParityStreams, Tell
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import pack_frame, unpack_frame
 from emberkeep.wire.security import Security
@@ -83,6 +83,7 @@ class ParityService:
         complete: bool = True,
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
+        tell: Tell = lambda _event, _details: None,
     ) -> None:
         self.spec = spec
         self.placement = Placement(shards, spec.k, spec.r)
@@ -94,9 +95,7 @@ class ParityService:
         self._deadline = deadline
         self._transport = transport
         self._clock = clock
-        self._senders: dict[int, Sender] = {}
-        self._ended: list[Sender] = []
-        self._moved = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._pushes: deque[tuple[int, str, int]] = deque()
         if start is not None:
@@ -109,22 +108,24 @@ class ParityService:
             shard.index, self.placement, shapes_on(shard.slabs, shards), complete=complete
         )
         self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
+        self._streams = ParityStreams(
+            self._source, spec, self.placement, lock=shard.lock,
+            leave_out=lambda host: self.member.leave_out(host), security=security,
+            deadline=deadline, transport=transport, clock=clock, tell=tell,
+        )  # fmt: skip
         self.member = ParityMember(
             source=self._source,
             host=self._host,
             rows=self._rows,
             placement=self.placement,
             lock=shard.lock,
-            post=self._post,
+            post=self._streams.post,
         )
         self._threads = transport.executor(max(1, shards - 1), "emberkeep-peer")
         self._rebuilder: Rebuilder[MemberSide] | None = None
         self._numbers = _numbers()
         self._hurry = False
-        # Peers are asked again for what they did not send, whatever was the reason.
-        self._rebuilds = Worker(
-            "emberkeep-rebuild", self._rebuild_and_rest, nice=_NICE, retry=Retry(), clock=clock
-        )
+        self._rebuilds = self._new_rebuilds()
         self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
             "directory": self._directory,
             "standing": self._standing,
@@ -146,6 +147,7 @@ class ParityService:
             "hurry": self._hurry_up,
         }
         shard.protect(self.member)
+        shard.make_room = self._streams.make_room
         if lost:
             shard.bring_back = self._bring_back
 
@@ -156,37 +158,15 @@ class ParityService:
 
     def close(self) -> None:
         """Ends all streams and threads."""
-        with self._moved:
+        with self._lock:
             self._closed = True
-            senders = list(self._senders.values())
-            self._senders.clear()
-            self._moved.notify_all()
         end_all(
-            *(sender.close for sender in senders),
+            self._streams.close,
             self._rebuilds.stop,
             partial(self._threads.shutdown, wait=False),
         )
 
     # -- streams ---------------------------------------------------------------------------------
-
-    def _post(self, host: int, message: Message) -> None:
-        sender = self._senders.get(host)
-        if sender is not None:
-            sender.post(message)
-
-    def _acknowledged(self, sender: Sender, held: int) -> None:
-        with self._moved:
-            # Of a host that was replaced meanwhile nothing counts.
-            if self._senders.get(sender.peer.index) is sender:
-                self._source.acknowledge(sender.peer.index, held)
-                self._moved.notify_all()
-
-    def _stuck(self, sender: Sender) -> None:
-        with self._moved:
-            self._moved.notify_all()
-
-    def _trouble(self) -> str:
-        return next((s.trouble for s in self._senders.values() if s.trouble), "")
 
     def receive(self, blob: U8, epoch: int) -> U8:
         """Messages of another shard's stream, and the answer to them."""
@@ -208,52 +188,21 @@ class ParityService:
 
     def note(self, worker: str, push: int, number: int) -> None:
         """A push was applied and sent under a number of the stream."""
-        with self._moved:
+        with self._lock:
             self._pushes.append((number, worker, push))
 
     def settle(self) -> bool:
-        """After a push: whether every host holds all that was applied before, or soon will.
-
-        False where a host does not answer: the push must be sent again once it is replaced.
-        """
-        number = self._source.number
-        with self._moved:
-            if self.spec.background:
-                self._await(lambda: self._waiting_nbytes() <= self.spec.window_nbytes)
-                return True
-            self._await(lambda: self._source.settled >= number)
-            return self._source.settled >= number
+        """After a push: see `ParityStreams.settle`."""
+        return self._streams.settle()
 
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""
         settled = self._source.settled
-        with self._moved:
+        with self._lock:
             while self._pushes and self._pushes[0][0] <= settled:
                 _, who, push = self._pushes.popleft()
                 self._settled_pushes[who] = push
             return self._settled_pushes.get(worker, 0)
-
-    def _flush(self) -> None:
-        """Returns when every host holds everything that was said before."""
-        number = self._source.number
-        with self._moved:
-            self._await(lambda: self._source.settled >= number)
-            if self._source.settled < number:
-                raise PeerError(
-                    f"shard {self._shard.index} cannot tell a host of its parity: "
-                    f"{self._trouble() or 'it does not answer'}"
-                )
-
-    def _await(self, enough: Callable[[], bool]) -> None:
-        """Until hosts hold enough, one of them is in trouble, or half of the deadline has passed.
-        Called with `_moved` held."""
-        self._clock.wait_for(
-            self._moved, lambda: self._closed or enough() or bool(self._trouble()),
-            self._deadline.total_seconds() / 2,
-        )  # fmt: skip
-
-    def _waiting_nbytes(self) -> int:
-        return sum(sender.waiting_nbytes for sender in self._senders.values())
 
     # -- coming back -----------------------------------------------------------------------------
 
@@ -294,6 +243,23 @@ class ParityService:
             raise PeerError(str(error)) from None
         raise PeerError("others have yet to get the rows back that they are to send")
 
+    def _sweep(self) -> None:
+        """Has the thread look at what is not back; starts another if it has given up."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._rebuilds.stopped:
+                self._rebuilds.stop()  # it is not counted as stopped any more
+                self._rebuilds = self._new_rebuilds()
+        self._rebuilds.wake()
+
+    def _new_rebuilds(self) -> Worker:
+        """Peers are asked again for what they did not send, whatever was the reason."""
+        return Worker(
+            "emberkeep-rebuild", self._rebuild_and_rest, nice=_NICE, retry=Retry(),
+            clock=self._clock,
+        )  # fmt: skip
+
     def _rebuild_and_rest(self) -> float | None:
         start = self._clock.monotonic()
         try:
@@ -330,7 +296,7 @@ class ParityService:
                 made_before = known.pop(peer, None)
                 members.append(made_before or self._peer_member(peer))
         made = Rebuilder(
-            self.placement, members, self._flush, each=self._each,
+            self.placement, members, self._streams.flush, each=self._each,
             numbers=self._numbers,
         )  # fmt: skip
         if before is not None:
@@ -338,7 +304,7 @@ class ParityService:
         self._rebuilder = made
         for replaced in known.values():
             replaced.close()
-        self._rebuilds.wake()
+        self._sweep()
         return {}, _NONE
 
     def _peer_member(self, peer: Peer) -> PeerMember:
@@ -360,36 +326,18 @@ class ParityService:
         streams = [[source, *numbers] for source, numbers in standing.streams.items()]
         reply = {
             "lost": list(standing.lost_K), "blind": standing.blind, "complete": standing.complete,
-            "streams": streams,
+            "streams": streams, "goes_to": list(standing.goes_to.items()),
         }  # fmt: skip
         return reply, _NONE
 
     def _attach(self, header: Json, arrays: Arrays) -> Answer:
-        peer = Peer.from_json(header["host"])
-        sender = Sender(
-            peer, self.placement, security=self._security, deadline=self._deadline,
-            acknowledged=self._acknowledged, stuck=self._stuck, transport=self._transport,
-            clock=self._clock,
-        )  # fmt: skip
         with self._shard.lock:
             trained = any(bool(slab.touched.any()) for slab in self._shard.slabs)
-            with self._moved:
-                before = self._senders.get(peer.index)
-                self._senders[peer.index] = sender
-                number, point = self._source.attach(peer.index)
-        if before is not None:
-            before.close()
+            number, point = self._streams.attach(Peer.from_json(header["host"]))
         return {"number": number, "trained": trained, **pack_point(point)}, _NONE
 
     def _detach(self, header: Json, arrays: Arrays) -> Answer:
-        host = int(header["host"])
-        with self._moved:
-            sender = self._senders.pop(host, None)
-            self._source.detach(host)
-            self._moved.notify_all()
-        if sender is not None:
-            sender.close()
-            self._ended.append(sender)
+        self._streams.detach(int(header["host"]))
         return {}, _NONE
 
     def _seal(self, header: Json, arrays: Arrays) -> Answer:
@@ -406,7 +354,7 @@ class ParityService:
 
     def _refill(self, header: Json, arrays: Arrays) -> Answer:
         self._host.refill(int(header["source"]))
-        self._rebuilds.wake()
+        self._sweep()
         return {}, _NONE
 
     def _begin(self, header: Json, arrays: Arrays) -> Answer:
@@ -416,7 +364,7 @@ class ParityService:
     def _values(self, header: Json, arrays: Arrays) -> Answer:
         """Says what this shard has of some rows; returns when its hosts have heard it."""
         self.member.send_values(unpack_wanted(header, arrays))
-        self._flush()
+        self._streams.flush()
         return {}, _NONE
 
     def _syndromes(self, header: Json, arrays: Arrays) -> Answer:
@@ -431,7 +379,7 @@ class ParityService:
         about = (int(header[name]) for name in ("host", "p", "slab", "start", "stop"))
         sent = self.member.send_fill(*about)
         if sent:
-            self._flush()
+            self._streams.flush()
         return {"sent": sent}, _NONE
 
     def _install(self, header: Json, arrays: Arrays) -> Answer:
@@ -446,18 +394,20 @@ class ParityService:
 
     def _reveal(self, header: Json, arrays: Arrays) -> Answer:
         self.member.reveal()
-        self._rebuilds.wake()
+        self._sweep()
         return {}, _NONE
 
     def _flush_all(self, header: Json, arrays: Arrays) -> Answer:
-        self._flush()
+        self._streams.flush()
         return {}, _NONE
 
     def _hurry_up(self, header: Json, arrays: Arrays) -> Answer:
-        """Somebody waits for all to be back: no pauses until then."""
-        self._rebuilds.check()
+        """Somebody waits for all to be back: no pauses until then. Where the thread had given up,
+        that is said once, and it tries again."""
+        rebuilds = self._rebuilds
         self._hurry = True
-        self._rebuilds.wake()
+        self._sweep()
+        rebuilds.check()
         return {}, _NONE
 
     def samples(self) -> list[Sample]:
@@ -467,23 +417,20 @@ class ParityService:
 
     def status(self) -> Json:
         """What `ParityStatus` is made of."""
-        rebuilder, senders = self._rebuilder, [*self._senders.values(), *self._ended]
+        rebuilder = self._rebuilder
         return {
-            "lag": max((sender.waiting for sender in self._senders.values()), default=0),
+            **self._streams.status(),
             "unprotected_stripes": self._host.unprotected_stripes,
             "missing_rows": self._rows.missing_rows,
             "rebuilt_rows": rebuilder.decoded_rows if rebuilder else 0,
             "rebuilt_nbytes": rebuilder.decoded_nbytes if rebuilder else 0,
             "degraded_reads": self.degraded_reads,
-            "messages": sum(sender.messages for sender in senders),
-            "sent_nbytes": sum(sender.sent_nbytes for sender in senders),
             "updates": self._host.updates,
-            "unprotected_since": self._unprotected_since() or 0.0,
+            "unprotected_since": earliest(
+                self._rebuilds.failed_since, self._streams.unprotected_since
+            )
+            or 0.0,
         }
-
-    def _unprotected_since(self) -> float | None:
-        senders = self._senders.values()
-        return earliest(self._rebuilds.failed_since, *(s.failing_since for s in senders))
 
 
 _SAMPLES = (
@@ -493,8 +440,9 @@ _SAMPLES = (
         "unprotected_since",
         "parity_unprotected_since_seconds",
         "gauge",
-        "Unix time since when a thread that protects rows has failed, 0 if none has",
+        "Unix time since when a host holds nothing or a thread has failed, 0 if all is well",
     ),
+    ("left_out_hosts", "parity_left_out_hosts", "gauge", "hosts that hold nothing of its rows"),
     ("missing_rows", "parity_missing_rows", "gauge", "rows yet to come back"),
     ("rebuilt_rows", "parity_rebuilt_rows_total", "counter", "rows that came back"),
     ("degraded_reads", "parity_degraded_reads_total", "counter", "calls that waited for rows"),
@@ -510,7 +458,7 @@ def _numbers() -> Iterator[int]:
 
 def parity_service_from(
     header: Json, shard: Shard, shards: int, *, security: Security, transport: Transport,
-    clock: Clock,
+    clock: Clock, tell: Tell,
 ) -> ParityService:  # fmt: skip
     """What a cluster's request to protect a shard asks for."""
     start = header.get("start")
@@ -525,4 +473,5 @@ def parity_service_from(
         complete=bool(header["complete"]),
         transport=transport,
         clock=clock,
+        tell=tell,
     )

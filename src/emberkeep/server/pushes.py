@@ -100,7 +100,8 @@ class Meeting(Generic[_T]):
         _T], patience_seconds: float,
     ) -> _T | None:  # fmt: skip
         """What `work` made of the parts of all ranks; None for a step that is done already or was
-        passed over. What `work` raises, every rank gets, and the step may be brought again."""
+        passed over. What `work` raises, every rank gets, and the step may be brought again; so may
+        a part whose rank waited in vain (`RankError`): it stays, and is taken once."""
         with self._changed:
             if number <= self._last:
                 return None
@@ -114,9 +115,8 @@ class Meeting(Generic[_T]):
             ):  # fmt: skip
                 absent = sorted({*range(self.world)} - {*step.parts})
                 raise RankError(
-                    f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world} "
-                    f"for longer than {patience_seconds:g} s: see what became of it, and start all "
-                    "ranks again"
+                    f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world}: "
+                    "see what became of it, and start all ranks again"
                 )
             if step.error is not None:
                 raise step.error

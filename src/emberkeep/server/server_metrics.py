@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from emberkeep._types import Json
-from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import Histogram, Sample, exposition
+from emberkeep.runtime.metrics import Histogram, Sample
 
-_STATES = ("empty", "recovering", "serving", "lost")
+_FIGURES = ("version", "version_at", "pls", "step")
 
 
 class Metrics:
@@ -25,7 +24,11 @@ class Metrics:
         self.waiting = 0
         self.refused = 0
         self.epoch = 0
-        self._run: Json = {}
+        self.admissions = 0
+        self.trainer = ""
+        """Node and process of the coordinator."""
+        self.run_name = ""
+        self._run: dict[str, float] = {}
 
     @contextmanager
     def pulling(self, rows: int) -> Iterator[None]:
@@ -49,12 +52,23 @@ class Metrics:
             self.waiting -= 1
             histogram.add(self._clock.monotonic() - start)
 
-    def admitted(self, epoch: int) -> None:
+    def admitted(self, epoch: int, trainer: str = "") -> None:
         self.epoch = epoch
+        self.admissions += 1
+        self.trainer = trainer
+        self.run_name = ""
+        self._run = {}
 
     def follow(self, run: Json) -> None:
-        """What the coordinator says of the run with its heartbeat: version, its age, PLS."""
-        self._run = {key: float(run[key]) for key in ("version", "version_at", "pls") if key in run}
+        """What the coordinator says of the run with its heartbeat: its name, version and age,
+        PLS and step."""
+        self.run_name = str(run.get("name", self.run_name))
+        self._run = {key: float(run[key]) for key in _FIGURES if run.get(key) is not None}
+
+    @property
+    def step(self) -> int | None:
+        """As the coordinator says; None if it does not."""
+        return int(self._run["step"]) if "step" in self._run else None
 
     def to_dict(self) -> Json:
         return {
@@ -64,26 +78,21 @@ class Metrics:
             "rows_pushed": self.rows_pushed,
             "waiting": self.waiting,
             "refused": self.refused,
+            "admissions": self.admissions,
             **self._run,
         }
 
-    def exposition(
-        self, *, shard: int | None, state: str, dirty_rows: int, more: Sequence[Sample] = ()
-    ) -> str:
-        labels = "" if shard is None else f'{{shard="{shard}"}}'
+    def samples(self) -> list[Sample]:
+        """The same for Prometheus, histograms excepted."""
         samples: list[Sample] = [
             ("rows_pulled_total", "counter", "rows read by workers", self.rows_pulled),
             ("rows_pushed_total", "counter", "rows updated by workers", self.rows_pushed),
             ("queue_depth", "gauge", "requests that wait or are worked on", self.waiting),
             ("refused_total", "counter", "requests that were refused", self.refused),
-            ("dirty_rows", "gauge", "rows changed since the last cut", dirty_rows),
             ("epoch", "gauge", "how often the shard was replaced, and once more", self.epoch),
-            *(
-                (f"state_{name}", "gauge", f"1 while the shard is {name}", float(state == name))
-                for name in _STATES
-            ),
-            *more,
-        ]
+            ("admissions_total", "counter", "runs, and replacements, that this process was for",
+             self.admissions),
+        ]  # fmt: skip
         if "version" in self._run:
             now = self._clock.now().timestamp()
             age = now - self._run.get("version_at", now)
@@ -93,9 +102,4 @@ class Metrics:
             ]
         if "pls" in self._run:
             samples.append(("pls", "gauge", "portion of lost samples", self._run["pls"]))
-        return (
-            exposition(samples, labels)
-            + self.pulls.exposition(labels)
-            + self.pushes.exposition(labels)
-            + background_failures.exposition(labels)
-        )
+        return samples

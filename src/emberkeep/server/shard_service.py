@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json
-from emberkeep.blobs import open_store
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
 from emberkeep.checkpoint.version_files import write_pieces
@@ -31,6 +30,7 @@ from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
     EpochError,
+    FencedError,
     ProtocolError,
     ServerError,
 )
@@ -43,7 +43,10 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import parity_service_from
+from emberkeep.server.request_order import RequestOrder
+from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
+from emberkeep.server.server_page import ServerPage
 from emberkeep.tables import optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -68,7 +71,6 @@ from emberkeep.wire.transport import Transport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
-OnEvent = Callable[[str, Json], object]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
 
@@ -97,9 +99,14 @@ class ShardService:
         """What this server brings when it talks to others."""
         self.metrics = Metrics(clock)
         self._pool = Pool(threads)
-        self._tell = on_event or (lambda _event, _details: None)
+        self.events = self._tell = ServerEvents(on_event, clock)
+        self.page = ServerPage(
+            self.metrics, self.events, epoch=lambda: self._epoch, draining=lambda: self._draining
+        )
         self._lock = threading.RLock()
         self._epoch: Epoch | None = None
+        self._term = 0
+        self._order = RequestOrder()
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
@@ -136,6 +143,7 @@ class ShardService:
             "load": self._load,
             "protect": self._protect,
             "member": self._member,
+            "withdraw": self._withdraw,
         }
 
     # -- pulls and pushes ------------------------------------------------------------------------
@@ -195,46 +203,28 @@ class ShardService:
         action = self._actions.get(kind)
         if action is None:
             raise ProtocolError(f"there is no action {kind!r}"[:100])
-        with self._working(always=kind in ("status", "work", "close", "cancel")):
+        always = kind in ("status", "work", "close", "cancel")
+        with self._working(always=always), self._order.of(header):
             try:
                 yield from action(header, arrays)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise ProtocolError(f"{kind}: the message is not complete: {error!r}") from error
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        status: Json = {"protocol": PROTOCOL, "life": self.life, "draining": self._draining}
-        epoch = self._epoch
-        if epoch is None:
-            status |= {"epoch": 0, "state": "empty"}
-        else:
-            status |= {
-                "epoch": epoch.number,
-                "state": epoch.shard.state,
-                "lapsed": epoch.lapsed,
-                "shard": epoch.shard.index,
-                "shards": epoch.shards,
-                "coordinator": epoch.coordinator,
-                "tables": epoch.tables,
-                "applied": epoch.applied(
-                    int(header.get("incarnation", 0)), int(header.get("world", 1))
-                ),
-                "from_parity": epoch.parity_service is not None
-                and epoch.parity_service.from_parity,
-                "dirty_rows": self._dirty_rows(epoch),
-                "metrics": self.metrics.to_dict(),
-            }
-            if epoch.parity_service is not None:
-                status["parity"] = epoch.parity_service.status()
-        yield status, _NONE
+        status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
+        status["draining"] = self._draining
+        yield {**status, **self.page.status(header)}, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins an epoch with an empty shard.
 
-        Refused while another coordinator holds the lease: a second run must not take the servers
-        of the first from under it.
+        Refused while another coordinator holds the lease: a run that begins must not take the
+        servers of another from under it. A coordinator of an earlier term than the server has
+        known was replaced, and is refused for good; one of a later term is not held up by it.
         """
         check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
+        term, begins = int(header["term"]), bool(header.get("begins"))
         index, count = int(header["shard"]), int(header["shards"])
         if not 0 <= index < count <= 2**16 or number < 1:
             raise ProtocolError(f"there is no shard {index} of {count} in epoch {number}")
@@ -247,9 +237,15 @@ class ShardService:
         optimizer = optimizer_from(header["optimizer"])
         with self._lock:
             before = self._epoch
+            if term < self._term:
+                raise FencedError(
+                    "another process coordinates these servers now: this one was replaced, and its "
+                    "rows may be behind; start it again to resume the newest version"
+                )
             if before is not None and number <= before.number:
                 raise EpochError(f"epoch {number} is over: this server has {before.number}")
-            if before is not None and before.coordinator != coordinator and not before.lapsed:
+            held = before is not None and before.coordinator != coordinator and not before.lapsed
+            if before is not None and held and (begins or term == self._term):
                 left = before.lease_seconds - before.silent_seconds
                 raise ServerError(
                     f"shard {before.shard.index} serves another run, whose coordinator is alive: "
@@ -261,16 +257,19 @@ class ShardService:
             )  # fmt: skip
             if header.get("tracked"):
                 shard.track(_priority(header))
+            self._term = term
             self._epoch = Epoch(
                 number, shard, shards=count, coordinator=coordinator,
                 lease_seconds=float(header["lease_seconds"]),
-                patience_seconds=float(header["patience_seconds"]), pool=self._pool,
+                meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
                 tables=header["tables"], clock=self._clock,
             )  # fmt: skip
         if before is not None:
             self._drop(before)
-        self.metrics.admitted(number)
-        self._tell("admitted", {"epoch": number, "shard": index, "shards": count})
+        trainer = str(header.get("trainer", ""))
+        self.metrics.admitted(number, trainer)
+        about = {"epoch": number, "shard": index, "shards": count}
+        self._tell("admitted", {**about, "run": coordinator, "trainer": trainer})
         yield {"life": self.life}, _NONE
 
     def _drop(self, epoch: Epoch) -> None:
@@ -311,7 +310,7 @@ class ShardService:
         epoch.protect(
             parity_service_from(
                 header, epoch.shard, epoch.shards, security=self.security,
-                transport=self._transport, clock=self._clock,
+                transport=self._transport, clock=self._clock, tell=self._tell,
             )
         )  # fmt: skip
         yield {}, _NONE
@@ -321,6 +320,10 @@ class ShardService:
         if epoch.parity_service is None:
             raise EpochError(f"shard {epoch.shard.index} has no parity in epoch {epoch.number}")
         yield epoch.parity_service.ask(header, arrays)
+
+    def _withdraw(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        push = (int(header[name]) for name in ("incarnation", "number", "world"))
+        yield {"withdrawn": self._checked(header).withdraw(*push)}, _NONE
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -404,8 +407,7 @@ class ShardService:
 
         Not every path is the same directory on every machine.
         """
-        self._checked(header)
-        store = open_store(header["url"], clock=self._clock)
+        store = self._checked(header).store(header["url"])
         found = None
         if Repository.exists(store):
             found = Repository.open(store, clock=self._clock).id
@@ -417,8 +419,8 @@ class ShardService:
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
         files = CountedWriter(
-            open_store(header["url"], clock=self._clock), VersionId.parse(header["version"]),
-            str(header["nonce"]), part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
+            epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
+            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
             advance=self._advance,
         )  # fmt: skip
         for snapshot in snapshots:
@@ -438,9 +440,7 @@ class ShardService:
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to replace all rows by this shard's part of a version."""
         epoch = self._checked(header)
-        repository = Repository.open(
-            open_store(header["url"], clock=self._clock), clock=self._clock
-        )
+        repository = Repository.open(epoch.store(header["url"]), clock=self._clock)
         version = VersionId.parse(header["version"])
 
         def own_rows(table: str, ids: I64) -> I64:
@@ -547,6 +547,11 @@ class ShardService:
 
     # -- details ---------------------------------------------------------------------------------
 
+    @property
+    def epoch(self) -> Epoch | None:
+        """The present one; None before a run has taken this server, and after it let it go."""
+        return self._epoch
+
     def _of(self, header: Json) -> Epoch:
         """The present epoch, if the message is meant for it."""
         epoch, meant = self._epoch, int(header["epoch"])
@@ -567,19 +572,6 @@ class ShardService:
             raise ProtocolError("ids are one column of int64")
         epoch.check_rows(header["table"], ids)
         return epoch.shard
-
-    def _dirty_rows(self, epoch: Epoch) -> int:
-        return sum(slab.dirty_rows() for slab in epoch.shard.slabs)
-
-    def exposition(self) -> str:
-        """Everything that Prometheus may know."""
-        epoch = self._epoch
-        if epoch is None:
-            return self.metrics.exposition(shard=None, state="empty", dirty_rows=0)
-        return self.metrics.exposition(
-            shard=epoch.shard.index, state=epoch.shard.state, dirty_rows=self._dirty_rows(epoch),
-            more=() if epoch.parity_service is None else epoch.parity_service.samples(),
-        )  # fmt: skip
 
 
 def _priority(header: Json) -> Priority | None:

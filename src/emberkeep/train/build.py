@@ -120,15 +120,18 @@ def embeddings(
 def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
     given, parity = settings.cluster, settings.parity.spec()
     if given.kind == "servers":
-        return servers(shards=given.shards, parity=parity)
+        return servers(shards=given.shards, timing=given.timing(), parity=parity)
     if given.kind == "connect":
-        return connect(given.addresses, parity=parity)
+        return connect(
+            given.addresses, token_file=given.token_file, certificate=given.certificate,
+            key=given.key, authority=given.authority, timing=given.timing(), parity=parity,
+        )  # fmt: skip
     if given.kind == "ray":
         from emberkeep.server.ray.ray_cluster import RayCluster
 
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
-            world=given.workers, parity=parity,
+            world=given.workers, timing=given.timing(), parity=parity,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
     return local(shards=given.shards, failures=failures, parity=parity)

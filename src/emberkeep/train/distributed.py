@@ -1,66 +1,136 @@
-"""Training in several processes: workers of Ray Train over the same shard servers."""
+"""Training in several processes: workers that Ray places, over the same shard servers."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from emberkeep import config
+from emberkeep._types import Json
 from emberkeep.keeper import Costs, Recoveries
+from emberkeep.keeper.signals import EXIT_CODE
 from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
-from emberkeep.train.loop import run
+from emberkeep.server.ray.ray_session import connected
+from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
+from emberkeep.train.hooks import Hook
+from emberkeep.train.loop import check_fresh, run
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig
+from emberkeep.train.supervisor import Relay, Supervisor
 from emberkeep.wire.security import Security
 
-ATTEMPTS = 4
 _WORKER_CPUS = 0.5
 _SERVER_CPUS = 0.1
+# Longer than any rank may take to bring a lost server back.
+_PATIENCE = timedelta(minutes=30)
+_TERMINATED = 128 + signal.SIGTERM  # as shells report it
 
 
-def run_on_ray(settings: RunConfig, *, fresh: bool = False) -> Result:
+def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool = False) -> Result:
     """Trains with `cluster.workers` workers, the dense network under DDP, rows on servers.
 
     The death of a worker ends all of them; they are started again and resume from the newest
-    version, if versions are saved.
+    version, if versions are saved. `hooks` are called in this process, with what happens in rank
+    0. Signals act as they do on a run in one process.
     """
     given = settings.cluster
-    with ray_cluster.connected(given.address or (local_address() if given.name else None)):
-        started: list[Any] = []
+    kept = settings.checkpoint.path is not None
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.close)
+        check_fresh(settings, fresh)
+        stack.enter_context(_ended_by_sigterm(EXIT_CODE if kept else _TERMINATED))
+        address = given.address or (local_address() if given.name else None)
+        stack.enter_context(connected(address))
         name = given.name or f"run-{uuid.uuid4().hex[:8]}"
-        if not ray_cluster.find(name):
-            started = ray_cluster.start(
-                given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security()
+        up = bool(ray_cluster.find(name))
+        for hook in hooks:
+            hook.on_event(
+                "starting", {"workers": given.workers, "servers": 0 if up else given.shards}
             )
-        try:
-            named = replace(settings, cluster=replace(given, name=name))
-            reply = ray_cluster.run_workers(
-                work,
-                {"settings": config.to_toml(named), "fresh": fresh},
-                workers=given.workers,
-                cpus=_WORKER_CPUS,
-                attempts=1 if settings.checkpoint.path is None else ATTEMPTS,
-            )
-        finally:
-            ray_cluster.stop(started)
-    return _result(settings, reply["result"])
+        if not up:
+            servers = ray_cluster.start(
+                given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security(),
+                parity=settings.parity.spec(),
+            )  # fmt: skip
+            # Held here: Ray ends servers that no process holds, also while workers start again.
+            stack.callback(ray_cluster.RayLauncher(servers, owned=name).close)
+        # Workers are where Ray was started, not where this command was.
+        sent = config.to_toml(config.absolute(replace(settings, cluster=replace(given, name=name))))
+
+        def start(fresh: bool) -> WorkerGroup:
+            document = {"settings": sent, "fresh": fresh}
+            return WorkerGroup(work, document, workers=given.workers, cpus=_WORKER_CPUS)
+
+        reply = Supervisor(start, hooks, kept=kept, fresh=fresh).run()
+        result = _result(settings, reply)
+        for hook in hooks:
+            hook.on_end(result)
+        return result
 
 
-def work(given: dict[str, Any]) -> None:
-    """What one worker does."""
-    settings = config.parse(RunConfig, given["settings"], source="the settings of the run")
-    rank, _ = ray_cluster.place()
-    result = run(settings, fresh=given["fresh"], rank=rank)
-    if rank == 0:
-        ray_cluster.report(given, {"result": result.to_dict()})
-    dist.barrier()  # nobody leaves while rank 0 still looks at rows
+def work(document: Json, place: Place, mailbox: Mailbox) -> Json:
+    """What one worker does; rank 0 returns the result."""
+    settings = config.parse(RunConfig, document["settings"], source="the settings of the run")
+    hooks = []
+    if place.rank == 0:
+        relay = Relay(mailbox)
+        warnings.showwarning = lambda message, *_: relay.warn(str(message))
+        hooks.append(relay)
+    if place.together and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{place.meeting}", rank=place.rank, world_size=place.world,
+        timeout=_PATIENCE,
+    )  # fmt: skip
+    try:
+        result = run(settings, hooks=hooks, fresh=document["fresh"], rank=place.rank)
+        dist.barrier()  # nobody leaves while rank 0 still looks at rows
+    except (KeyboardInterrupt, SystemExit):
+        return {}  # asked to stop, and saved: the keeper has said so
+    return result.to_dict()
 
 
-def _result(settings: RunConfig, reply: dict[str, Any]) -> Result:
+@contextmanager
+def _ended_by_sigterm(code: int) -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that nothing is left behind, and exits with
+    `code`; in the main thread, which alone hears signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    asked = False
+
+    def end(number: int, _frame: Any) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt  # which Ray's calls let through; they take SystemExit for their own
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not asked:
+            raise
+        print("emberkeep: SIGTERM: ended at once; versions are as they were", file=sys.stderr)
+        raise SystemExit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _result(settings: RunConfig, reply: Json) -> Result:
     kinds = {"checkpoints": Costs, "recoveries": Recoveries}
     parts = {
         key: None if reply.get(key) is None else kind(**reply[key]) for key, kind in kinds.items()

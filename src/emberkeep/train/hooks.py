@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from emberkeep.nn.embeddings import EmbeddingBags
+    from emberkeep.train.build import Inputs
     from emberkeep.train.result import Result
+    from emberkeep.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +31,39 @@ class Step:
     samples: int
     """Samples trained on so far."""
     loss: float
+    at: float = field(default_factory=time.perf_counter)
+    """When it ended, in seconds of the process that trains; only differences mean anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What is about to be trained."""
+
+    settings: RunConfig
+    inputs: Inputs
+    bags: EmbeddingBags
+    network: nn.Module
 
 
 class Hook:
     """Does nothing; override what is of interest. An error in a hook ends the run."""
 
+    def on_start(self, start: Start) -> None:
+        """Once, before the first step, and before anything is resumed."""
+
+    def on_begin(self, stop: Callable[[int], object]) -> None:
+        """Before the first step of a run that is kept. `stop(number)`, from any thread, has it
+        stop after a step as the signal of that number does."""
+
     def on_step(self, step: Step) -> None:
         """After every step, in the order of the hooks, before the next batch is taken."""
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
-        """What the keeper tells, and "finished" where there is nothing left to train; may come from
-        the thread that saves."""
+        """What the keeper tells, "started_over", and "finished" where there is nothing left to
+        train; may come from the thread that saves."""
+
+    def on_trained(self) -> None:
+        """After the last step, when everything is saved; evaluation follows."""
 
     def on_end(self, result: Result) -> None:
         """After evaluation."""

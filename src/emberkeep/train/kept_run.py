@@ -95,9 +95,13 @@ class Keeping:
             on_event=self._tell,
             must_exist=given.must_exist or tier.must_exist,
             total_steps=progress.total,
+            metrics_port=given.metrics_port,
         )
+        for hook in self.hooks:
+            hook.on_begin(keeper.stop_after_step)
         if self.fresh:
             keeper.start_over()
+            self._tell("started_over", {})
             return keeper
         kept = keeper.resume()
         if kept is not None:

@@ -30,7 +30,7 @@ from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.train import build
-from emberkeep.train.hooks import Hook, Step
+from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.kept_run import Keeping, Progress
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig
@@ -47,6 +47,15 @@ def run(
     With `cluster.workers` this process is one `rank` of them, and torch.distributed is set up. The
     result is the same on all but for the held-out samples, which rank 0 alone looks at.
     """
+    check_fresh(settings, fresh)
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.close)
+        return _run(settings, hooks, fresh, rank, stack)
+
+
+def check_fresh(settings: RunConfig, fresh: bool) -> None:
+    """Refuses to start a run over that cannot."""
     if fresh and settings.tier.every is not None:
         raise ConfigError(
             f"a run that its tier keeps starts over once {settings.tier.path} is removed; leave "
@@ -56,10 +65,6 @@ def run(
         raise ConfigError(
             "a fresh start is for runs that are saved: set checkpoint.path, or leave --fresh out"
         )
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.callback(hook.close)
-        return _run(settings, hooks, fresh, rank, stack)
 
 
 def _run(
@@ -74,6 +79,8 @@ def _run(
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
     trained = network if world == 1 else nn.parallel.DistributedDataParallel(network)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]
+    for hook in hooks:
+        hook.on_start(Start(settings=settings, inputs=inputs, bags=bags, network=network))
 
     keeping = Keeping(settings=settings, fresh=fresh, hooks=hooks)
     start = time.perf_counter()
@@ -88,6 +95,8 @@ def _run(
         place=(rank, world),
     )
     seconds = time.perf_counter() - start
+    for hook in hooks:
+        hook.on_trained()
     found_auc = found_log_loss = math.nan
     if rank == 0:
         found_auc, found_log_loss = evaluate(network, inputs.test, batch_size)

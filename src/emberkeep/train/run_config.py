@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failure_schedule import Failure
+    from emberkeep.cluster.remote.remote_shard import Timing
     from emberkeep.erasure.codes import Parity
     from emberkeep.strategies import Strategy
 
@@ -31,7 +33,8 @@ class DataSettings:
 
     source: Literal["synthetic", "criteo", "parquet"] = setting("where samples come from")
     paths: tuple[str, ...] = setting(
-        "files in reading order, relative to the working directory (criteo, parquet)", default=())
+        "files in reading order, relative to the working directory (criteo, parquet)", default=(),
+        path=True)
     samples: int | None = setting("use so many samples, all if not set", default=None, least=2)
     test_fraction: float = setting(
         "the share held out at the end for AUC and log-loss", default=0.1, above=0, below=1)
@@ -159,7 +162,7 @@ class CheckpointSettings:
 
     path: str | None = setting(
         "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
-        default=None)
+        default=None, path=True)
     must_exist: bool = setting(
         "refuse to start over where there is no version: a mount may be missing", default=False)
     every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
@@ -170,6 +173,9 @@ class CheckpointSettings:
     expected_restores: int | None = setting(
         "choose the bits for so many restores", default=None, least=0)
     keep: int = setting("how many versions are kept", default=3, least=1)
+    metrics_port: int | None = setting(
+        "serve Prometheus metrics and health of the run on this port of the loopback interface",
+        default=None, least=0)
     recovery: Literal["full", "partial"] | None = setting(
         "what happens when shards are lost; the run ends if not set", default=None)
     priority: Literal["mfu", "ssu", "scar"] | None = setting(
@@ -223,7 +229,8 @@ class TierSettings:
     """Tables larger than memory: rows in files, the hot ones in memory."""
 
     path: str | None = setting(
-        "a directory on a fast disk in which rows live; in memory alone if not set", default=None)
+        "a directory on a fast disk in which rows live; in memory alone if not set", default=None,
+        path=True)
     memory: str = setting(
         "for the hot rows of all tables, \"2GB\": at least those of one batch", default="2GB")
     every: str | None = setting(
@@ -269,6 +276,19 @@ class ClusterSettings:
     name: str | None = setting(
         "of servers that `emberkeep cluster up` has started (ray)", default=None)
     addresses: tuple[str, ...] = setting("of the servers, in shard order (connect)", default=())
+    token_file: str | None = setting(
+        "holds the token of the servers; EMBERKEEP_TOKEN if not set (connect)", default=None,
+        path=True)
+    certificate: str | None = setting(
+        "of this process, a PEM file (connect)", default=None, path=True)
+    key: str | None = setting("of the certificate, a PEM file (connect)", default=None, path=True)
+    authority: str | None = setting(
+        "who signed the servers' certificates, a PEM file (connect)", default=None, path=True)
+    lease: str = setting(
+        "how long a silent server is waited for, where another can take its place", default="15s")
+    patience: str = setting(
+        "how long the run waits for what somebody else has to do, such as starting a server again",
+        default="15min")
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -276,11 +296,30 @@ class ClusterSettings:
             for key in ("workers", "address", "name"):
                 if getattr(self, key) not in (None, 1):
                     raise ConfigError(f'{key} is for kind = "ray"')
+        if self.kind != "connect":
+            for key in ("token_file", "certificate", "key", "authority"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f'{key} is for kind = "connect"')
         if (self.kind == "connect") != bool(self.addresses):
             raise ConfigError('addresses are for kind = "connect", which needs them')
         if self.kind == "connect" and len(self.addresses) != self.shards:
             raise ConfigError(
                 f"there are {len(self.addresses)} addresses for {self.shards} shards")
+        for key in ("lease", "patience"):
+            try:
+                wait = config.duration(getattr(self, key))
+            except ValueError:
+                wait = timedelta(0)
+            if not wait:
+                raise ConfigError(
+                    f"{key} is a duration such as 30s or 15min, not {getattr(self, key)!r}")
+
+    def timing(self) -> Timing:
+        """How long a cluster of servers waits."""
+        from emberkeep.cluster.remote.remote_shard import Timing
+
+        lease, patience = config.duration(self.lease), config.duration(self.patience)
+        return Timing(deadline=min(Timing().deadline, lease), lease=lease, patience=patience)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +335,8 @@ class ParitySettings:
     chunk_rows: int = setting("rows that are rebuilt at a time", default=32768, least=1)
     rebuild_share: float = setting(
         "about how much of the time a rebuild takes", default=0.2, above=0)
+    unprotected: Literal["go_on", "stop"] = setting(
+        "whether training goes on while parity cannot be kept, or stops", default="go_on")
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -309,7 +350,7 @@ class ParitySettings:
             return None
         return Parity(
             k=self.k, r=self.r, background=self.background, chunk_rows=self.chunk_rows,
-            rebuild_share=self.rebuild_share,
+            rebuild_share=self.rebuild_share, unprotected=self.unprotected,
         )
 
 

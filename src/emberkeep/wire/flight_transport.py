@@ -22,8 +22,14 @@ from emberkeep.errors import ProtocolError, SecurityError, ServerError
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.crew import Crew
+from emberkeep.wire.private_socket import SCHEME, own_token
 from emberkeep.wire.security import HEADER, Security, read_pem, split_address
+from emberkeep.wire.tls_cause import tls_cause
 from emberkeep.wire.transport import Transport
+
+# What fails in gRPC comes out as an error of ours; its own lines repeat it, again and again. It
+# looks when its first client or server is made.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _TICK_SECONDS = 0.05
 # A connection attempt that nobody answers ends after this; Flight's default is 20 s.
@@ -72,14 +78,17 @@ class FlightChannel:
         scheme, host, port = split_address(address)
         security.check_address(address)
         self._address = address
+        self._security = security
         self._clock = clock
         self._due: float | None = None
-        headers = [] if security.token is None else [(HEADER.encode(), security.token.encode())]
-        self._headers = headers
+        # A socket proves whose server it is; to others the user's own token is not shown.
+        token = security.token or (own_token() if scheme == SCHEME else None)
+        self._headers = [] if token is None else [(HEADER.encode(), token.encode())]
         options: dict[str, Any] = {"generic_options": _OPTIONS}
-        if scheme == "grpc+tls" and security.authority is not None:
-            options["tls_root_certs"] = read_pem(security.authority)
-        self._client = flight.FlightClient(f"{scheme}://{host}:{port}", **options)
+        if scheme == "grpc+tls":
+            options |= _credentials(security)
+        where = address if scheme == SCHEME else f"{scheme}://{host}:{port}"
+        self._client = flight.FlightClient(where, **options)
         self._writer: Any = None
         self._reader: Any = None
         _watch(self)
@@ -171,9 +180,23 @@ class FlightChannel:
                 f"{self._address} refuses: {reason}; give the token that its server was started "
                 "with (EMBERKEEP_TOKEN, or a token file)"
             )
+        if isinstance(error, flight.FlightUnavailableError):
+            cause = tls_cause(self._address, self._security, reason)
+            if cause is not None:
+                return cause
         if isinstance(error, flight.FlightCancelledError | flight.FlightTimedOutError):
             return ServerError(f"{self._address} did not answer {what} in time")
         return ServerError(f"{self._address}: {what} failed: {reason}")
+
+
+def _credentials(security: Security) -> dict[str, bytes]:
+    """What proves each side to the other over TLS."""
+    given = {
+        "tls_root_certs": security.authority,
+        "cert_chain": security.certificate,
+        "private_key": security.key,
+    }
+    return {name: read_pem(pem) for name, pem in given.items() if pem is not None}
 
 
 _watched: weakref.WeakSet[FlightChannel] = weakref.WeakSet()

@@ -1,7 +1,8 @@
-"""Who may listen where: loopback as it is, everything else with TLS and a token.
+"""Who may reach a server: its user on one machine, from others who has a certificate and a token.
 
-A token proves that a client may talk to a server; TLS keeps it and the rows from being read, and
-proves the server to the client. Neither alone is enough on a network, so both are demanded.
+gRPC reads a request whole, however long it is, before a token in its header can be looked at. So
+strangers are kept away before the first byte: by the permissions of a socket on one machine, by the
+certificates of clients on a network. The token is demanded in addition, always.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from emberkeep.errors import SecurityError
 
@@ -24,10 +27,11 @@ _LEAST_TOKEN = 16
 class Security:
     """What a side of a connection brings. Certificates and keys are PEM files, or their bytes.
 
-    - A server brings `certificate` and `key`, and the `token` that it demands.
-    - A client brings the `token`, and `authority` (the certificates that it trusts) where the
-      server's certificate is not signed by one of the system's. Servers that keep parity are
-      clients of each other, and bring it, too.
+    - A server brings `certificate` and `key`, and the `token` that it demands. With `authority` it
+      demands of its clients a certificate that is signed by it.
+    - A client brings the `token`, its own `certificate` and `key`, and `authority` (certificates
+      that it trusts) where the server's is not signed by one of the system's. Servers that keep
+      parity are clients of each other.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -59,22 +63,33 @@ class Security:
         )
 
     def of_client(self) -> Security:
-        """What a client of a server with this brings."""
-        return Security(token=self.token, authority=self.authority)
+        """What a client of a server with this brings: a certificate where the server demands it."""
+        return Security(token=self.token) if self.authority is None else self
+
+    def with_token(self) -> Security:
+        """The same; with a random token where there is none."""
+        return self if self.token else replace(self, token=secrets.token_urlsafe())
 
     def check_listening(self, host: str) -> None:
-        """Refuses to listen beyond this machine without TLS and a token."""
+        """Refuses to listen beyond this machine without TLS, clients' certificates and a token."""
+        self._check_reachable(
+            host,
+            ("--authority, who signs the certificates of clients", self.authority is None),
+        )
+
+    def check_metrics(self, host: str) -> None:
+        """Refuses to show metrics beyond this machine without TLS and a token."""
+        self._check_reachable(host)
+
+    def _check_reachable(self, host: str, *more: tuple[str, bool]) -> None:
         if is_loopback(host):
             return
-        missing = [
-            what
-            for what, absent in (
-                ("--tls-certificate and --tls-key", not self.tls),
-                (f"a token (--token-file or {TOKEN})", self.token is None),
-            )
-            if absent
-        ]
-        if missing:
+        needs = (
+            ("--tls-certificate and --tls-key", not self.tls),
+            *more,
+            (f"a token (--token-file or {TOKEN})", self.token is None),
+        )
+        if missing := [what for what, absent in needs if absent]:
             raise SecurityError(
                 f"{host} can be reached from other machines: that needs {' and '.join(missing)}; "
                 "or listen on 127.0.0.1"
@@ -83,7 +98,7 @@ class Security:
     def check_address(self, address: str) -> None:
         """Refuses to send a token, or rows, to another machine in the clear."""
         scheme, host, _ = split_address(address)
-        if scheme == "grpc+tls" or is_loopback(host):
+        if scheme != "grpc+tcp" or is_loopback(host):
             return
         raise SecurityError(
             f"{address} is not on this machine and without TLS: write grpc+tls://{host}:…"
@@ -106,8 +121,11 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, str, int]:
-    """Scheme, host and port of `host:port`, `grpc+tcp://host:port` or `grpc+tls://host:port`."""
+    """Scheme, host and port of `host:port`, `grpc+tcp://host:port` or `grpc+tls://host:port`; of
+    `grpc+unix:///path` the path, and no port."""
     scheme, found, rest = address.rpartition("://")
+    if scheme == "grpc+unix" and rest.startswith("/"):
+        return scheme, unquote(rest), 0
     host, colon, port = rest.rpartition(":")
     if not colon or not host or not port.isdigit() or scheme not in ("", "grpc+tcp", "grpc+tls"):
         raise SecurityError(

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import F32, I64, RowIds
-from emberkeep.cluster.base import check_size, surviving
+from emberkeep.cluster.base import check_size
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
+from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.shard import Shard
 from emberkeep.erasure.codes import Parity
@@ -88,7 +89,7 @@ def local(
 
 _Part = tuple[Sequence[RowIds], Sequence[F32]]
 
-# Said of a push: the shard's rows came from a repository since.
+# Said of a push: the shard's rows came from a repository since, or the push was given up.
 _NOT_NEEDED = -1
 
 
@@ -155,6 +156,8 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
 
     def _renew(self, index: int) -> Shard:
         old = self.shards[index]
+        if old.state == "lost":
+            self.losses.append(index)
         old.kill()
         new = Shard(
             self.tables, self.optimizer, index=index, count=len(self.shards),
@@ -340,8 +343,9 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
             except ShardLostError:
                 raise  # the rest follows when the shard is back
             except BaseException:
-                if push in self._unsettled:  # the caller gets the error: the rest is never sent
-                    self._unsettled.remove(push)
+                # The caller gets the error, and the rest is never sent. What shards have applied
+                # stays, until no loss can undo it.
+                push.numbers_S = [number or _NOT_NEEDED for number in push.numbers_S]
                 raise
             protection.settle()
             self._forget_settled()
@@ -370,6 +374,8 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
     ) -> None:
         """Applies a shard's part of a push, unless it has done so before."""
         assert self._protection is not None
+        if push.numbers_S[index] == _NOT_NEEDED:
+            return
         if self._protection.applied(index, push.worker) >= push.number:
             return
         shard = self.shards[index]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -17,7 +19,7 @@ from emberkeep.erasure.member import ParityMember, begin
 from emberkeep.erasure.messages import Point
 from emberkeep.erasure.source import Source
 from emberkeep.erasure.status import ParityStatus, earliest
-from emberkeep.errors import ConfigError, ParityLossError, ShardLostError
+from emberkeep.errors import ConfigError, ShardLostError, StoppedError
 from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
@@ -35,6 +37,11 @@ class LocalParity:
 
     Rows that were trained before it began are protected once the thread that rebuilds has been
     through them.
+
+    Where messages could not be delivered, or parity could not be filled, parity is not what the
+    rows are. It starts over: the thread that rebuilds fills all of it again. Until then rows are
+    unprotected, which the status says; a push says so by a warning, once, or is refused where the
+    run shall stop then. Shards whose rows were not back yet are lost.
     """
 
     def __init__(
@@ -52,14 +59,19 @@ class LocalParity:
         self._pool = pool
         self._clock = clock
         self._shapes = shapes_of([shard.slabs for shard in shards])
-        self._mail = Mail(len(shards), self._receive, window_nbytes=spec.window_nbytes, clock=clock)
+        self._mail = Mail(
+            len(shards), self._receive, window_nbytes=spec.window_nbytes,
+            on_failure=self._void, clock=clock,
+        )  # fmt: skip
+        # Since when parity is not what the rows are, and whether a push has said so.
+        self._void_since: float | None = None
+        self._void_cause: BaseException | None = None
+        self._void_said = False
         self._shards = list(shards)
         self._degraded_reads = 0
         self._recoveries = 0
-        # Rows are decoded again from the start; `rebuild_chunk` sees to what cannot be repeated.
-        self._rebuilds = Worker(
-            "emberkeep-rebuild", self._rebuild_and_rest, retry=Retry(), clock=clock
-        )
+        self._renewing = threading.Lock()
+        self._rebuilds = self._new_rebuilds()
         self._rebuilding = False
         # When training last took part in a rebuild, what it may spend on it, and what it has spent
         # since on rows that it asked for.
@@ -113,16 +125,39 @@ class LocalParity:
         if self.spec.background:
             self._mail.wait_for_room()
         else:
-            self._mail.deliver()
+            self.flush()
 
     def check(self) -> None:
-        """Before a push: raises what has ended protection, with no row changed."""
-        self._mail.check()
+        """Before a push: says that rows are not protected, once; raises it, with no row changed,
+        where the run shall stop then."""
+        if self.spec.unprotected == "stop":
+            self._check_protected()
+        elif self._void_since is not None and not self._void_said:
+            self._void_said = True
+            warnings.warn(
+                f"rows are not protected: {self._void_cause!r} while their parity was kept up; it "
+                "is being filled again, and training goes on",
+                stacklevel=3,
+            )
+
+    def _check_protected(self) -> None:
+        if self._void_since is not None:
+            cause = self._void_cause
+            raise StoppedError(
+                f"rows are not protected: {type(cause).__name__}: {cause} while their parity was "
+                "kept up, and it is not filled again yet; no row was changed: try again later, or "
+                "save a version"
+            ) from cause
         self._rebuilds.check()
 
     def flush(self) -> None:
-        """After any other write, which nobody would send again: every host holds it now."""
-        self._mail.deliver()
+        """After any other write, which nobody would send again: every host holds it now, or rows
+        are said to be unprotected."""
+        try:
+            self._mail.deliver()
+        except Exception:
+            if self.spec.unprotected == "stop":
+                raise
 
     def settled(self, shard: int) -> int:
         """The number up to which nothing of a shard's stream can be lost any more."""
@@ -135,14 +170,44 @@ class LocalParity:
     def clear(self) -> None:
         """All shards were cleared: so is all parity, and nothing is left to come back."""
         with self.rebuilder.lock:
-            self._mail.deliver()
+            self._start_over_if_void()
+            self.flush()
             for shard, member in zip(self._shards, self.rebuilder.members, strict=True):
                 member.host.clear()
                 with member.lock:
                     rows_of(member).give_up()
                     member.record((), None, state_of(shard.slabs))
                 shard.bring_back = None
-            self._mail.deliver()
+            self.flush()
+
+    # -- parity that is not what the rows are ----------------------------------------------------
+
+    def _void(self) -> None:
+        """Delivery has failed, in any thread and with its locks held."""
+        if self._void_since is None:
+            self._void_since, self._void_said = self._mail.failed_since, False
+        self._void_cause = self._mail.failure
+        self._sweep()
+
+    def _start_over_if_void(self) -> None:
+        """Has parity filled again that is not what the rows are. With the rebuilder's lock."""
+        if self._mail.failure is None:
+            return
+        members = self.rebuilder.members
+        living = [member for member in members if member.index not in self.lost]
+        # Their rows were to come from that parity.
+        hurt = [member.index for member in living if rows_of(member).lost()]
+        if hurt:
+            self.lose(hurt)
+        living = [member for member in living if member.index not in hurt]
+        with self._mail.held():
+            self._mail.start_over()
+            for member in living:
+                member.host.start_over()
+                for host in member.source.hosts:
+                    if host not in self.lost:
+                        number, point = member.attach(host)
+                        members[host].host.follow(member.index, member.source.epoch, number, point)
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -151,14 +216,14 @@ class LocalParity:
         with self.rebuilder.lock:  # nobody reads rows of them meanwhile
             for shard in shards:
                 self._shards[shard].kill()
-            # Before hosts let go: what is being delivered to them would fail, and delivery with it.
-            self.lost |= set(shards)
-            self._mail.drop(self.lost)
-            for shard in shards:
-                member = self.rebuilder.members[shard]
-                with member.lock:
-                    rows_of(member).drop()
-                member.host.let_go()
+            with self._mail.held():
+                self.lost |= set(shards)
+                self._mail.drop(self.lost)
+                for shard in shards:
+                    member = self.rebuilder.members[shard]
+                    with member.lock:
+                        rows_of(member).drop()
+                    member.host.let_go()
 
     def recover(self, lost: Collection[int], renew: Renew) -> None:
         """Puts replacements in the place of all lost shards, ready to serve.
@@ -166,13 +231,10 @@ class LocalParity:
         Raises `ParityLossError`, with nothing changed, where parity cannot bring them back.
         """
         with self.rebuilder.lock:
-            if self._mail.failed_since is not None:
-                raise ParityLossError(
-                    f"shards {sorted(lost)} are lost, and their parity is out of date since "
-                    "delivering messages has failed: recover them from the repository"
-                )
-            self.rebuilder.recover(lost, partial(self._replace, renew))
-            self.lost = set()
+            self._start_over_if_void()
+            with self._mail.held():
+                self.rebuilder.recover(lost, partial(self._replace, renew))
+                self.lost -= set(lost)
             self.rebuilder.recover_marks()
             for index in lost:
                 shard = self._shards[index]
@@ -199,9 +261,11 @@ class LocalParity:
             return member
 
         with self.rebuilder.lock:
-            self._mail.drop(shards)
-            self.rebuilder.start_over(shards, replace)
-            self.lost -= set(shards)
+            self._start_over_if_void()
+            with self._mail.held():
+                self._mail.drop(shards)
+                self.rebuilder.start_over(shards, replace)
+                self.lost -= set(shards)
         self._sweep()
 
     def _bring_back(self, shard: int, slab: int, rows: I64) -> None:
@@ -213,11 +277,18 @@ class LocalParity:
             self._degraded_reads += 1
             began = self._clock.monotonic()
             with self.rebuilder.lock:
+                self._start_over_if_void()
                 if self.lost:
                     raise ShardLostError(sorted(self.lost))
-                for start in range(0, rows.size, self.spec.chunk_rows):
-                    part = rows[start : start + self.spec.chunk_rows]
-                    self.rebuilder.recover_rows(shard, slab, part)
+                try:
+                    for start in range(0, rows.size, self.spec.chunk_rows):
+                        part = rows[start : start + self.spec.chunk_rows]
+                        self.rebuilder.recover_rows(shard, slab, part)
+                except Exception:
+                    self._start_over_if_void()
+                    if self.lost:  # with the parity that the rows were to come from
+                        raise ShardLostError(sorted(self.lost)) from None
+                    raise
             self._degraded_seconds += self._clock.monotonic() - began
 
     # -- rebuilding ------------------------------------------------------------------------------
@@ -226,11 +297,13 @@ class LocalParity:
         """Brings everything back now: all rows, then all parity."""
         while self.rebuild_chunk():
             pass
+        if self._rebuilds.stopped:
+            self._sweep()  # what it met is over
 
     def rebuild_chunk(self) -> bool:
         """Brings the next rows back, or else the next parity; False when all is whole."""
         with self.rebuilder.lock:
-            self._mail.check()
+            self._start_over_if_void()
             if self.lost:
                 return False
             for shard in self._shards:
@@ -242,11 +315,14 @@ class LocalParity:
                     return True
                 shard.bring_back = None
             try:
-                return self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
+                more = self.rebuilder.fill(-(-self.spec.chunk_rows // self.spec.k)) > 0
             except BaseException as error:
                 # Some rows may have been added: adding them again would take them out.
                 self._mail.fail(error)
                 raise
+            if not more and self._mail.failure is None:
+                self._void_since = self._void_cause = None
+            return more
 
     def rebuild_along(self) -> None:
         """After a push: the thread that trains brings back what is due, with the whole pool.
@@ -267,6 +343,8 @@ class LocalParity:
             start = self._clock.monotonic()
             try:
                 more = self.rebuild_chunk()
+                if self._rebuilds.stopped:
+                    self._sweep()  # what it met is over
             except Exception:  # not the fault of the push, which is done: the thread will tell
                 more = False
             if not more:
@@ -279,8 +357,17 @@ class LocalParity:
         self._along_at = self._clock.monotonic()
 
     def _sweep(self) -> None:
+        """Has the thread look at what is not back; starts another if it has given up."""
         self._rebuilding = True
-        self._rebuilds.wake()
+        with self._renewing:
+            if self._rebuilds.stopped:
+                self._rebuilds.stop()  # it is not counted as stopped any more
+                self._rebuilds = self._new_rebuilds()
+            self._rebuilds.wake()
+
+    def _new_rebuilds(self) -> Worker:
+        """Rows are decoded again from the start, and parity starts over."""
+        return Worker("emberkeep-rebuild", self._rebuild_and_rest, retry=Retry(), clock=self._clock)
 
     def _rebuild_and_rest(self) -> float | None:
         """Rebuilds while nobody pushes, until all is whole."""
@@ -296,8 +383,10 @@ class LocalParity:
         return self._clock.monotonic() - self._along_at < _ALONE_SECONDS
 
     def close(self) -> None:
-        """Ends the threads; raises what has ended protection."""
-        end_all(self._rebuilds.stop, self._mail.close, self._rebuilds.close)
+        """Ends the threads; raises why rows are not protected, where they are not."""
+        end_all(
+            self._rebuilds.stop, self._mail.close, self._rebuilds.join, self._check_protected
+        )  # fmt: skip
 
     def status(self) -> ParityStatus:
         members = self.rebuilder.members
@@ -316,5 +405,5 @@ class LocalParity:
             sent_nbytes=self._mail.sent_nbytes,
             updates=tuple(member.host.updates for member in members),
             lost_shards=len(self.lost),
-            unprotected_since=earliest(self._mail.failed_since, self._rebuilds.failed_since),
+            unprotected_since=earliest(self._void_since, self._rebuilds.failed_since),
         )

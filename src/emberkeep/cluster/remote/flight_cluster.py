@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import secrets
 import threading
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from emberkeep._types import F32, U8, RowIds
-from emberkeep.cluster.base import Routed, surviving
+from emberkeep._types import F32, U8, Json, RowIds
+from emberkeep.cluster.base import Routed, ShardHandle
+from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import EmberkeepError, PeerError, ServerError, ShardLostError
+from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
@@ -46,6 +51,8 @@ from emberkeep.wire.protocol import (
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
+_T = TypeVar("_T")
+
 # Numbers of pushes start over, above all earlier ones, when a push was given up.
 _ROUND = 2**32
 
@@ -65,13 +72,29 @@ class _Ahead:
         )
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A push that was sent to shards, and that a loss may yet take away from some of them."""
+
+    incarnation: int
+    number: int
+    routed: Routed
+    grads: Sequence[F32]
+    lr: float
+    missing: set[int]
+    """The shards that have not answered it."""
+
+
 class FlightCluster(RemoteCluster):
     """Tables spread over shard servers.
 
     Everything that `Cluster` promises, and: each push is applied once on every shard, also when
-    answers are lost, servers are replaced by partial recovery, or the call is made again. Pushes to
-    tables that cannot refuse (all fixed) take one round trip; if a shard is lost in it and the push
-    is given up, other shards may have applied it.
+    answers are lost, servers are replaced by partial recovery, or the call is made again.
+
+    A push that raises `ShardLostError` may have been applied by the shards that are not lost: do
+    not make it again. It is finished on the others before rows are next read, changed or frozen,
+    under its own number; a full recovery goes behind it. So it takes effect on every shard or on
+    none.
 
     `rank` and `world` make this client one rank of a synchronous job; rank 0 coordinates. Without
     them pushes are applied as they come, and several clients (one coordinates, the others `join`)
@@ -104,14 +127,16 @@ class FlightCluster(RemoteCluster):
         self._number = 0
         self._turn = threading.RLock()
         self._ahead: _Ahead | None = None
+        self._applying: _Sent | None = None
         self._dims = tuple(self.tables[group[0]].dim for group in self.groups)
         self._limits_G = [
             np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
         ]
         self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
         self._reader = transport.executor(1, "emberkeep-prefetch")
-        # Pushes that parity in the background may yet lose with a shard: number, parts, lr.
-        self._unsettled: deque[tuple[int, Routed, Sequence[F32], float]] = deque()
+        # A push leaves when it is settled on every shard, was refused before any shard applied it,
+        # or a full recovery goes behind it, and for no other reason.
+        self._unsettled: deque[_Sent] = deque()
         self._take_over(parity)
 
     def _let_go(self) -> None:
@@ -215,11 +240,11 @@ class FlightCluster(RemoteCluster):
         """Updates each wanted row once, on all shards at once."""
         self._check(wanted, grads, finite=finite)
         with self._turn:
+            self._applying = None
             try:
                 self._push(wanted, grads, lr)
-            except BaseException:
-                # Refused or given up: what has that number must not be taken for the next push.
-                self._start_round()
+            except BaseException as error:
+                self._give_up_push(error)
                 raise
             self._number += 1
 
@@ -232,24 +257,80 @@ class FlightCluster(RemoteCluster):
             rows = self._await_ahead()
             self._serving()
             routed = self._routed(wanted)
-            patience = self.timing.deadline
-            if self.world > 1:
-                patience += self.timing.joining
             kind = CHECK if self._refusable else PUSH
             blobs = self._requests(kind, routed, grads, number=number, lr=lr)
-            replies = self._exchange(blobs, patience)
             if self._refusable:
+                self._exchange_together(blobs)
                 blobs = self._requests(APPLY, routed, number=number, lr=lr)
-                replies = self._exchange(blobs, patience)
+            sent = _Sent(self._incarnation, number, routed, grads, lr, set())
+            self._applying = sent
+            replies = self._exchange_together(blobs)
             if any(settled_of(blob)[1] for blob in replies):
                 raise PeerError(f"push {number} is not settled: a host of its parity is silent")
+            self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
             if settled < number:
-                kept = [rows_UD.copy() for rows_UD in grads]  # the caller may write to its own
-                self._unsettled.append((number, routed, kept, lr))
-            while self._unsettled and self._unsettled[0][0] <= settled:
+                self._keep(sent)
+            while (
+                self._unsettled
+                and not self._unsettled[0].missing
+                and self._unsettled[0].number <= settled
+            ):
                 self._unsettled.popleft()
             self._complete(rows, replies)
+            if self._protection is not None:
+                self._protection.mend()
+
+    def _keep(self, sent: _Sent) -> None:
+        sent.grads = [rows_UD.copy() for rows_UD in sent.grads]  # the caller may write to its own
+        self._unsettled.append(sent)
+
+    def _give_up_push(self, error: BaseException) -> None:
+        """A push ends with an error: what shards may have applied of it is remembered."""
+        sent, self._applying = self._applying, None
+        self._ahead = None  # rows that were pulled ahead are without it
+        if sent is not None and not self._refused(error):
+            if isinstance(error, ShardLostError):
+                sent.missing = set(error.shards)
+            elif not isinstance(error, PeerError):  # who has answered is not known
+                sent.missing = set(range(len(self.handles)))
+            self._keep(sent)
+        elif self._refusable:
+            self._withdraw(self._number + 1)
+        # What has that number must not be taken for the next push.
+        self._start_round()
+
+    def _refused(self, error: BaseException) -> bool:
+        """Whether a push was applied nowhere, or nobody goes on from it."""
+        if isinstance(error, RankError):
+            return True  # all ranks start again, from a version
+        unknown = isinstance(error, ShardLostError | PeerError)
+        return len(self.handles) == 1 and isinstance(error, EmberkeepError) and not unknown
+
+    def _withdraw(self, number: int) -> None:
+        """Has shards let go of a push that they have checked and another has refused. One that does
+        not hear of it lets go with the next push."""
+        about = {"incarnation": self._incarnation, "number": number, "world": self.world}
+        for shard in self.handles:
+            with suppress(EmberkeepError):
+                shard.ask("withdraw", about)
+
+    def _exchange_together(self, blobs: Sequence[U8]) -> list[U8]:
+        """Sends a part of a push to each shard; as one rank of several, until all have sent theirs.
+
+        A server does not let a rank wait for longer than half of a deadline at a time, so one that
+        is silent does not pass for one that waits for others.
+        """
+        return self._until_all_ranks(lambda: self._exchange(blobs, self.timing.deadline))
+
+    def _until_all_ranks(self, send: Callable[[], _T]) -> _T:
+        until = self._clock.monotonic() + self.patience.total_seconds()
+        while True:
+            try:
+                return send()
+            except RankError:
+                if self._clock.monotonic() > until:
+                    raise
 
     def _complete(self, rows: list[F32] | None, replies: Sequence[U8]) -> None:
         """Brings what the push has changed of the prefetched rows into them."""
@@ -284,20 +365,76 @@ class FlightCluster(RemoteCluster):
     def _start_round(self) -> None:
         self._number = (self._number // _ROUND + 1) * _ROUND
         self._incarnation = secrets.randbits(63)
+
+    def _forget_sent(self) -> None:
         self._unsettled.clear()
+        self._applying = None
+        self._start_round()
+
+    def unfinished(self, shard: int) -> int:
+        given_up = sum(bool(sent.missing) and shard not in sent.missing for sent in self._unsettled)
+        sent = self._applying
+        # Another rank may have been answered before the shard was lost: it does not send its part
+        # again, and the step counts as lost.
+        if sent is None or self.world > 1:
+            return given_up
+        about = {"incarnation": sent.incarnation, "world": self.world}
+        applied = int(self.handles[shard].ask("status", about)["applied"])
+        return given_up + (applied >= sent.number)
+
+    def _serving(self) -> list[ShardHandle]:
+        """All shards, each with every push that was sent to it."""
+        shards = super()._serving()
+        if any(sent.missing for sent in self._unsettled):
+            with self._push_lock:
+                for index in sorted({index for sent in self._unsettled for index in sent.missing}):
+                    self._send_again(index)
+        return shards
 
     def _send_again(self, index: int) -> None:
+        """Has a shard that is back apply what it may be without: the pushes that it did not answer,
+        and, where it goes on from parity, those that not every host held.
+
+        Of a shard whose rows came from a repository, those that it had answered are lost.
+        """
         shard = self.handles[index]
-        if not self._unsettled or shard.state != "serving":
+        if shard.state != "serving":
             return
-        status = shard.ask("status", {"incarnation": self._incarnation, "world": self.world})
-        if not status["from_parity"]:
-            return  # its rows came from a repository since
-        for number, routed, grads, lr in self._unsettled:
-            if number > status["applied"]:
-                (blob,) = self._requests(PUSH, routed, grads, number=number, lr=lr, only=index)
-                shard.send(blob, self.timing.deadline + self.timing.joining)
-                shard.receive()
+        status_of: dict[int, Json] = {}  # asked once for each incarnation, not for each push
+        for sent in self._unsettled:
+            if sent.incarnation not in status_of:
+                about = {"incarnation": sent.incarnation, "world": self.world}
+                status_of[sent.incarnation] = shard.ask("status", about)
+            status = status_of[sent.incarnation]
+            needed = index in sent.missing or status["from_parity"]
+            if needed and sent.number > status["applied"]:
+                self._send_one(sent, index)
+            sent.missing.discard(index)
+
+    def _send_one(self, sent: _Sent, index: int) -> None:
+        shard = self.handles[index]
+        (blob,) = self._requests(
+            PUSH, sent.routed, sent.grads, number=sent.number, lr=sent.lr, only=index,
+            incarnation=sent.incarnation,
+        )  # fmt: skip
+
+        def send() -> None:
+            shard.send(blob, self.timing.deadline)
+            shard.receive()
+
+        try:
+            self._until_all_ranks(send)
+        except ServerError:
+            raise shard.lose() from None
+        except (RankError, PeerError):  # worth asking again: it is not refused
+            raise
+        except EmberkeepError as error:
+            warnings.warn(
+                f"shard {index} refuses a push that others have applied: {error}; its rows are "
+                "without that update",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -310,6 +447,7 @@ class FlightCluster(RemoteCluster):
         number: int = 0,
         lr: float = 0.0,
         only: int | None = None,
+        incarnation: int | None = None,
     ) -> list[U8]:
         """One request for each shard, or for one of them."""
         blobs = []
@@ -319,7 +457,7 @@ class FlightCluster(RemoteCluster):
             request = Request(
                 kind=kind,
                 epoch=shard.epoch,
-                incarnation=self._incarnation,
+                incarnation=self._incarnation if incarnation is None else incarnation,
                 number=number,
                 rank=self.rank,
                 world=self.world,

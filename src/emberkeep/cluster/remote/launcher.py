@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from emberkeep.errors import ConfigError, EmberkeepError, ServerError
+from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
@@ -14,6 +14,8 @@ from emberkeep.wire.security import Security, split_address
 from emberkeep.wire.transport import Transport
 
 _POLL_SECONDS = 0.1
+# For servers that are started at the same time as the run.
+_STARTING = timedelta(minutes=2)
 
 
 class Launcher(Protocol):
@@ -24,6 +26,16 @@ class Launcher(Protocol):
 
     def address(self, shard: int) -> str:
         """Where the shard's server is now."""
+        ...
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another server can take the place of one that lives and does not answer. Where
+        none can, nothing is won by giving one up."""
+        ...
+
+    def gone(self, shard: int, life: str) -> bool:
+        """Whether the server of that life is known to have ended; not whether it answers."""
         ...
 
     def replace(self, shard: int, life: str) -> str:
@@ -43,7 +55,7 @@ class FixedAddresses:
     """Servers at addresses that stay: somebody else starts them, and starts them again.
 
     A server with another life at an address proves that the one before is dead: two processes
-    cannot listen on one port.
+    cannot listen on one port. One that answers again is as good: in its next epoch it is empty.
     """
 
     def __init__(
@@ -73,24 +85,33 @@ class FixedAddresses:
     def address(self, shard: int) -> str:
         return self._addresses[shard]
 
+    @property
+    def replaceable(self) -> bool:
+        return False
+
+    def gone(self, shard: int, life: str) -> bool:
+        """Only another server at the address proves it, and that one answers."""
+        return False
+
     def replace(self, shard: int, life: str) -> str:
         address = self._addresses[shard]
-        until = self._clock.monotonic() + self._patience.total_seconds()
+        patience = self._patience if life else min(self._patience, _STARTING)
+        until = self._clock.monotonic() + patience.total_seconds()
         while self._clock.monotonic() < until:
             connection = Connection(address, self._security, transport=self._transport)
             try:
                 status, _ = connection.act("status", deadline=timedelta(seconds=2))
-            except EmberkeepError:
+            except ServerError:  # what no patience cures comes out: security, another protocol
                 pass
             else:
-                if status["life"] != life and not status["draining"]:
+                if not status["draining"]:
                     return address
             finally:
                 connection.close()
             self._clock.sleep(_POLL_SECONDS)
         raise ServerError(
-            f"shard {shard} at {address} is gone and nobody started it again within "
-            f"{self._patience.total_seconds():g} s: start emberkeep serve there"
+            f"shard {shard} at {address} does not answer, and nobody started it within "
+            f"{patience.total_seconds():g} s: start emberkeep serve there"
         )
 
     def close(self) -> None:

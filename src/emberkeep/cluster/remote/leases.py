@@ -28,7 +28,7 @@ class Leases:
         self, coordinator: str, shards: Sequence[RemoteShard], security: Security, timing: Timing,
         *, transport: Transport = FLIGHT, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        self.run: dict[str, float] = {}
+        self.run: dict[str, float | str] = {}
         self.coordinator = coordinator
         dial = partial(Connection, security=security, transport=transport)
         self._renewals = {
@@ -58,7 +58,7 @@ class _Renewal:
     """Renews the lease of one server, four times while it lasts."""
 
     def __init__(
-        self, coordinator: str, run: dict[str, float], dial: Callable[[str], Connection],
+        self, coordinator: str, run: dict[str, float | str], dial: Callable[[str], Connection],
         pause: timedelta, clock: Clock,
     ) -> None:  # fmt: skip
         self.meant: tuple[str, int] | None = None
@@ -73,7 +73,7 @@ class _Renewal:
         self._heard = 0.0
         self.worker = Worker(
             "emberkeep-lease", self._renew, on_error=self._failed,
-            retry=Retry(limit=None, first=pause, most=pause), clock=clock,
+            retry=Retry(limit=None, first=pause / 8, most=pause), clock=clock,
         )  # fmt: skip
 
     def _renew(self) -> float | None:
@@ -92,8 +92,10 @@ class _Renewal:
         reply, _ = self._connection.act(
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
-        self._heard = float(reply["clock"])
-        return self._pause.total_seconds()
+        before, self._heard = self._heard, float(reply["clock"])
+        pause = self._pause.total_seconds()
+        # After a silence the lease still runs from before it: it is renewed by the next message.
+        return 0 if self._heard - before > 2 * pause else pause
 
     def _failed(self, _: BaseException) -> None:
         self._disconnect()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +23,27 @@ from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.spread import warn_of_shared_machines
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DeadlineError, ServerError
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.event_log import last_line, new_log_directory
+from emberkeep.runtime.waiting import Waiting
 from emberkeep.tables import Optimizer, Table
-from emberkeep.wire.security import Security, read_token
+from emberkeep.wire.private_socket import own_address
+from emberkeep.wire.security import TOKEN, Security, read_token
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
+_numbers = itertools.count(1)
+_LONGEST_DIRECTORY = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Where rows live: `shards` servers on this machine, each a process, on the loopback interface.
+    """Where rows live: `shards` servers on this machine, processes that only this user reaches.
 
     They are started with the cluster, end with it, and a dead one is replaced when it is missed.
     `spares` more are started and wait: a server knows nothing of tables before it is given a place,
@@ -57,8 +66,8 @@ class Servers:
         launcher = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
         try:
             cluster = FlightCluster(
-                tables, optimizer, launcher, seed=seed, pool=pools.shared(), timing=self.timing,
-                parity=self.parity,
+                tables, optimizer, launcher, seed=seed, pool=pools.shared(),
+                security=launcher.security, timing=self.timing, parity=self.parity,
             )  # fmt: skip
         except BaseException:
             launcher.close()
@@ -98,7 +107,6 @@ class Connect:
     coordinate: bool = True
     security: Security = field(default_factory=Security)
     timing: Timing = field(default_factory=Timing)
-    patience: timedelta = timedelta(minutes=2)
     parity: Parity | None = None
 
     def __post_init__(self) -> None:
@@ -108,10 +116,12 @@ class Connect:
             raise ConfigError(
                 f"rank must be from 0 to below world, not {self.rank} of {self.world}"
             )
-        FixedAddresses(self.addresses, self.security, patience=self.patience)
+        FixedAddresses(self.addresses, self.security, patience=self.timing.patience)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        launcher = FixedAddresses(self.addresses, self.security, patience=self.patience)
+        launcher = FixedAddresses(self.addresses, self.security, patience=self.timing.patience)
+        if self.coordinate and self.rank == 0:
+            warn_of_shared_machines(self.parity, self.addresses)
         return FlightCluster(
             tables, optimizer, launcher, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
@@ -126,22 +136,30 @@ def connect(
     world: int = 1,
     coordinate: bool = True,
     token_file: str | os.PathLike[str] | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
     authority: str | os.PathLike[str] | None = None,
     timing: Timing | None = None,
-    patience: timedelta = timedelta(minutes=2),
     parity: Parity | None = None,
 ) -> Connect:
     """Servers started with `emberkeep serve`: `cluster=ek.connect(["host:7070", "host:7071"])`.
 
-    The token is read from `token_file`, else from the environment (`EMBERKEEP_TOKEN`); `authority`
-    names the certificates to trust. `patience` is how long a dead server may take to come back;
-    with `parity` it then gets its rows from the others.
+    `127.0.0.1:7070` is this user's own server, which needs nothing else. Others are reached over
+    TLS, `grpc+tls://host:7070`: with the token from `token_file`, else from the environment
+    (`EMBERKEEP_TOKEN`), with this process's `certificate` and `key`, and with `authority`, which
+    signs the servers'. `patience` of `timing` is how long a server may be away: one that was only
+    unreachable goes on with its rows, one that was started again gets them from a version, or with
+    `parity` from the others.
     """
-    token = read_token(None if token_file is None else Path(token_file))
-    security = Security(token=token, authority=None if authority is None else Path(authority))
+    files = [None if name is None else Path(name) for name in (certificate, key, authority)]
+    security = Security(
+        token=read_token(None if token_file is None else Path(token_file)),
+        certificate=files[0], key=files[1], authority=files[2],
+    )  # fmt: skip
     return Connect(
-        addresses=tuple(addresses), rank=rank, world=world, coordinate=coordinate,
-        security=security, timing=timing or Timing(), patience=patience, parity=parity,
+        addresses=tuple(own_address(address) for address in addresses),
+        rank=rank, world=world, coordinate=coordinate,
+        security=security, timing=timing or Timing(), parity=parity,
     )  # fmt: skip
 
 
@@ -154,20 +172,36 @@ class ProcessLauncher:
     ) -> None:  # fmt: skip
         self._clock = clock
         self._threads = threads or max(1, pools.default_threads() // shards)
+        self.security = Security().with_token()
+        """What the servers demand of their clients; no other cluster has the same token."""
         self._lock = threading.Lock()
         self._closed = False
         self._servers: list[_Process] = []
         self._spares: list[_Process] = []
         self._wanted_spares = spares
+        self._logs = _log_directory(clock)
+        self.token_file = None if self._logs is None else self._logs / "token"
+        """With it this user's `emberkeep cluster status` can ask the servers as well."""
+        if self.token_file is not None:
+            self.token_file.touch(mode=0o600)
+            self.token_file.write_text(f"{self.security.token}\n")
+        waiting = Waiting(clock)
+        what = f"{shards} shard server{'s' if shards > 1 else ''}"
+        waiting.say(f"starting {what}" + (f" and {spares} to spare" if spares else ""))
         try:
             for processes, count in ((self._servers, shards), (self._spares, spares)):
                 for _ in range(count):
-                    processes.append(_Process(self._threads))
-            for server in self._servers:
+                    processes.append(self._start())
+            for ready, server in enumerate(self._servers):
                 server.wait()
+                waiting.say(f"{ready + 1} of {what} are ready")
         except BaseException:
             self.close()
             raise
+        waiting.over(f"{what} ready")
+
+    def _start(self) -> _Process:
+        return _Process(self._threads, self.security, self._logs)
 
     @property
     def count(self) -> int:
@@ -179,16 +213,23 @@ class ProcessLauncher:
     def pid(self, shard: int) -> int:
         return self._servers[shard].pid
 
+    @property
+    def replaceable(self) -> bool:
+        return True
+
+    def gone(self, shard: int, life: str) -> bool:
+        return self._servers[shard].ended
+
     def replace(self, shard: int, life: str) -> str:
         """Ends the old process for good, and puts a spare in its place."""
         with self._lock:
             if self._closed:
                 raise ServerError("the cluster is closed")
             self._servers[shard].kill()
-            server = self._spares.pop(0) if self._spares else _Process(self._threads)
+            server = self._spares.pop(0) if self._spares else self._start()
             self._servers[shard] = server
             if len(self._spares) < self._wanted_spares:
-                self._spares.append(_Process(self._threads))
+                self._spares.append(self._start())
         server.wait()
         return server.address
 
@@ -203,25 +244,64 @@ class ProcessLauncher:
         )
 
 
-class _Process:
-    """One `emberkeep serve`; it starts while others do."""
+def _log_directory(clock: Clock) -> Path | None:
+    """Where servers log; None, with a warning, where this user can keep nothing."""
+    try:
+        return new_log_directory(clock)
+    except OSError as error:
+        warnings.warn(
+            f"servers keep no logs: {error}; set XDG_STATE_HOME to a directory that can be written",
+            stacklevel=2,
+        )
+        return None
 
-    def __init__(self, threads: int) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable, "-m", "emberkeep.cli", "serve", "--port", "0", "--threads",
-                str(threads), "--until-stdin-closes",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )  # fmt: skip
+
+class _Process:
+    """One `emberkeep serve`; it starts while others do.
+
+    In a session of its own: what is sent to this process's group does not reach it. What is sent
+    to it all the same, to the control group say, it outlives for as long as it is needed.
+    """
+
+    def __init__(self, threads: int, security: Security, logs: Path | None) -> None:
+        assert security.token is not None
+        self.log = None if logs is None else logs / f"server-{next(_numbers)}.log"
+        """Its events; None where nothing can be kept. What else it prints is in the file beside."""
+        self._directory = tempfile.mkdtemp(prefix="emberkeep-", dir=_short_directory())
+        try:
+            stderr = subprocess.DEVNULL if self.log is None else self._stderr(self.log).open("ab")
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "emberkeep.cli", "serve", "--threads", str(threads),
+                    "--socket", f"{self._directory}/socket", "--until-stdin-closes",
+                    "--metrics", "0", *([] if self.log is None else ["--log", str(self.log)]),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                # Unlike arguments, only this user can read it.
+                env={**os.environ, TOKEN: security.token},
+            )  # fmt: skip
+        except BaseException:
+            self._remove_directory()
+            raise
+        if not isinstance(stderr, int):
+            stderr.close()
         self._greeting: dict[str, Any] | None = None
+
+    @staticmethod
+    def _stderr(log: Path) -> Path:
+        return log.with_suffix(".stderr")
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     @property
     def address(self) -> str:
@@ -240,9 +320,10 @@ class _Process:
             line = self._process.stdout.readline()
             if not line:
                 code = self._ended()
+                said = "" if self.log is None else last_line(self._stderr(self.log))
                 raise ServerError(
-                    f"a shard server ended with {code} before it was ready: run emberkeep serve to "
-                    "see why"
+                    f"a shard server ended with {code} before it was ready: "
+                    f"{said or 'it said nothing; run emberkeep serve to see why'}"
                 )
             self._greeting = json.loads(line)
         return self._greeting
@@ -253,7 +334,7 @@ class _Process:
         try:
             self._ended()
         finally:
-            self._close_pipes()
+            self._let_go()
 
     def _ended(self) -> int:
         try:
@@ -273,9 +354,19 @@ class _Process:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             self.kill()
-        self._close_pipes()
+        self._let_go()
 
-    def _close_pipes(self) -> None:
+    def _let_go(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _short_directory() -> str:
+    """Where the directories of sockets are made: their names must not be long."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp"

@@ -5,18 +5,21 @@ Pulls and pushes are the business of `flight_cluster`.
 
 from __future__ import annotations
 
-import math
+import os
 import secrets
+import socket
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 from emberkeep._types import Json
-from emberkeep.cluster.base import surviving
+from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
@@ -36,6 +39,7 @@ from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.waiting import Waiting
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import PROTOCOL, describe_table
@@ -45,9 +49,19 @@ from emberkeep.wire.transport import Transport
 _T = TypeVar("_T")
 
 _POLL_SECONDS = 0.1
+# How often it is said again that a server is waited for.
+_REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
 # killed by its own recovery, by its need of memory say, and the repository is asked instead.
 _MOST_LOSSES = 8
+
+
+def _nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
+    named = ", ".join(f"shard {shard.index} at {shard.address}" for shard in shards)
+    return (
+        f"{named}: silent for {seconds:.0f} s, and no other server was started there; start "
+        "emberkeep serve there, and the run again to resume its newest version"
+    )
 
 
 class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
@@ -55,7 +69,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     ones and keeps their parity; others follow.
 
     A subclass, which carries rows, says what becomes of requests under way: `_drop_ahead` and
-    `_start_round`.
+    `_forget_sent`.
     """
 
     shared = True
@@ -90,8 +104,11 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         if self.tiered:
             raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
         self._threads = transport.executor(len(shards), "emberkeep-shard")
-        self._silent_since = -math.inf
+        self._returning = threading.RLock()
+        # Shards that were lost when it was decided to renew them.
+        self._missed: set[int] = set()
         self._coordinator = secrets.token_hex(8)
+        self._term = 0
         self._leases: Leases | None = None
         self._finalizer: Callable[[], object] | None = None
 
@@ -99,7 +116,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """Forgets rows that were pulled ahead."""
         raise NotImplementedError
 
-    def _start_round(self) -> None:
+    def _forget_sent(self) -> None:
         """Nothing of the pushes so far is left, or will be made again."""
         raise NotImplementedError
 
@@ -123,16 +140,21 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def _begin(self) -> None:
         """Takes the servers over: a new epoch on each, all rows at their beginning."""
         until = self._clock.monotonic() + 1.5 * self.timing.lease.total_seconds()
+        waiting = Waiting(self._clock)
         while True:
             try:
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
                 epoch = 1 + max(status["epoch"] for status in statuses)
-                self._each([partial(shard.admit, epoch, self._about()) for shard in self.handles])
+                self._term = 1 + max(status["term"] for status in statuses)
+                about = {**self._about(), "begins": True}
+                self._each([partial(shard.admit, epoch, about) for shard in self.handles])
                 break
-            except ServerError:
+            except ServerError as error:
                 # A coordinator that died holds the lease for a while; a server may be starting.
-                if self._clock.monotonic() > until:
+                left = until - self._clock.monotonic()
+                if left < 0:
                     raise
+                waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
         self._each([shard.serve for shard in self.handles])
         self._leases = Leases(
@@ -150,6 +172,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return {
             "protocol": PROTOCOL,
             "coordinator": self._coordinator,
+            "trainer": f"{socket.gethostname()}/{os.getpid()}",
+            "term": self._term,
             "shards": len(self.handles),
             "tables": [describe_table(table) for table in self.tables],
             "optimizer": self.optimizer.describe(),
@@ -157,13 +181,13 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             "tracked": self._tracked,
             "priority": None if self._priority is None else asdict(self._priority),
             "lease_seconds": self.timing.lease.total_seconds(),
-            "patience_seconds": self.timing.joining.total_seconds(),
+            "meeting_seconds": min(self.timing.deadline / 2, self.timing.patience).total_seconds(),
         }
 
     def _rejoin(self) -> bool:
         """A worker follows what the coordinator does: waits until every shard serves."""
         self._drop_ahead()
-        patience = self.timing.joining.total_seconds()
+        patience = self.patience.total_seconds()
         until = self._clock.monotonic() + patience
         expected = [describe_table(table) for table in self.tables]
         while True:
@@ -172,7 +196,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.launcher.address(shard.index)))
                         self._send_again(shard.index)
-            except ServerError:
+            except (ServerError, ShardLostError, PeerError):
                 pass
             if all(shard.state == "serving" for shard in self.handles):
                 break
@@ -201,7 +225,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             partial(self._threads.shutdown, wait=False),
         )
 
-    def tell(self, **run: float) -> None:
+    def tell(self, **run: float | str) -> None:
         """Goes to the servers with the next renewal of their leases."""
         if self._leases is not None:
             self._leases.run.update(run)
@@ -212,11 +236,20 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         if not self.coordinates:
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
         self._drop_ahead()
-        super().renew(*shards)
+        # All or none: of a model that goes back, no server may return with what it had.
+        self._give_up(self._named(shards))
+        try:
+            super().renew(*shards)
+        except ShardLostError as error:
+            # Another connection may have found it: the next attempt must know of it.
+            for index in error.shards:
+                if self.handles[index].state != "lost":
+                    self.handles[index].alive()
+            raise
 
     def _forget_pushes(self, shards: Collection[int]) -> None:
         if len(shards) == len(self.handles):
-            self._start_round()  # full recovery: nothing of the old pushes is left
+            self._forget_sent()  # full recovery goes behind all of them
 
     def _renew(self, index: int) -> None:
         shard = self.handles[index]
@@ -229,15 +262,18 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if status["draining"] or (status["life"] != life and status["epoch"]):
                 raise ServerError(f"{shard.address} is not this run's any more")
         except ServerError:
-            address = self.launcher.replace(shard.index, life)
+            status = None
+        if status is None and not self.launcher.replaceable:
+            address = self.launcher.replace(shard.index, life)  # nobody else can come
         try:
-            if address is not None:
-                status = shard.connect(address)
+            if status is None:
+                status = shard.connect(address or self.launcher.replace(shard.index, life))
             shard.admit(max(known, status["epoch"]) + 1, self._about())
-        except ServerError:  # it died too
-            shard.disconnect()
-            shard.state = "lost"
-            raise ShardLostError((shard.index,)) from None
+        except ServerError:  # it died too, maybe while it was starting
+            raise shard.lose() from None
+        if index in self._missed or shard.life != life:
+            self.losses.append(index)
+        self._missed.discard(index)
         self._leases.keep(shard)
 
     def serve(self, *shards: int) -> None:
@@ -318,6 +354,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             self._drop_ahead()
             losses = 0
             while lost := self.lost():
+                # From here on streams are sealed: none of them can be taken back any more.
+                self._give_up(lost)
                 try:
                     if not self._recovered(protection, lost):
                         return False
@@ -343,35 +381,88 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         self._clock.sleep(_POLL_SECONDS)
             return True
 
-    def _bring_back(self, lost: ShardLostError) -> bool:
+    @property
+    def patience(self) -> timedelta:
+        return self.timing.patience
+
+    def _second_opinion(self, lost: ShardLostError) -> ShardLostError | PeerError:
         # Another connection may have found a server gone that this process counts as serving: to
-        # go on as if nothing were lost would fail again at once, for ever.
+        # go on as if nothing were lost would fail again at once.
         answering = [
             index
             for index in lost.shards
             if self.handles[index].state == "serving" and self.handles[index].alive()
         ]
         if lost.shards and len(answering) == len(lost.shards):
-            self._await_peers(PeerError(f"shards {answering} answer, but not every connection"))
-            return True
-        return super()._bring_back(lost)
+            return PeerError(f"shards {answering} answer, but not every connection")
+        return lost
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        return self._taken_back(lost) or super()._bring_back(lost)
+
+    def _taken_back(self, lost: ShardLostError) -> bool:
+        """Whether all lost shards are back with the rows that they had: their servers had been cut
+        off or stopped, or had not heard of this process.
+
+        A server that is not known to have ended is waited for: for its lease, where another can
+        take its place (which may not serve before the lease has passed anyway), else as long as
+        this cluster has patience. No push is missing on one that returns: it was asked for none,
+        or has applied it, or gets it again under the same number.
+        """
+        if not self.coordinates:
+            return False
+        assert self._leases is not None
+        with self._returning:
+            start = self._clock.monotonic()
+            waits = self.timing.lease if self.launcher.replaceable else self.patience
+            said = start
+            gone: set[int] = set()
+            # Also after one is known to be gone: the others need not go with it.
+            while silent := [
+                shard for shard in self.handles if shard.state == "lost" and shard.index not in gone
+            ]:
+                for shard in silent:
+                    returned = shard.returned()
+                    if returned:
+                        self._say("returned", shard=shard.index, address=shard.address)
+                    elif returned is False or self.launcher.gone(shard.index, shard.life):
+                        gone.add(shard.index)
+                    else:  # it may be there again, and be silent until its lease is renewed
+                        self._leases.keep(shard)
+                if all(shard.state != "lost" or shard.index in gone for shard in silent):
+                    continue
+                now = self._clock.monotonic()
+                if now - start > waits.total_seconds():
+                    if self.launcher.replaceable:
+                        return False
+                    raise ServerError(_nobody_there(silent, now - start)) from lost
+                if now - said > _REMINDER_SECONDS:
+                    said = now
+                    for shard in silent:
+                        self._say(
+                            "silent", shard=shard.index, address=shard.address,
+                            seconds=now - start, until=waits.total_seconds(),
+                        )  # fmt: skip
+                self._clock.sleep(_POLL_SECONDS)
+            return not self.lost()
 
     def _give_up(self, shards: Sequence[int]) -> None:
+        """Decides that these are renewed: none of them is taken back any more."""
+        self._missed.update(i for i in shards if self.handles[i].newly_lost)
         for index in shards:
-            self.handles[index].state = "lost"
+            self.handles[index].give_up()
 
-    def _await_peers(self, error: PeerError) -> None:
+    def _await_peers(self, error: PeerError, seconds: float) -> bool:
         dead = [shard.index for shard in self.handles if not shard.alive()]
         if dead:
             if not self._bring_back(ShardLostError(dead)):
                 raise ShardLostError(dead) from error
-            return
-        now = self._clock.monotonic()
-        if now - self._silent_since > 2 * self.timing.deadline.total_seconds():
-            self._silent_since = now
-        elif now - self._silent_since > self.timing.deadline.total_seconds():
+            return True
+        # A server drops a host of its parity that is silent for a deadline: then it answers.
+        if seconds > 3 * self.timing.deadline.total_seconds():
             raise error
         self._clock.sleep(_POLL_SECONDS / 5)
+        return False
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

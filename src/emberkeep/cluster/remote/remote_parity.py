@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
+from emberkeep.errors import EmberkeepError, PeerError, StreamError
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.wire.flight_transport import FLIGHT
@@ -32,6 +34,10 @@ class RemoteParity:
 
     Servers talk to each other; what goes through this process are decisions, and the marks of
     lost rows. A call that raises `ShardLostError` may be repeated with more shards lost.
+
+    A server leaves a host out that holds nothing of its stream (`ParityStreams`). Whenever the
+    status is asked for, and by `mend`, hosts that answer again are attached again, and their parity
+    is filled again.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class RemoteParity:
         # What replaced servers had counted.
         self._counted: dict[str, int] = {}
         self._known: dict[int, dict[str, Any]] = {}
+        self._look_at = clock.monotonic()
         members = [self._protect(shard.index) for shard in shards]
         self.rebuilder: Rebuilder[PeerMember] = Rebuilder(
             self.placement, members, lambda: None, each=each,
@@ -119,8 +126,21 @@ class RemoteParity:
 
         self.rebuilder.recover(lost, replace)
         self._send_directory()
-        self.rebuilder.recover_marks()
+        self._recover_marks()
         self.recoveries += len(lost)
+
+    def _recover_marks(self) -> None:
+        """A host that a replacement cannot reach is left out after a deadline: until then, what
+        fails for that reason is asked for again."""
+        until = self._clock.monotonic() + 2 * self._timing.deadline.total_seconds()
+        while True:
+            try:
+                self.rebuilder.recover_marks()
+                return
+            except (PeerError, StreamError) as error:
+                if self._clock.monotonic() > until:
+                    raise PeerError(f"marks of lost rows are not back: {error}") from None
+            self._clock.sleep(_POLL_SECONDS)
 
     def start_over(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
@@ -135,15 +155,50 @@ class RemoteParity:
 
     def _put_aside(self, index: int) -> None:
         self.rebuilder.members[index].close()
+        self.rebuilder.left_out.pop(index, None)
         for name, value in self._known.pop(index, {}).items():
             if name in ("rebuilt_rows", "rebuilt_nbytes", "degraded_reads", "messages",
                         "sent_nbytes"):  # fmt: skip
                 self._counted[name] = self._counted.get(name, 0) + value
 
+    # -- hosts that were left out ----------------------------------------------------------------
+
+    def mend(self) -> None:
+        """Attaches hosts again that were left out and answer. For the path of training: servers are
+        asked twice in a lease at most, and what fails is left to the next call."""
+        if self._clock.monotonic() >= self._look_at:
+            with suppress(EmberkeepError):
+                self.status()
+
+    def _attach_again(self, sources: Collection[int]) -> None:
+        """What was not done because a server does not answer is done at the next look."""
+        self._look_at = self._clock.monotonic() + self._timing.lease.total_seconds() / 2
+        for source in sources:
+            out = self._known[source]["left_out"]
+            self.rebuilder.left_out[source] = {int(host) for host, _, _ in out}
+            for host in [int(host) for host, _, answers in out if answers]:
+                with suppress(EmberkeepError), self.rebuilder.lock:
+                    members = self.rebuilder.members
+                    # First: from here on nobody asks this host, whose parity is behind.
+                    members[host].host.refill(source)
+                    number, point = members[source].attach(host)
+                    members[host].host.follow(source, members[source].source.epoch, number, point)
+                    self.rebuilder.left_out[source].discard(host)
+
+    def _open_stripes(self) -> int:
+        """Parity rows of hosts that are left out."""
+        open_units = {
+            (int(host), p)
+            for source, known in self._known.items()
+            for host, _, _ in known["left_out"]
+            for p, _ in self.placement.slots_on(source, int(host))
+        }
+        return len(open_units) * sum(self._stripes)
+
     # -- waiting ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """After a write that nobody would send again: every host holds it now."""
+        """After a write that nobody would send again: every live host holds it now."""
         self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
 
     def rebuild(self) -> None:
@@ -162,14 +217,20 @@ class RemoteParity:
             if enough(status):
                 return
             progress.require(
-                (status.missing_rows, status.rebuilt_rows, status.unprotected_stripes, status.lag),
+                (
+                    status.missing_rows,
+                    status.rebuilt_rows,
+                    status.unprotected_stripes,
+                    status.lag,
+                    status.left_out_hosts,
+                ),
                 lambda: f"what {self._incomplete()} have yet to bring back",
             )
             self._clock.sleep(pause)
             pause = min(0.2, pause * 1.2)
 
     def _incomplete(self) -> str:
-        names = ("missing_rows", "unprotected_stripes", "lag")
+        names = ("missing_rows", "unprotected_stripes", "lag", "left_out_hosts")
         return ", ".join(
             f"shard {index} at {self._shards[index].address}"
             for index, known in sorted(self._known.items())
@@ -180,12 +241,20 @@ class RemoteParity:
         end_all(*(member.close for member in self.rebuilder.members))
 
     def status(self) -> ParityStatus:
-        """As reported by the servers that are not known to be lost."""
+        """As reported by the servers that are not known to be lost. Hosts that they had left out
+        and that answer are attached again."""
         serving = [shard for shard in self._shards if shard.state != "lost"]
         replies = self._each([shard.status for shard in serving])
-        for shard, status in zip(serving, replies, strict=True):
-            if "parity" in status:
-                self._known[shard.index] = status["parity"]
+        known_now = [
+            (shard.index, status["parity"])
+            for shard, status in zip(serving, replies, strict=True)
+            if "parity" in status
+        ]
+        self._known.update(known_now)
+
+        left_out = [known["left_out"] for known in self._known.values()]
+        open_stripes = self._open_stripes()
+        self._attach_again([index for index, _ in known_now])
 
         def total(name: str) -> int:
             counts = (int(known[name]) for known in self._known.values())
@@ -195,7 +264,7 @@ class RemoteParity:
             k=self.spec.k,
             r=self.spec.r,
             lag=total("lag"),
-            unprotected_stripes=total("unprotected_stripes"),
+            unprotected_stripes=total("unprotected_stripes") + open_stripes,
             missing_rows=total("missing_rows"),
             rebuilt_rows=total("rebuilt_rows"),
             rebuilt_nbytes=total("rebuilt_nbytes"),
@@ -210,4 +279,5 @@ class RemoteParity:
             unprotected_since=earliest(
                 *(parity.get("unprotected_since") for parity in self._known.values())
             ),
+            left_out_hosts=sum(map(len, left_out)),
         )

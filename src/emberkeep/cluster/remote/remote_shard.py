@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json, Planes
+from emberkeep.cluster.base import PATIENCE
 from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
@@ -40,6 +42,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 _POLL_SECONDS = (0.005, 0.1)
 _BULK = ("read", "read_all", "touched_ids", "digest", "install", "clear", "delete")
+# What changes a shard other than by pushes, which have numbers of their own. One that was given up
+# may yet be read by the server, long after others have followed it. A save goes its own way beside
+# the others, in a thread of its own.
+_ORDERED = {
+    **dict.fromkeys(("freeze", "write", "close"), "save"),
+    **dict.fromkeys(
+        ("install", "delete", "clear", "load", "load_table_state", "track", "forget_changes",
+         "serve", "protect"),
+        "rows",
+    ),
+}  # fmt: skip
 # Whether a server is there at all is known sooner than what it has to say.
 _GREETING = timedelta(seconds=3)
 
@@ -48,19 +61,22 @@ _GREETING = timedelta(seconds=3)
 class Timing:
     """How long a cluster waits.
 
-    - `deadline`: for a pull, a push or a small question; a server that takes longer is given up.
-    - `lease`: how long a server answers without hearing from its coordinator. At least `deadline`.
+    - `deadline`: for a pull, a push or a small question.
+    - `lease`: how long a server answers without hearing from its coordinator, and how long one that
+      does not answer is waited for where another can take its place. At least `deadline`.
     - `bulk`: for moving many rows at once.
-    - `joining`: how long a synchronous push waits for the other ranks.
+    - `patience`: for whatever needs somebody else to act: a server that shall be started again, a
+      recovery that other ranks wait for, a rank whose part of a step is missing. After that the
+      run ends.
     """
 
     deadline: timedelta = timedelta(seconds=10)
     lease: timedelta = timedelta(seconds=15)
     bulk: timedelta = timedelta(minutes=5)
-    joining: timedelta = timedelta(minutes=2)
+    patience: timedelta = PATIENCE
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "lease", "bulk", "joining"):
+        for name in ("deadline", "lease", "bulk", "patience"):
             if getattr(self, name) <= timedelta(0):
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.lease < self.deadline:
@@ -95,6 +111,8 @@ class RemoteShard:
         self._clock = clock
         self._connection: Connection | None = None
         self._waiting = 0
+        self._given_up = True
+        self._orders = itertools.count(1)
         self._lock = threading.RLock()
 
     # -- the server ------------------------------------------------------------------------------
@@ -132,6 +150,36 @@ class RemoteShard:
         header = {**about, "epoch": epoch, "shard": self.index}
         answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
+        self._given_up = False
+
+    @property
+    def newly_lost(self) -> bool:
+        """Whether it is lost, and nobody has decided yet to renew it."""
+        return self.state == "lost" and not self._given_up
+
+    def give_up(self) -> None:
+        """Decides that the rows of this epoch are not taken back: they will come from elsewhere."""
+        self._given_up = True
+        self.state = "lost"
+
+    def returned(self) -> bool | None:
+        """Whether a lost server is what it was, with all its rows, and serves; None as long as it
+        does not answer, or is yet to hear of its coordinator."""
+        with self._lock:
+            if self._given_up:
+                return False
+            try:
+                status = self.connect()
+            except ServerError:
+                return None
+            same = status["life"] == self.life and status["epoch"] == self.epoch
+            if not same or status["draining"] or status["state"] != "serving":
+                self.disconnect()
+                return False
+            if status["lapsed"]:
+                return None
+            self.state = "serving"
+            return True
 
     def ask(self, kind: str, header: Json) -> Json:
         """An action that needs no rows, and its answer."""
@@ -154,8 +202,7 @@ class RemoteShard:
             except ServerError:
                 same = False
             if not same:
-                self.disconnect()
-                self.state = "lost"
+                self.lose()
             return same
 
     def serve(self) -> None:
@@ -182,13 +229,10 @@ class RemoteShard:
         try:
             status = self.connect()
         except ServerError:
-            self.state = "lost"
-            raise ShardLostError((self.index,)) from None
+            raise self.lose() from None
         same = status["life"] == self.life and status["epoch"] == self.epoch
         if not same or status["draining"] or status.get("lapsed"):
-            self.disconnect()
-            self.state = "lost"
-            raise ShardLostError((self.index,))
+            raise self.lose()
         self.state = "serving" if status["state"] == "serving" else "recovering"
         if self.state != "serving":
             raise ShardLostError((self.index,))
@@ -218,9 +262,13 @@ class RemoteShard:
             self.send(blob, deadline)
             return self.receive()
         except ServerError:
-            self.disconnect()
-            self.state = "lost"
-            raise ShardLostError((self.index,)) from None
+            raise self.lose() from None
+
+    def lose(self) -> ShardLostError:
+        """Counts the server as lost."""
+        self.disconnect()
+        self.state = "lost"
+        return ShardLostError((self.index,))
 
     def settle(self) -> None:
         """A stream with replies that nobody took is of no use any more."""
@@ -338,12 +386,20 @@ class RemoteShard:
             deadline = self._timing.bulk if kind in _BULK else self._timing.deadline
             for attempt in (1, 2):
                 try:
-                    return list(self._open().stream(kind, header, arrays, deadline=deadline))
+                    ordered = self._ordered(kind, header)  # another for each attempt
+                    return list(self._open().stream(kind, ordered, arrays, deadline=deadline))
                 except ServerError:
-                    if attempt == 2:
-                        raise
+                    if attempt == 2:  # whether it is dead is found out by who survives the loss
+                        raise self.lose() from None
                     self._revive()
         raise AssertionError
+
+    def _ordered(self, kind: str, header: Json) -> Json:
+        """With the place of this request among those of this client that change the shard."""
+        way = _ORDERED.get(kind)
+        if way is None:
+            return header
+        return {**header, "order": [f"{self._incarnation:x} {way}", next(self._orders)]}
 
     def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
         """Starts long work on the server and asks until it has ended, each time on a deadline.
@@ -355,7 +411,7 @@ class RemoteShard:
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
         progress, given_up = Progress(self._timing.bulk, self._clock), False
         with self.dialed() as connection:
-            connection.act(kind, header, deadline=deadline)
+            connection.act(kind, self._ordered(kind, header), deadline=deadline)
             while True:
                 answer, _ = connection.act("work", header, deadline=deadline)
                 if answer["done"] and not given_up:
@@ -440,7 +496,8 @@ class RemoteRows:
         # A server that does not answer is gone, and its cursors with it, or the next freeze puts
         # the rows back: a row that is saved once too often is no harm.
         with suppress(ShardLostError), shard.dialed() as connection:
-            connection.act("close", header, deadline=shard._timing.deadline)
+            ordered = shard._ordered("close", header)
+            connection.act("close", ordered, deadline=shard._timing.deadline)
 
 
 def is_shared(url: str) -> bool:

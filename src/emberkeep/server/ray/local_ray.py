@@ -3,6 +3,7 @@ which started it. Ray itself is not loaded: its attempts to connect take minutes
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -11,16 +12,67 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 from emberkeep.errors import ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.event_log import state_directory
+from emberkeep.runtime.waiting import LOGGER
 
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 3.0
 _AUTH_MODE = "RAY_AUTH_MODE"
+_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _NOTED_BY_RAY = Path("/tmp/ray/ray_current_cluster")
+# A command that starts Ray and servers on it takes three minutes before it gives up.
+_PATIENCE = timedelta(minutes=5)
+
+
+@contextmanager
+def exclusive(
+    waiting: Callable[[], object], *, patience: timedelta = _PATIENCE, clock: Clock = SYSTEM_CLOCK
+) -> Iterator[None]:
+    """One process at a time starts or ends the Ray of this machine, and servers on it.
+
+    Two that looked at the same time would both find none, and start two. The lock is on the
+    directory of the note, so that no file is left; it ends with its process. `waiting` is called
+    if another process has it.
+    """
+    directory = _note().parent
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _locked(handle, directory):
+            waiting()
+            until = clock.monotonic() + patience.total_seconds()
+            while not _locked(handle, directory):
+                if clock.monotonic() > until:
+                    raise ServerError(
+                        f"another emberkeep cluster command is at work since "
+                        f"{patience.total_seconds():g} s, and nothing was started or ended: look "
+                        f"at what it waits for, or end it (fuser {directory})"
+                    )
+                clock.sleep(0.1)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int, directory: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ServerError(
+            f"{directory} cannot be locked ({error.strerror}), so that another command might start "
+            "a second Ray beside this one; nothing was started or ended: set XDG_STATE_HOME to a "
+            "directory on a disk of this machine"
+        ) from error
+    return True
 
 
 def start_local(clock: Clock = SYSTEM_CLOCK) -> bool:
@@ -34,6 +86,7 @@ def start_local(clock: Clock = SYSTEM_CLOCK) -> bool:
     command += ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     _note().parent.mkdir(parents=True, exist_ok=True)
+    LOGGER.info("starting Ray on this machine")
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -80,11 +133,16 @@ def local_address() -> str | None:
     return None if found is None else found[1]
 
 
-def bring_token(address: str) -> None:
+def bring_token(address: str) -> bool:
     """Has this process bring the token of the Ray that `start_local` has started, if that is the
-    one at `address`. To be called before Ray is loaded, which looks once."""
-    if _AUTH_MODE not in os.environ and address == local_address() and _token().exists():
-        os.environ.update(_with_token())
+    one at `address`, and its user has not decided otherwise; whether it does. To be called before
+    Ray is loaded, which looks once."""
+    if address != local_address() or not _token().exists():
+        return False
+    if _AUTH_MODE in os.environ:
+        return os.environ.get(_TOKEN_PATH) == str(_token())  # brought before
+    os.environ.update(_with_token())
+    return True
 
 
 def reachable(address: str) -> str:
@@ -161,7 +219,7 @@ def _new_token() -> dict[str, str]:
 
 
 def _with_token() -> dict[str, str]:
-    return {_AUTH_MODE: "token", "RAY_AUTH_TOKEN_PATH": str(_token())}
+    return {_AUTH_MODE: "token", _TOKEN_PATH: str(_token())}
 
 
 def _token() -> Path:
@@ -169,5 +227,4 @@ def _token() -> Path:
 
 
 def _note() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "emberkeep" / "ray.json"
+    return state_directory() / "ray.json"

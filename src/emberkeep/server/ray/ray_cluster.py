@@ -7,32 +7,40 @@ its process dies, found by its name. Workers of a job find the servers the same 
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from emberkeep.cluster.base import check_size
+from emberkeep.cluster.base import PATIENCE, check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.spread import places, warn_of_sharing
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, SecurityError, ServerError
+from emberkeep.errors import ConfigError, EmberkeepError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.server.ray.local_ray import bring_token, local_address, reachable
+from emberkeep.runtime.waiting import Waiting
+from emberkeep.server.ray.local_ray import local_address
+from emberkeep.server.ray.ray_session import (
+    NAMESPACE,
+    connected_ray,
+    environment,
+    is_connected,
+    run_name,
+)
+from emberkeep.server.ray.ray_session import ensure_ray as ensure_ray
 from emberkeep.tables import Optimizer, Table
+from emberkeep.wire.connection import Connection
+from emberkeep.wire.private_socket import own_socket
 from emberkeep.wire.security import Security
 
-NAMESPACE = "emberkeep"
 _ASK_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 
@@ -47,11 +55,11 @@ class RayCluster:
       servers that this object starts end with the cluster.
     - `cpus` is what each server reserves.
     - With a certificate and a token in `security` servers listen on the address of their node;
-      without, on the loopback interface, which several nodes are refused. Servers that are up
-      already let processes of the Ray cluster know how to reach them.
+      without, where only their user reaches them, which several nodes are refused. Those that
+      are up already let processes of the Ray cluster know how to reach them.
     - `rank` of `world` makes this process one of several that train together, synchronously.
-    - With `parity`, servers that die come back from the others, with every row as it was. Each
-      server gets a node of its own where there are enough; a warning says where there are not.
+    - With `parity`, servers that die come back from the others, with every row as it was. A node
+      gets at most `r` servers where there are enough nodes; a warning says where there are not.
     """
 
     shards: int | None = None
@@ -79,7 +87,9 @@ class RayCluster:
         ensure_ray(self.address or (local_address() if self.name else None))
         launcher = self._launcher()
         try:
-            return FlightCluster(
+            if self.parity is not None and self.rank == 0:
+                launcher.warn_of_sharing(self.parity)
+            cluster = FlightCluster(
                 tables, optimizer, launcher, seed=seed, pool=pools.shared(),
                 security=launcher.security(), timing=self.timing, rank=self.rank,
                 world=self.world, coordinate=self.rank == 0, parity=self.parity,
@@ -87,6 +97,9 @@ class RayCluster:
         except BaseException:
             launcher.close()
             raise
+        if self.rank == 0:
+            launcher.attach()
+        return cluster
 
     def _launcher(self) -> RayLauncher:
         if self.name is not None:
@@ -96,9 +109,7 @@ class RayCluster:
                     raise ConfigError(
                         f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
                     )
-                if self.parity is not None:
-                    _check_nodes(self.parity, len(found))
-                return RayLauncher(found)
+                return RayLauncher(found, patience=self.timing.patience)
             if self.shards is None:
                 raise ConfigError(
                     f"there is no cluster {self.name!r}: start it with emberkeep cluster up, or "
@@ -106,26 +117,11 @@ class RayCluster:
                 )
         assert self.shards is not None
         name = self.name or f"run-{uuid.uuid4().hex[:8]}"
-        own_nodes = self.parity is not None and _check_nodes(self.parity, self.shards)
         actors = start(
             self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
-            own_nodes=own_nodes,
+            parity=self.parity,
         )  # fmt: skip
-        return RayLauncher(actors, owned=True)
-
-
-def _check_nodes(parity: Parity, shards: int) -> bool:
-    """Whether every server gets a node of its own; where nodes are too few for that, says so."""
-    nodes = sum(bool(node["Alive"]) for node in _ray().nodes())
-    together = -(-shards // nodes)
-    if together > parity.r:
-        warnings.warn(
-            f"{shards} servers share {nodes} node{'s' if nodes > 1 else ''}: a node that dies "
-            f"takes {together} with it, and parity brings {parity.r} back; the rest comes from "
-            "versions",
-            stacklevel=2,
-        )
-    return nodes >= shards
+        return RayLauncher(actors, owned=name, patience=self.timing.patience)
 
 
 def ray_cluster(
@@ -141,7 +137,7 @@ def ray_cluster(
 ) -> RayCluster:
     """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`.
 
-    With `parity` each gets a node of its own, if there are enough of them.
+    With `parity` a node gets at most `r` of them, if there are enough nodes.
     """
     return RayCluster(
         shards=shards, address=address, name=name, cpus=cpus, threads=threads,
@@ -156,13 +152,30 @@ class _Host:
     """The actor: its process is the server. Ray makes it again when the process dies."""
 
     def __init__(self, threads: int | None, host: str, security: Security) -> None:
+        from emberkeep.runtime.event_log import EventLog, new_log_directory
+        from emberkeep.runtime.metrics import MetricsServer
         from emberkeep.server.flight_server import ShardServer
         from emberkeep.server.server_warmup import warm_up
+        from emberkeep.server.server_watch import ServerWatch
         from emberkeep.server.shard_service import ShardService
 
         warm_up()
-        self._server = ShardServer(ShardService(threads=threads), host=host, security=security)
+        # Where this user can keep nothing, events go where Ray keeps what its actors print.
+        try:
+            log = EventLog(new_log_directory() / "server.log")
+        except OSError:
+            log = EventLog()
+        served = ShardService(threads=threads, on_event=log)
+        served.page.log = log.path
+        self._metrics = MetricsServer(served.page.text, 0, not_ready=served.page.not_ready)
+        served.page.metrics_url = f"http://127.0.0.1:{self._metrics.port}/metrics"
+        self._watch = ServerWatch(served)
+        self._watch.start()
+        own = None if security.tls else own_socket()
+        self._server = ShardServer(served, host=host, socket=own, security=security)
+        served.events("listening", {"address": self._server.address, "pid": os.getpid()})
         self._security = security.of_client()
+        self._run: str | None = None
 
     def security(self) -> Security:
         """What clients bring. A process that may ask can run code on every node anyway."""
@@ -172,34 +185,15 @@ class _Host:
         """Address, life and process."""
         return self._server.address, self._server.served.life, os.getpid()
 
+    def node(self) -> str:
+        return str(connected_ray().get_runtime_context().get_node_id())
 
-def ensure_ray(address: str | None) -> None:
-    """Connects to Ray: to the cluster at `address`, or to a local one that is started for this
-    process; one that is connected already stays so."""
-    if "ray" in sys.modules and _ray().is_initialized():
-        return
-    if address is not None:
-        address = reachable(address)
-        bring_token(address)
-    ray = _ray()
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "log_to_driver": False,
-        "runtime_env": {"env_vars": _environment(None)},
-    }
-    if address is None:
-        options |= {"include_dashboard": False, "address": "local"}
-    else:
-        options["address"] = address
-    try:
-        ray.init(logging_level="error", **options)
-    except Exception as error:  # Ray raises plain Exception where its own processes do not start
-        ray.shutdown()
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ServerError(
-            f"Ray at {address or 'this machine'} cannot be used: {reason} (if it demands a token, "
-            "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds it)"
-        ) from None
+    def attach(self, run: str) -> None:
+        """Notes which run it serves, for people."""
+        self._run = run
+
+    def attached(self) -> str | None:
+        return self._run
 
 
 def start(
@@ -210,80 +204,106 @@ def start(
     threads: int | None,
     security: Security,
     detached: bool = False,
-    own_nodes: bool = False,
+    parity: Parity | None = None,
 ) -> list[Any]:
-    """Starts servers, spread over the nodes; with `own_nodes`, each on a node of its own.
-    `detached` ones outlive this process."""
-    ray = _ray()
+    """Starts servers, spread over the nodes; with `parity`, at most `r` of them on each if there
+    are enough nodes. `detached` ones outlive this process."""
+    ray = connected_ray()
     if find(name):
-        raise ConfigError(
-            f"cluster {name!r} is up already: take another --name, or end it with emberkeep "
-            "cluster down"
-        )
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    if nodes > 1 and not (security.tls and security.token):
+        raise _taken(name)
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    if nodes > 1 and not (security.tls and security.authority and security.token):
         raise SecurityError(
             f"Ray has {nodes} nodes, so that rows would cross the network: start servers with "
-            "emberkeep cluster up --tls-certificate … --tls-key … --token-file …, or give security="
+            "emberkeep cluster up --tls-certificate … --tls-key … --authority … --token-file …, or "
+            "give security="
         )
     kind = ray.remote(_NodeHost if security.tls and security.token else _Host)
+    security = security.with_token()
     options = {
         "num_cpus": cpus,
         "max_restarts": -1,
         "max_task_retries": -1,
         "namespace": NAMESPACE,
         "lifetime": "detached" if detached else None,
-        "runtime_env": {"env_vars": _environment(threads)},
+        "runtime_env": {"env_vars": environment(threads)},
     }
     carried = security.carried()
+    strategies: list[Any] = ["SPREAD"] * shards
+    numbers = None if parity is None else places(shards, nodes, parity)
     actors: list[Any] = []
+    group: str | None = None
     try:
-        places = _places(shards, cpus, detached) if own_nodes else ["SPREAD"] * shards
-        actors += [
-            kind.options(
-                name=f"{name}/{shard}", scheduling_strategy=places[shard], **options
-            ).remote(threads, "127.0.0.1", carried)
-            for shard in range(shards)
-        ]
+        if numbers is not None and nodes > 1:
+            group = name
+            strategies = _strategies(name, numbers, cpus, detached)
+        for shard in range(shards):
+            actors.append(
+                kind.options(
+                    name=f"{name}/{shard}", scheduling_strategy=strategies[shard], **options
+                ).remote(threads, "127.0.0.1", carried)
+            )
+        waiting = Waiting()
+        waiting.say(f"waiting for Ray to start {shards} servers")
         ray.get([actor.where.remote() for actor in actors], timeout=_START_SECONDS)
+        waiting.over(f"{shards} servers ready")
     except ray.exceptions.GetTimeoutError:
-        stop(actors)
+        _end(actors, group)
         raise ServerError(
             f"{shards} servers of {cpus:g} cpus each did not start within {_START_SECONDS:g} s: "
             "does the Ray cluster have room for them?"
         ) from None
     except ray.exceptions.RayError as error:
-        stop(actors)
+        _end(actors, group)
         raise ServerError(f"the servers did not start: {_reason(error)}") from None
+    except ValueError as error:
+        _end(actors, group)
+        if "already taken" in str(error):  # by another process that looked at the same time
+            raise _taken(name) from None
+        raise
     except BaseException:
-        stop(actors)
+        _end(actors, group)
         raise
     return actors
 
 
-def _places(shards: int, cpus: float, detached: bool) -> list[Any]:
-    """A place on a different node for each server; also for one that is started again."""
-    ray = _ray()
+def _taken(name: str) -> ConfigError:
+    return ConfigError(
+        f"cluster {name!r} is up already, or is being started: take another --name, or end it with "
+        "emberkeep cluster down"
+    )
+
+
+def _strategies(name: str, numbers: Sequence[int], cpus: float, detached: bool) -> list[Any]:
+    """For each server its place, those of one number on one node and no others; also for one that
+    is started again."""
+    ray = connected_ray()
+    bundles = [{"CPU": cpus * numbers.count(node) or 0.001} for node in range(max(numbers) + 1)]
     group = ray.util.placement_group(
-        [{"CPU": cpus or 0.001}] * shards,
+        bundles,
         strategy="STRICT_SPREAD",
+        name=_group_name(name),
         lifetime="detached" if detached else None,
     )
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    return [strategy(group, shard) for shard in range(shards)]
+    return [strategy(group, number) for number in numbers]
+
+
+def _group_name(name: str) -> str:
+    return f"{NAMESPACE}/{name}"
 
 
 class _NodeHost(_Host):
     """Listens where other nodes can reach it."""
 
     def __init__(self, threads: int | None, host: str, security: Security) -> None:
-        super().__init__(threads, _ray().util.get_node_ip_address(), security)
+        super().__init__(threads, connected_ray().util.get_node_ip_address(), security)
 
 
 def find(name: str) -> list[Any]:
     """The servers of a cluster by name, in shard order; none if there is no such cluster."""
     shards = sorted(int(shard) for at, shard in _named_actors() if at == name and shard.isdigit())
-    return [_ray().get_actor(f"{name}/{shard}", namespace=NAMESPACE) for shard in shards]
+    return [connected_ray().get_actor(f"{name}/{shard}", namespace=NAMESPACE) for shard in shards]
 
 
 def clusters() -> list[str]:
@@ -293,31 +313,44 @@ def clusters() -> list[str]:
 
 def _named_actors() -> list[tuple[str, str]]:
     """Name of the cluster and shard of all servers on this Ray."""
-    actors = _ray().util.list_named_actors(all_namespaces=True)
+    actors = connected_ray().util.list_named_actors(all_namespaces=True)
     names = [actor["name"].rpartition("/") for actor in actors if actor["namespace"] == NAMESPACE]
     return [(name, shard) for name, slash, shard in names if slash]
 
 
-def disconnect() -> None:
-    _ray().shutdown()
+def stop(name: str) -> None:
+    """Ends the servers of a cluster for good, and what was reserved for them."""
+    _end(find(name), name)
 
 
-def stop(actors: Sequence[Any]) -> None:
-    """Ends servers for good."""
-    ray = _ray()
-    if ray.is_initialized():
-        end_all(*(partial(ray.kill, actor, no_restart=True) for actor in actors))
+def _end(actors: Sequence[Any], group: str | None) -> None:
+    if not is_connected():
+        return
+    ray = connected_ray()
+    endings = [partial(ray.kill, actor, no_restart=True) for actor in actors]
+    with suppress(ValueError):  # there is none
+        if group is not None:
+            found = ray.util.get_placement_group(_group_name(group))
+            endings.append(partial(ray.util.remove_placement_group, found))
+    end_all(*endings)
 
 
 class RayLauncher:
-    """Servers that are actors. `owned` ones end with the cluster."""
+    """Servers that are actors. Those of a cluster whose name is `owned` end with it; a dead one
+    has `patience` to be made again."""
 
     def __init__(
-        self, actors: Sequence[Any], *, owned: bool = False, clock: Clock = SYSTEM_CLOCK
+        self,
+        actors: Sequence[Any],
+        *,
+        owned: str | None = None,
+        patience: timedelta = PATIENCE,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
         self._actors = list(actors)
         self._owned = owned
+        self._patience = patience
 
     @property
     def count(self) -> int:
@@ -337,21 +370,62 @@ class RayLauncher:
         """Address, life and process of a server; waits while Ray makes it again."""
         return self._ask("where", shard, seconds)  # type: ignore[no-any-return]
 
+    def warn_of_sharing(self, parity: Parity) -> None:
+        """Says what a node that dies takes with it, where that is more than parity bears."""
+        nodes = [self._ask("node", shard, _START_SECONDS) for shard in range(self.count)]
+        remedy = (
+            f"add nodes to Ray, and start servers with emberkeep cluster up --parity "
+            f"{parity.k},{parity.r}"
+        )
+        warn_of_sharing(parity, nodes, remedy)
+
+    def attach(self) -> None:
+        """Notes at every server that this run trains on it."""
+        now = self._clock.now().isoformat(timespec="seconds")
+        for actor in self._actors:
+            actor.attach.remote(f"{run_name()}, since {now}")
+
+    def attached(self) -> str | None:
+        """The run that the servers serve, if its coordinator is alive; None if there is none."""
+        security = self.security()
+        for shard in range(self.count):
+            with suppress(EmberkeepError):  # a server that is gone serves nobody
+                connection = Connection(self.where(shard, _ASK_SECONDS)[0], security)
+                try:
+                    status, _ = connection.act("status", deadline=timedelta(seconds=_ASK_SECONDS))
+                finally:
+                    connection.close()
+                if status["epoch"] and not status["lapsed"]:
+                    return self._ask("attached", shard, _ASK_SECONDS) or "a run that is starting"
+        return None
+
     def _ask(self, what: str, shard: int, seconds: float) -> Any:
-        ray = _ray()
+        ray = connected_ray()
         try:
             return ray.get(getattr(self._actors[shard], what).remote(), timeout=seconds)
         except ray.exceptions.RayError as error:
             raise ServerError(f"Ray does not bring shard {shard} back: {_reason(error)}") from None
 
+    @property
+    def replaceable(self) -> bool:
+        return True
+
+    def gone(self, shard: int, life: str) -> bool:
+        """Whether Ray has put another in its place; while it does, nobody answers."""
+        try:
+            return self.where(shard, _LOOK_SECONDS)[1] != life
+        except ServerError:
+            return False
+
     def replace(self, shard: int, life: str) -> str:
         """Waits until Ray has made the server again; ends it first if it lives and is silent."""
-        ray = _ray()
-        until = self._clock.monotonic() + _START_SECONDS
+        ray = connected_ray()
+        patience = self._patience.total_seconds()
+        until = self._clock.monotonic() + patience
         asked_to_end = False
         while self._clock.monotonic() < until:
             try:
-                address, now, _ = self.where(shard, _ASK_SECONDS)
+                address, now, _ = self.where(shard, min(_ASK_SECONDS, patience))
                 if now != life:
                     return address
             except ServerError:
@@ -360,114 +434,17 @@ class RayLauncher:
                 ray.kill(self._actors[shard], no_restart=False)
                 asked_to_end = True
             self._clock.sleep(_POLL_SECONDS)
-        raise ServerError(f"Ray did not bring shard {shard} back within {_START_SECONDS:g} s")
+        raise ServerError(
+            f"Ray did not bring shard {shard} back within {patience:g} s: does it have room for "
+            "the server? ray status shows"
+        )
 
     def close(self) -> None:
-        if self._owned:
-            stop(self._actors)
-
-
-# -- workers -------------------------------------------------------------------------------------
-
-
-class _Box:
-    """Where a worker leaves its result: Ray Train hands none over by itself."""
-
-    def __init__(self) -> None:
-        self._result: dict[str, Any] = {}
-
-    def put(self, result: dict[str, Any]) -> None:
-        self._result = result
-
-    def get(self) -> dict[str, Any]:
-        return self._result
-
-
-def run_workers(
-    work: Callable[[dict[str, Any]], None],
-    config: dict[str, Any],
-    *,
-    workers: int,
-    cpus: float,
-    attempts: int,
-) -> dict[str, Any]:
-    """Runs `work(config)` in `workers` processes of Ray Train with torch.distributed set up.
-
-    When a worker dies all of them are started again, at most `attempts` times in all. Returns what
-    one of them has reported.
-    """
-    ray = _ray()
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    box = ray.remote(_Box).options(num_cpus=0).remote()
-    with tempfile.TemporaryDirectory(prefix="emberkeep-") as where:
-        trainer = TorchTrainer(
-            work,
-            train_loop_config={**config, "box": box},
-            scaling_config=ScalingConfig(
-                num_workers=workers, use_gpu=False, resources_per_worker={"CPU": cpus}
-            ),
-            torch_config=TorchConfig(backend="gloo"),
-            run_config=RunConfig(
-                storage_path=where, failure_config=FailureConfig(max_failures=attempts - 1)
-            ),
-        )
-        try:
-            trainer.fit()
-        except Exception as error:
-            raise ServerError(f"the workers failed: {_reason(error)}") from error
-    result: dict[str, Any] = ray.get(box.get.remote())
-    return result
-
-
-def report(config: dict[str, Any], result: dict[str, Any]) -> None:
-    """Hands over the result of a worker: plain values."""
-    _ray().get(config["box"].put.remote(result))
-
-
-def place() -> tuple[int, int]:
-    """Rank and world size of this worker."""
-    import ray.train
-
-    context = ray.train.get_context()
-    return context.get_world_rank(), context.get_world_size()
-
-
-@contextmanager
-def connected(address: str | None) -> Iterator[None]:
-    """Ray for as long as the body lasts; a Ray that was there before stays."""
-    ray = _ray()
-    before = ray.is_initialized()
-    ensure_ray(address)
-    try:
-        yield
-    finally:
-        if not before:
-            ray.shutdown()
+        if self._owned is not None:
+            _end(self._actors, self._owned)
 
 
 # -- details -------------------------------------------------------------------------------------
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("Ray is not installed: run pip install 'emberkeep[ray]'") from None
-    return ray
-
-
-def _environment(threads: int | None) -> dict[str, str]:
-    """What servers need to know of this process: where its own sources are."""
-    variables = {"EMBERKEEP_QUIET": "1", "OMP_NUM_THREADS": "1"}
-    source = str(Path(str(files("emberkeep"))).parent)
-    variables["PYTHONPATH"] = os.pathsep.join(
-        part for part in (source, os.environ.get("PYTHONPATH", "")) if part
-    )
-    if threads is not None:
-        variables["EMBERKEEP_THREADS"] = str(threads)
-    return variables
 
 
 def _reason(error: BaseException) -> str:

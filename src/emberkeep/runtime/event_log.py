@@ -1,0 +1,156 @@
+"""Events of one process as lines of JSON: on stderr, or in a file of bounded size.
+
+Every line has `time` (UTC) and `event`; what else it has depends on the event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from emberkeep._types import Json
+from emberkeep.errors import ConfigError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+
+MOST_NBYTES = 4 * 2**20
+"""A file that is larger becomes FILE.1, in the place of the one before: a log never takes more than
+twice this."""
+MOST_DIRECTORIES = 20
+
+# Of each event so many lines in so many seconds; the next line says how many were left out.
+_MOST_LINES, _SECONDS = 20, 10.0
+_STDERR = 2
+
+
+class EventLog:
+    """Writes a line for each event it is called with. Safe from several threads.
+
+    Once it is open it raises nothing and holds up nobody for long: a full disk must not end a
+    server. Lines that could not be written are counted in `failed`; a flood of one event is cut to
+    20 lines in 10 seconds, and the next of them has `left_out`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        most_nbytes: int = MOST_NBYTES,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.path = None if path is None else str(Path(path).absolute())
+        self.failed = 0
+        self._most_nbytes = most_nbytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._windows: dict[str, tuple[float, int]] = {}
+        self._left_out: dict[str, int] = {}
+        self._file = _STDERR
+        if self.path is not None:
+            try:
+                self._file = _open(self.path)
+            except OSError as error:
+                raise ConfigError(
+                    f"the log {self.path} cannot be written: {error.strerror}; name another file"
+                ) from None
+
+    def __call__(self, event: str, details: Json) -> None:
+        with self._lock:
+            if not self._lets_through(event):
+                self._left_out[event] = self._left_out.get(event, 0) + 1
+                return
+            time = self._clock.now().isoformat(timespec="milliseconds")
+            line: dict[str, Any] = {"time": time, "event": event, **details}
+            if left_out := self._left_out.pop(event, 0):
+                line["left_out"] = left_out
+            try:
+                self._write(json.dumps(line, default=str).encode() + b"\n")
+            except (OSError, ValueError):
+                self.failed += 1
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file != _STDERR:
+                os.close(self._file)
+                self._file = _STDERR
+
+    def _lets_through(self, event: str) -> bool:
+        now = self._clock.monotonic()
+        since, lines = self._windows.get(event, (now, 0))
+        if now - since >= _SECONDS:
+            since, lines = now, 0
+        self._windows[event] = (since, lines + 1)
+        return lines < _MOST_LINES
+
+    def _write(self, line: bytes) -> None:
+        if self._file == _STDERR:
+            sys.stderr.write(line.decode())
+            sys.stderr.flush()
+            return
+        if os.fstat(self._file).st_size + len(line) > self._most_nbytes:
+            self._rotate()
+        os.write(self._file, line)
+
+    def _rotate(self) -> None:
+        """Starts the file again; the one before keeps the lines until the next time."""
+        assert self.path is not None
+        full = self._file
+        os.replace(self.path, f"{self.path}.1")
+        self._file = _open(self.path)
+        os.close(full)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+# -- where logs are ------------------------------------------------------------------------------
+
+
+def state_directory() -> Path:
+    """Where this user's emberkeep notes what outlives a process."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "emberkeep"
+
+
+def new_log_directory(clock: Clock = SYSTEM_CLOCK) -> Path:
+    """A directory for the logs of servers that this process starts, below `state_directory`.
+
+    The newest 20 are kept, and all whose process lives. `OSError` if it cannot be made.
+    """
+    logs = state_directory() / "logs"
+    logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = logs / f"{clock.now():%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(2)}"
+    made.mkdir(mode=0o700)
+    for old in sorted(logs.iterdir())[:-MOST_DIRECTORIES]:
+        if not _of_a_living_process(old):
+            shutil.rmtree(old, ignore_errors=True)
+    return made
+
+
+def _of_a_living_process(directory: Path) -> bool:
+    parts = directory.name.split("-")
+    if len(parts) != 3 or not parts[1].isdigit():
+        return True  # not one of these
+    try:
+        os.kill(int(parts[1]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def last_line(path: str | os.PathLike[str]) -> str:
+    """The last line of a file; empty if there is none."""
+    try:
+        content = Path(path).read_bytes()[-4096:]
+    except OSError:
+        return ""
+    lines = [line.strip() for line in content.decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")

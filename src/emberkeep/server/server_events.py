@@ -1,0 +1,63 @@
+"""What a server tells of itself, and the last of it for its status."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from emberkeep._types import Json
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+
+OnEvent = Callable[[str, Json], object]
+
+# Clients come and go: the last thing that happened to the rows is more than that.
+_PASSING = ("connected", "disconnected", "refused_token")
+
+
+class ServerEvents:
+    """Hands events on to `on_event`; counts connections and those that were refused.
+
+    Safe from several threads.
+    """
+
+    def __init__(self, on_event: OnEvent | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._on_event = on_event
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.last: Json | None = None
+        """The last event, with its time (Unix); None if there was none yet."""
+        self.streams = 0
+        """Connections on which rows are pulled and pushed, and streams of parity."""
+        self.connections = 0
+        """All of them so far."""
+        self.refused_tokens = 0
+
+    def __call__(self, event: str, details: Json) -> None:
+        if event not in _PASSING:
+            self.last = {"event": event, "at": self._clock.now().timestamp(), **details}
+        if self._on_event is not None:
+            self._on_event(event, details)
+
+    @contextmanager
+    def connected(self, peer: str, run: str | None) -> Iterator[None]:
+        """A client's stream, for as long as the body lasts."""
+        with self._lock:
+            self.streams += 1
+            self.connections += 1
+        about = {"peer": peer, "run": run}
+        start = self._clock.monotonic()
+        self("connected", about)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.streams -= 1
+            seconds = round(self._clock.monotonic() - start, 3)
+            self("disconnected", {**about, "seconds": seconds})
+
+    def refuse_token(self, method: str) -> None:
+        """A call without the token, or with a wrong one, was refused."""
+        with self._lock:
+            self.refused_tokens += 1
+        self("refused_token", {"call": method, "refused": self.refused_tokens})
