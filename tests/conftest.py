@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 # Tests run in several processes at once, and none of them depends on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("EMBERKEEP_QUIET", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.faults.lives import Nursery
+from tests.nightly import pytest_configure, pytest_sessionstart
+from tests.servers import Farm
+
+__all__ = ["pytest_configure", "pytest_sessionstart"]
 
 # The first example may compile kernels, so time is not judged. Examples are the same in every run:
 # a failure repeats, and a change is not blamed for an example that nobody has seen before.
@@ -18,4 +29,39 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+# `--hypothesis-profile=nightly`: examples that nobody has seen before. The seed is printed, and
+# `--hypothesis-seed=` repeats it.
+settings.register_profile(
+    "nightly",
+    settings.get_profile("emberkeep"),
+    derandomize=False,
+    print_blob=True,
+    database=None,
+)
 settings.load_profile("emberkeep")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long starts first: at the end, short files leave no worker without work."""
+    items.sort(key=lambda item: item.path.parent.name not in ("faults", "integration"))
+
+
+@pytest.fixture(scope="session")
+def farm() -> Iterator[Farm]:
+    """Starts servers; what they need is loaded once for all tests."""
+    started = Farm()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts training processes; what they need is loaded once for all tests."""
+    with Nursery() as started:
+        yield started
+
+
+# Logs of servers, and what is noted of a Ray, are a test's own.
+_state = tempfile.mkdtemp(prefix="emberkeep-tests-")
+atexit.register(shutil.rmtree, _state, ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = _state

@@ -1,11 +1,14 @@
 """Shard servers for tests: real processes, forked from one that has loaded everything already.
 
-`Farm` starts `python -m tests.servers`, which loads once and forks a server for each request; a
-server that is killed is really dead. `FarmLauncher` has the servers of one cluster.
+`Farm` starts `python -m tests.servers`, which loads once and forks a server for each request, or a
+process that calls a function; one that is killed is really dead. `FarmLauncher` has the servers of
+one cluster.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -48,6 +51,15 @@ class Farm:
         pid, address = self._ask(threads=threads, port=port, directory=str(directory))
         return int(pid), str(address)
 
+    def call(self, function: str, *arguments: str, log: Path) -> int:
+        """The pid of a process that calls `module:function`; what it prints goes to a file."""
+        return int(self._ask(call=function, arguments=arguments, log=str(log)))
+
+    def ended(self, pid: int) -> int | None:
+        """The exit code of a process, or minus the signal that ended it; None while it lives."""
+        code = self._ask(ended=pid)
+        return None if code is None else int(code)
+
     def kill(self, pid: int) -> None:
         """SIGKILL, and gone when this returns."""
         self._ask(kill=pid)
@@ -83,6 +95,17 @@ class FarmLauncher:
     def signal(self, shard: int, number: int) -> None:
         os.kill(self.servers[shard][0], number)
 
+    @property
+    def replaceable(self) -> bool:
+        return True
+
+    def gone(self, shard: int, life: str) -> bool:
+        try:
+            status = Path(f"/proc/{self.servers[shard][0]}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return status.rpartition(") ")[2].startswith("Z")
+
     def replace(self, shard: int, life: str) -> str:
         self.kill(shard)
         self.servers[shard] = self.farm.start(self.threads, directory=self.directories[shard])
@@ -107,6 +130,22 @@ def _serve(pipe: int, threads: int, port: int) -> None:
     server.serve()
 
 
+def _call(function: str, arguments: Sequence[str], log: str) -> int:
+    """The rest of a process that calls a function; its exit code."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    module, _, name = function.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(*arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        return int(getattr(error, "exit_code", 1))
+    return 0
+
+
 def _main() -> None:
     import pyarrow.flight  # noqa: F401
 
@@ -114,6 +153,7 @@ def _main() -> None:
     from emberkeep.server.server_warmup import warm_up
 
     warm_up()  # kernels are loaded once, here
+    gc.freeze()  # a server that collects garbage need not copy all that was loaded
 
     children: set[int] = set()
     for line in sys.stdin:
@@ -124,6 +164,18 @@ def _main() -> None:
                 os.waitpid(question["kill"], 0)
                 children.discard(question["kill"])
             print("null", flush=True)
+            continue
+        if "ended" in question:
+            pid, status = os.waitpid(question["ended"], os.WNOHANG)
+            children.discard(pid)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+            continue
+        if "call" in question:
+            pid = os.fork()
+            if pid == 0:
+                os._exit(_call(question["call"], question["arguments"], question["log"]))
+            children.add(pid)
+            print(pid, flush=True)
             continue
         reading, writing = os.pipe()
         pid = os.fork()

@@ -35,15 +35,21 @@ def problem(span: str) -> str | None:
         return None
     body: list[ast.stmt] = ast.parse(found[0].read_text(encoding="utf-8")).body
     for name in function.split("."):
-        inside = [
-            node
-            for node in body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-        ]
+        inside = [node for node in body if name in defined(node)]
         if not inside:
             return f"{path} has no {function}"
-        body = inside[0].body
+        body = getattr(inside[0], "body", [])
     return None
+
+
+def defined(node: ast.stmt) -> set[str]:
+    """The names of a function, a class or a constant."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def test_what_the_page_names_exists() -> None:
@@ -69,8 +75,10 @@ def test_the_drawing_is_that_of_the_layer_test() -> None:
     ("span", "complaint"),
     [
         ("cluster/shard.py:Shard.check", None),
-        ("cluster/base.py:surviving", None),
+        ("cluster/outage.py:surviving", None),
         ("server/ray/", None),
+        ("wire/protocol.py:PROTOCOL", None),
+        ("kernels/recorded_updates.py:RECORDING", None),
         ("cluster/shards.py", "cluster/shards.py does not exist"),
         ("serving/", "serving/ does not exist"),
         ("cluster/shard.py:Shard.fly", "cluster/shard.py has no Shard.fly"),

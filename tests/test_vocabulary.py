@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SEARCHED = ["src", "docs", "tests", "benchmarks", "scripts", "README.md", "CHANGELOG.md"]
+SEARCHED = [
+    "src", "docs", "tests", "benchmarks", "scripts", "examples", "README.md", "CHANGELOG.md",
+    "CONTRIBUTING.md", "SECURITY.md",
+]  # fmt: skip
 SUFFIXES = {".py", ".md", ".toml", ".html", ".css"}
 
 # An underscore is a boundary as well: `is_told` is the word, `foretold` is not.

@@ -8,6 +8,7 @@ life ends by itself or by SIGKILL, which it sends itself at the moment that it w
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -30,6 +31,7 @@ class Nursery:
 
     def __init__(self) -> None:
         environment = {**os.environ, "EMBERKEEP_THREADS": "2", "OMP_NUM_THREADS": "1"}
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.lives"],
             cwd=ROOT,
@@ -47,17 +49,27 @@ class Nursery:
         return int(self._process.stdout.readline())
 
     def start(
-        self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None
-    ) -> int:
+        self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> int:  # fmt: skip
         """Forks a life that calls `what` of this module with the arguments; returns its pid."""
-        return self._ask(what=what, arguments=arguments, log=str(log), end=end or {})
+        return self._ask(
+            what=what, arguments=arguments, log=str(log), end=end or {}, environment=environment
+        )
 
     def wait(self, pid: int) -> int:
         """The exit code, or minus the signal that ended it."""
         return self._ask(wait=pid)
 
-    def live(self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None) -> int:
-        return self.wait(self.start(what, *arguments, log=log, end=end))
+    def wait_until_stopped(self, pid: int) -> None:
+        """Returns when the life has stopped, as `sigstop_at_step` has it do."""
+        assert self._ask(stopped=pid) == -signal.SIGSTOP
+
+    def live(
+        self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> int:  # fmt: skip
+        return self.wait(self.start(what, *arguments, log=log, end=end, **environment))
 
     def __enter__(self) -> Nursery:
         return self
@@ -146,6 +158,7 @@ ENDS: dict[str, Callable[[Any], None]] = {
     "after_step": lambda number: end_at_step(number, before=False),
     "sigterm_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGTERM),
     "sigint_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGINT),
+    "sigstop_at_step": lambda number: end_at_step(number, before=False, by=signal.SIGSTOP),
     "seconds": end_after,
 }
 
@@ -276,7 +289,7 @@ def tiered(path: str) -> None:
 
     durable_open.SEGMENT_NBYTES = 16384
     torch.manual_seed(0)
-    source = Synthetic(samples=960, rows_total=900)
+    source = Synthetic(samples=480, rows_total=900)
     tier = ek.Tier(path, memory=500 * 96)
     tables = [ek.Table(name, rows=rows, dim=4, tier=tier) for name, rows in source.rows.items()]
     bags = ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=0.05), cluster=ek.local(shards=2))
@@ -311,11 +324,10 @@ def tiered(path: str) -> None:
         )
 
 
-def stressed(*arguments: str) -> None:
-    """One life of `stress`."""
-    from tests.faults.stress import live
-
-    live(*arguments)
+def call(function: str, *arguments: str) -> None:
+    """A function of any module, named as `module:function`."""
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 # -- the parent ----------------------------------------------------------------------------------
@@ -328,6 +340,7 @@ def _be_born(question: dict[str, Any]) -> None:
         log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        os.environ.update(question["environment"])
         for kind, moment in question["end"].items():
             ENDS[kind](moment)
         globals()[question["what"]](*question["arguments"])
@@ -346,11 +359,16 @@ def _serve() -> None:
     for name in ("torch.distributed", "emberkeep.cli.train", "emberkeep.train.loop"):
         importlib.import_module(name)
     importlib.import_module("emberkeep.train.train_warmup").warm_up()
+    gc.freeze()  # a life that collects garbage need not copy all that was loaded
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:
             _, status = os.waitpid(question["wait"], 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        if "stopped" in question:
+            _, status = os.waitpid(question["stopped"], os.WUNTRACED)
+            print(-os.WSTOPSIG(status) if os.WIFSTOPPED(status) else 0, flush=True)
             continue
         pid = os.fork()
         if pid == 0:

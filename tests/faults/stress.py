@@ -316,8 +316,8 @@ class Stress:
         self.counts["stops"] += 1
         self.counts["fenced"] += code == FencedError.exit_code
 
-    def _life(self, options: dict[str, Any]) -> tuple[str, str, str, str]:
-        return "stressed", str(self.where), str(self.seed), json.dumps(options)
+    def _life(self, options: dict[str, Any]) -> tuple[str, ...]:
+        return "call", f"{__name__}:live", str(self.where), str(self.seed), json.dumps(options)
 
     def _judge(self, code: int, options: dict[str, Any]) -> None:
         self.counts["lives"] += 1

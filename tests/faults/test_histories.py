@@ -10,10 +10,10 @@ from tests.faults import histories
 
 
 def test_whatever_is_restored_is_what_was_saved() -> None:
-    counts = histories.run(0, 24)
+    counts = histories.run(0, 12)
     print(dict(counts))
     for what in ("saves", "restores", "failed saves", "resumes", "deaths", "forks", "zombies"):
-        assert counts[what] >= 5, what
+        assert counts[what] >= 3, what
 
 
 @pytest.mark.soak

@@ -67,7 +67,7 @@ def forge(label: str, choose: Callable[[int], int]) -> bool:
 
 
 @pytest.mark.parametrize("label", LABELS)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_forged_documents_are_refused(label: str, data: st.DataObject) -> None:
     forge(label, lambda count: data.draw(st.integers(0, count - 1)))

@@ -11,8 +11,6 @@ import json
 import os
 import random
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from tests.faults.lives import Nursery
 CONFIG = """
 [data]
 source = "synthetic"
-samples = 1000
+samples = 500
 rows_total = 400
 [tables]
 dim = 4
@@ -45,12 +43,6 @@ layout = "{layout}"
 keep = 2
 """
 DYNAMIC = 'kind = "dynamic"\ncapacity = 60\non_full = "evict_oldest"'
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
 
 
 def seed() -> int:
@@ -176,12 +168,12 @@ def test_the_older_of_two_processes_is_fenced_and_nothing_is_lost(
     log = tmp_path / "whole.log"
     assert nursery.live("train", config(tmp_path, "whole"), "--json", log=log) == 0
     path = config(tmp_path, "run")
-    old = nursery.start("train", path, "--json", log=tmp_path / "old.log")
-    versions = tmp_path / "run" / "versions"
-    while not (versions.is_dir() and len(list(versions.iterdir())) > 2):
-        time.sleep(0.001)
-    os.kill(old, signal.SIGSTOP)
+    # Two optimizers step: it stops itself in the middle of the run, which may be within a save.
+    end = {"sigstop_at_step": 24}
+    old = nursery.start("train", path, "--json", log=tmp_path / "old.log", end=end)
+    nursery.wait_until_stopped(old)
     committed = Repository.open(LocalStore(tmp_path / "run")).versions()
+    assert committed
     code = nursery.live("train", path, "--json", log=tmp_path / "new.log")
     assert code == 0, (tmp_path / "new.log").read_text()
     os.kill(old, signal.SIGCONT)

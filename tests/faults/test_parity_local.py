@@ -22,6 +22,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.tables import Adagrad, Optimizer, Table
 from tests.contracts.engine import state, tables, wanted_of
 from tests.contracts.parity import PLAIN, Histories, ParityContract, check_counts, ones, push
+from tests.threads import started_since
 
 
 class TestLocal(ParityContract):
@@ -203,9 +204,12 @@ def test_memory_of_untouched_rows_is_not_taken() -> None:
 
 def test_a_cluster_that_is_closed_leaves_no_threads() -> None:
     spec = Parity(k=2, r=1, background=True)
+    before = set(threading.enumerate())
     cluster = local(shards=3, threads=1, parity=spec).open(PLAIN, Adagrad(lr=0.1), seed=1)
+    ones(cluster, Random(0), Counter())
+    assert started_since(before, "emberkeep-parity")
     cluster.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("emberkeep-parity")]
+    assert not started_since(before, "emberkeep-parity")
     gone = weakref.ref(cluster)
     del cluster
     gc.collect()

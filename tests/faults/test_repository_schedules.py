@@ -57,9 +57,9 @@ def test_grids_under_schedules_of_two_preemptions(pair: Pair) -> None:
 
 def test_two_preemptions_three_processes_and_single_faults() -> None:
     """A sample by seed of all that the soak tries."""
-    counts = interleavings.run(20260726, 160)
+    counts = interleavings.run(20260726, 80)
     print(dict(counts))
-    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 5
+    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 2
 
 
 @pytest.mark.soak

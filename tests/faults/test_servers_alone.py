@@ -3,14 +3,10 @@ lost on the way, a coordinator that dies between the shards' writes and the comm
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,23 +25,19 @@ from emberkeep.repository import Repository
 from emberkeep.repository.writer import Draft
 from emberkeep.runtime import pool
 from emberkeep.tables import SGD, Table
+from emberkeep.testing.proxy import Proxy
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.protocol import PULL, PUSH, Request, check_reply, pack_request
 from emberkeep.wire.security import Security
 from tests.contracts.engine import state
+from tests.faults.lives import Nursery
 from tests.servers import Farm, FarmLauncher
+from tests.waiting import until
 
 TABLE = Table("t", rows=40, dim=3)
 IDS = [RowIds(np.arange(40), np.array([0, 40]))]
 ONES = [np.ones((40, 3), np.float32)]
 QUICK = Timing(deadline=timedelta(seconds=1), lease=timedelta(seconds=1.5))
-
-
-@pytest.fixture(scope="module")
-def farm() -> Iterator[Farm]:
-    started = Farm()
-    yield started
-    started.close()
 
 
 def opened(hosts: FarmLauncher | FixedAddresses, timing: Timing | None = None) -> FlightCluster:
@@ -58,11 +50,13 @@ def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Far
     zombie, address = hosts.servers[1]
     old = cluster.handles[1].epoch
     os.kill(zombie, signal.SIGSTOP)
+    lapsed = time.monotonic() + QUICK.lease.total_seconds()
     hosts.servers[1] = farm.start()  # as a supervisor on another machine would
     with pytest.raises(ShardLostError):
         cluster.pull(IDS)
     cluster.handles[1].address = hosts.address(1)
-    time.sleep(QUICK.lease.total_seconds())  # nobody can know that it is dead: the lease says so
+    # Nobody can know that it is dead: the lease says so, which nobody has renewed since.
+    until(lambda: time.monotonic() > lapsed, "the end of the lease")
     cluster.renew(1)
     cluster.serve(1)
     cluster.push(IDS, ONES, lr=1.0)
@@ -132,56 +126,17 @@ def test_a_second_run_does_not_take_the_servers_of_the_first(farm: Farm) -> None
     hosts.end()
 
 
-class Proxy:
-    """Carries bytes between a client and a server; cuts the line when the server answers."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.cut_next_answer = threading.Event()
-        self.cuts = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._port))
-                for source, target, answers in ((client, server, False), (server, client, True)):
-                    threading.Thread(
-                        target=self._carry, args=(source, target, answers), daemon=True
-                    ).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                # Short frames are the transport's own; an answer to a push is longer than those.
-                if answers and len(data) > 40 and self.cut_next_answer.is_set():
-                    self.cut_next_answer.clear()
-                    self.cuts += 1
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
     hosts = FarmLauncher(farm, 1)
-    proxy = Proxy(int(hosts.address(0).rpartition(":")[2]))
-    through = FixedAddresses([f"127.0.0.1:{proxy.port}"], Security(), patience=timedelta(seconds=5))
+    proxy = Proxy(hosts.address(0))
+    through = FixedAddresses([proxy.address], Security(), patience=timedelta(seconds=5))
     cluster, twin = opened(through), local().open([TABLE], SGD(lr=1.0), seed=0)
     for _ in range(6):
-        proxy.cut_next_answer.set()
+        proxy.lose_answer()
         cluster.push(IDS, ONES, lr=1.0)
         twin.push(IDS, ONES, lr=1.0)
-        proxy.cut_next_answer.clear()
-    assert proxy.cuts >= 5
+        proxy.lose_answer(False)
+    assert proxy.lost_answers >= 5
     assert state(cluster) == state(twin)
     assert cluster.table_state() == twin.table_state()
     cluster.close()
@@ -212,7 +167,7 @@ def test_pushes_go_on_after_all_servers_were_lost_together(farm: Farm) -> None:
     hosts.end()
 
 
-def _coordinate_and_die(addresses: list[str], where: str) -> None:
+def coordinate_and_die(where: str, *addresses: str) -> None:
     """Trains, saves, and dies when all shards have written and nothing is committed."""
     hosts = FixedAddresses(addresses, Security(), patience=timedelta(seconds=5))
     cluster = opened(hosts, QUICK)
@@ -228,17 +183,17 @@ def _coordinate_and_die(addresses: list[str], where: str) -> None:
 
 
 def test_a_coordinator_that_dies_before_the_commit_leaves_the_version_before(
-    farm: Farm, tmp_path: Path
+    farm: Farm, nursery: Nursery, tmp_path: Path
 ) -> None:
     hosts = FarmLauncher(farm, 2)
-    where = tmp_path / "r"
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(
-        target=_coordinate_and_die, args=([hosts.address(0), hosts.address(1)], str(where))
+    where, log = tmp_path / "r", tmp_path / "log"
+    life = (
+        "call",
+        "tests.faults.test_servers_alone:coordinate_and_die",
+        str(where),
+        *map(hosts.address, range(2)),
     )
-    process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL
+    assert nursery.live(*life, log=log) == -signal.SIGKILL, log.read_text()
     store = LocalStore(where)
     assert any("0000000002" in info.name for info in store.list("data"))  # the shards had written
     successor = opened(hosts, QUICK)  # waits until the lease of the dead one has passed

@@ -4,8 +4,7 @@ right to the bit: pushes are applied once, versions are whole, what is lost is w
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +42,57 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def farm() -> Iterator[Farm]:
-    started = Farm()
-    yield started
-    started.close()
+class Watched(FarmLauncher):
+    """Says when it has replaced a server."""
+
+    on_replaced: Callable[[], None] = staticmethod(lambda: None)
+
+    def replace(self, shard: int, life: str) -> str:
+        address = super().replace(shard, life)
+        self.on_replaced()
+        return address
 
 
 class Killer:
-    """Kills random servers at random moments, so many of them, one after the other."""
+    """Kills random servers at random moments beside training, so many of them. None is killed
+    before the last one was missed: a dead server cannot die."""
 
-    def __init__(self, hosts: FarmLauncher, kills: int, seed: int, least_ms: float) -> None:
-        self.hosts = hosts
-        self.killed = 0
-        self.serving_again: list[float] = []
-        self._kills = kills
+    def __init__(self, hosts: Watched, kills: int, seed: int) -> None:
+        self.left = kills
+        self._hosts = hosts
+        self._asked = 0
+        self._again = False
         self._random = np.random.default_rng(seed)
-        self._least_ms = least_ms
-        self.begin = threading.Event()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._kill)
+        self._kill: threading.Timer | None = None
+        hosts.on_replaced = self._replaced
 
-    def _kill(self) -> None:
-        self.begin.wait()
-        while self.killed < self._kills and not self._ended.is_set():
-            if self._ended.wait((self._least_ms + self._random.exponential(40)) / 1e3):
-                return
-            before = self.hosts.replaced
-            self.hosts.kill(int(self._random.integers(self.hosts.count)))
-            self.killed += 1
-            while self.hosts.replaced == before and not self._ended.is_set():
-                time.sleep(0.002)  # the next one when this one was missed
+    @property
+    def idle(self) -> bool:
+        """Whether all that were to be killed have been replaced."""
+        return not self._again and self._hosts.replaced >= self._asked
 
-    def end(self) -> None:
-        self._ended.set()
+    def ask(self, *, room: bool = True) -> None:
+        """Kills one soon. Where there is `room` for two, perhaps another one while the first is
+        brought back."""
+        self._again = room and self.left > 1 and self._random.random() < 0.5
+        self._start()
 
-    def __enter__(self) -> Killer:
-        self._thread.start()
-        return self
+    def _start(self) -> None:
+        self._asked += 1
+        self.left -= 1
+        shard = int(self._random.integers(self._hosts.count))
+        self._kill = threading.Timer(self._random.uniform(0, 0.02), self._hosts.kill, [shard])
+        self._kill.start()
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.begin.set()
-        self._thread.join()
+    def _replaced(self) -> None:
+        if self._again:
+            self._again = False
+            self._start()
+
+    def wait(self) -> None:
+        """Returns when the server that was to be killed last is dead."""
+        if self._kill is not None:
+            self._kill.join()
 
 
 # -- pushes, exactly once ------------------------------------------------------------------------
@@ -101,7 +108,7 @@ def push_of(step: int) -> tuple[list[RowIds], Any]:
 
 def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
     """Partial recovery by hand, and beside it what every shard must hold."""
-    hosts = FarmLauncher(farm, SHARDS)
+    hosts = Watched(farm, SHARDS)
     table = Table("t", rows=ROWS, dim=DIM)
     cluster = FlightCluster([table], SGD(lr=1.0), hosts, pool=pool.Pool(1))
     initial = cluster.read("t", np.arange(ROWS))["weight"]
@@ -129,22 +136,23 @@ def trained_under_fire(farm: Farm, where: Path, kills: int, seed: int) -> None:
 
     cluster.on_loss = on_loss
     step = 0
-    with Killer(hosts, kills, seed, least_ms=5) as killer:
-        killer.begin.set()
-        while killer.killed < kills or step % 5 or hosts.replaced < kills:
-            step += 1
-            wanted, grads = push_of(step)
-            cluster.pull(wanted)
-            cluster.push(wanted, [grads], lr=1.0)
-            for steps in applied:
-                steps.append(step)
-            if step % 4 == 0:
-                keeper.join()
-                try:
-                    keeper.save(step)
-                except ShardLostError:
-                    on_loss(ShardLostError(cluster.lost()))
-            assert step < 100_000
+    killer = Killer(hosts, kills, seed)
+    while killer.left or step % 5 or not killer.idle:
+        step += 1
+        if step % 6 == 0 and killer.left and killer.idle:
+            killer.ask()
+        wanted, grads = push_of(step)
+        cluster.pull(wanted)
+        cluster.push(wanted, [grads], lr=1.0)
+        for steps in applied:
+            steps.append(step)
+        if step % 4 == 0:
+            keeper.join()
+            try:
+                keeper.save(step)
+            except ShardLostError:
+                on_loss(ShardLostError(cluster.lost()))
+        assert step < 100_000
     keeper.join()
     expected = initial.copy()
     for shard, steps in enumerate(applied):
@@ -177,18 +185,23 @@ def test_every_push_is_applied_once_however_often_servers_die_for_long(
 
 
 class Recoveries(Hook):
-    """Lets the killer begin with the first step and end with the last: nothing brings
-    servers back any more when the rows are compared afterwards."""
+    """Has servers killed after random steps. None dies later than before the last step: nothing
+    brings servers back any more when the rows are compared afterwards."""
 
-    def __init__(self, killer: Killer) -> None:
+    def __init__(self, killer: Killer, seed: int) -> None:
         self.recovered: list[dict[str, Any]] = []
         self._killer = killer
+        self._random = np.random.default_rng(seed)
 
     def on_step(self, step: Any) -> None:
-        self._killer.begin.set()
-        if step.number == step.steps:
-            self._killer.end()
-        time.sleep(0.01)  # on a fast machine too the run outlasts the gaps between the kills
+        killer, steps = self._killer, step.steps - 1 - step.number
+        if steps <= 0:
+            killer.wait()
+        elif killer.left and not killer.idle:
+            killer.wait()  # the next step misses it
+        elif killer.left and self._random.random() < 2 * killer.left / steps:
+            # Of the steps that are left each kill takes two at most, two at once take four.
+            killer.ask(room=steps > 4)
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "recovered":
@@ -206,15 +219,15 @@ class _Spec:
 def train(
     farm: Farm, monkeypatch: pytest.MonkeyPatch, where: Path, kills: int, seed: int, *more: str
 ) -> tuple[Result, Recoveries, Killer]:
-    hosts = FarmLauncher(farm, SHARDS)
+    hosts = Watched(farm, SHARDS)
     monkeypatch.setattr(build, "_cluster", lambda *_: _Spec(hosts))
     settings = demo(
         [*SMALL, f"checkpoint.path={where}", "checkpoint.every=3 steps", "checkpoint.keep=1000",
          *more]
     )  # fmt: skip
-    with Killer(hosts, kills, seed, least_ms=20) as killer:
-        heard = Recoveries(killer)
-        result = run(settings, hooks=[heard])
+    killer = Killer(hosts, kills, seed)
+    heard = Recoveries(killer, seed)
+    result = run(settings, hooks=[heard])
     hosts.end()
     return result, heard, killer
 
@@ -235,7 +248,7 @@ def check_full(
     made = result.recoveries
     assert made.full + made.partial == len(heard.recovered)
     assert made.pls == 0
-    return killer.killed
+    return kills - killer.left
 
 
 def check_partial(
@@ -259,7 +272,7 @@ def check_partial(
     newest = repository.latest()
     assert newest is not None
     assert repository.manifest(newest).step == result.steps
-    return killer.killed
+    return kills - killer.left
 
 
 def test_full_recovery_of_killed_servers_gives_the_bits_of_an_uninterrupted_run(

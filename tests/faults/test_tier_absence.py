@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+import select
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from emberkeep.errors import DamageError, TierError
 from emberkeep.tables import Table, Tier
 from emberkeep.tiered import directory, durable_open
 from tests.contracts.engine import state
+from tests.faults.lives import Nursery
 from tests.faults.test_tier_faults import (
     OPTIMIZER,
     TABLES,
@@ -103,27 +103,25 @@ def test_a_state_without_its_rows_is_no_new_tier(tmp_path: Path) -> None:
 
 # -- one process ---------------------------------------------------------------------------------
 
-OTHER = """
-import sys
-from tests.faults.test_tier_faults import start
-from emberkeep.errors import TierError
-try:
-    start(sys.argv[1])
-except TierError as error:
-    print("refused", error)
-else:
-    print("opened")
-"""
+
+def open_and_end(path: str) -> None:
+    """What another process does."""
+    try:
+        start(Path(path))
+    except TierError as error:
+        print("refused", error)
+    else:
+        print("opened")
 
 
-def other_process(path: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER, str(path)], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+def other_process(nursery: Nursery, path: Path) -> str:
+    log = path.parent / "log"
+    code = nursery.live("call", "tests.faults.test_tier_absence:open_and_end", str(path), log=log)
+    assert code == 0, log.read_text()
+    return log.read_text()
 
 
-def test_a_new_tier_is_locked_before_anything_is_there(tmp_path: Path) -> None:
+def test_a_new_tier_is_locked_before_anything_is_there(nursery: Nursery, tmp_path: Path) -> None:
     """The holder of the lock alone decides what there is, also where there is nothing yet."""
     os.mkdir(tmp_path / "t")
     held = os.open(tmp_path / "t" / "lock", os.O_RDWR | os.O_CREAT)
@@ -133,34 +131,39 @@ def test_a_new_tier_is_locked_before_anything_is_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "t") == ["lock"]
     os.close(held)
     cluster = start(tmp_path / "t")
-    assert "refused" in other_process(tmp_path / "t")
+    assert "refused" in other_process(nursery, tmp_path / "t")
     assert (tmp_path / "t" / "lock").exists()
     train(cluster, 0)
     make_durable(cluster, 1)
     end(cluster)
-    assert "opened" in other_process(tmp_path / "t")
+    assert "opened" in other_process(nursery, tmp_path / "t")
 
 
-PARENT = """
-import os, sys
-from tests.faults.test_tier_faults import start
-cluster = start(sys.argv[1])
-ready, up = os.pipe()
-if os.fork():
-    os.read(ready, 1)
+def open_and_leave_a_child(path: str, fifo: str) -> None:
+    """Ends when its child runs, which lives until somebody has written."""
+    cluster = start(Path(path))
+    ready, up = os.pipe()
+    if os.fork():
+        os.read(ready, 1)
+        os._exit(0)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    os.write(up, b"1")
+    select.select([reading], [], [])
+    assert cluster is not None
     os._exit(0)
-os.write(up, b"1")
-sys.stdin.read()
-"""
 
 
-def test_children_do_not_inherit_the_lock(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "t")], stdin=subprocess.PIPE
-    ) as parent:
-        assert parent.wait(120) == 0
-        cluster = start(tmp_path / "t")  # although the child is alive, until its input ends
-        end(cluster)
+def test_children_do_not_inherit_the_lock(nursery: Nursery, tmp_path: Path) -> None:
+    log, fifo = tmp_path / "log", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    life = "tests.faults.test_tier_absence:open_and_leave_a_child"
+    code = nursery.live("call", life, str(tmp_path / "t"), str(fifo), log=log)
+    assert code == 0, log.read_text()
+    cluster = start(tmp_path / "t")  # although the child is alive
+    end(cluster)
+    writing = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
+    os.write(writing, b"1")
+    os.close(writing)
 
 
 def test_a_file_system_without_locks_is_refused_unless_one_process_alone_is_promised(

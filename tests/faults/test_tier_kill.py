@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.lives import Nursery
 from tests.faults.test_kill import result_in, survive
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
 
 
 def check(nursery: Nursery, where: Path, kills: int) -> None:
@@ -24,7 +17,7 @@ def check(nursery: Nursery, where: Path, kills: int) -> None:
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
-    check(nursery, tmp_path, 20)
+    check(nursery, tmp_path, 12)
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep._types import RowIds
 from emberkeep.tables import Adagrad, Table, Tier
 
-LIMIT, ROWS, DIM = 900 * 2**20, 2_400_000, 64
+LIMIT, ROWS, DIM = 600 * 2**20, 1_300_000, 64
 if not len(sys.argv) > 2:  # who is in a group with a limit needs no other
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
 assert ROWS * DIM * 4 * 2 > LIMIT
@@ -71,7 +71,7 @@ def group() -> Iterator[Path]:
         except OSError:
             continue
         try:
-            (path / limit).write_text(str(900 * 2**20))
+            (path / limit).write_text(str(600 * 2**20))
         except OSError:
             path.rmdir()
             continue

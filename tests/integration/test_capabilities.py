@@ -67,22 +67,29 @@ MODELS = ("local", "servers", "mixed")
 
 
 class OnServers:
-    """Where rows live: two servers of the farm."""
+    """Where rows live: two servers, which serve one cluster after the other."""
 
     def __init__(self, farm: Farm) -> None:
-        self.farm = farm
+        self.hosts = FarmLauncher(farm, 2)
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        return FlightCluster(tables, optimizer, FarmLauncher(self.farm, 2), seed=seed, pool=Pool(1))
+        return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=Pool(1))
+
+
+@pytest.fixture(scope="module")
+def on_servers(farm: Farm) -> Iterator[OnServers]:
+    started = OnServers(farm)
+    yield started
+    started.hosts.end()
 
 
 class Model(nn.Module):
     """Tables of one name in every place that was asked for, so that versions rename them."""
 
-    def __init__(self, kind: str, farm: Farm) -> None:
+    def __init__(self, kind: str, on_servers: OnServers) -> None:
         super().__init__()
         torch.manual_seed(0)
-        places = {"local": [ek.local(shards=2)], "servers": [OnServers(farm)]}
+        places = {"local": [ek.local(shards=2)], "servers": [on_servers]}
         places["mixed"] = [*places["local"], *places["servers"]]
         tables = [
             ek.Table("fixed", rows=60, dim=4),
@@ -117,7 +124,6 @@ class Model(nn.Module):
         for bags in self.bags:
             if isinstance(bags.cluster, FlightCluster):
                 bags.cluster.close()
-                bags.cluster.launcher.end()
 
 
 def train(model: Model, keeper: ek.Keeper, optimizers: Any, steps: range) -> None:
@@ -128,13 +134,6 @@ def train(model: Model, keeper: ek.Keeper, optimizers: Any, steps: range) -> Non
             optimizer.step()
             optimizer.zero_grad()
         keeper.step()
-
-
-@pytest.fixture(scope="module")
-def farm() -> Iterator[Farm]:
-    opened = Farm()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -169,17 +168,18 @@ def test_every_capability_is_in_the_list() -> None:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: capability.__name__)
 def test_a_keeper_reaches_it(
-    capability: type, kind: str, farm: Farm, tmp_path: Path, calls: Counter[tuple[type, str]]
-) -> None:
+    capability: type, kind: str, on_servers: OnServers, tmp_path: Path,
+    calls: Counter[tuple[type, str]],
+) -> None:  # fmt: skip
     method, strategy, asked, _ = CAPABILITIES[capability]
-    model = Model(kind, farm)
+    model = Model(kind, on_servers)
     optimizers = model.optimizers()
     with ek.Keeper(tmp_path / "run", model, optimizers, strategy=strategy) as keeper:
         train(model, keeper, optimizers, range(10))
     expected = model.rows()
     model.close()
 
-    again = Model(kind, farm)
+    again = Model(kind, on_servers)
     with ek.Keeper(tmp_path / "run", again, again.optimizers(), strategy=strategy) as keeper:
         keeper.resume()
         for found, wanted in zip(again.rows(), expected, strict=True):
@@ -197,10 +197,11 @@ def test_a_keeper_reaches_it(
     ids=lambda given: given if isinstance(given, str) else given.__name__,
 )
 def test_a_keeper_reaches_it_on_the_shard_that_comes_back(
-    capability: type, kind: str, farm: Farm, tmp_path: Path, calls: Counter[tuple[type, str]]
-) -> None:
+    capability: type, kind: str, on_servers: OnServers, tmp_path: Path,
+    calls: Counter[tuple[type, str]],
+) -> None:  # fmt: skip
     method, strategy, _, shards = CAPABILITIES[capability]
-    model = Model(kind, farm)
+    model = Model(kind, on_servers)
     optimizers = model.optimizers()
     with ek.Keeper(tmp_path / "run", model, optimizers, strategy=strategy) as keeper:
         train(model, keeper, optimizers, range(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,12 +45,14 @@ class Clusters:
     def close(self) -> None:
         for cluster, _ in self._open:
             cluster.close()
-        self.farm.close()
+        in_use = [hosts for _, hosts in self._open]
+        for hosts in itertools.chain(in_use, *self._free.values()):
+            hosts.end()
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    opened = Clusters(Farm())
+def clusters(farm: Farm) -> Iterator[Clusters]:
+    opened = Clusters(farm)
     yield opened
     opened.close()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -12,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from emberkeep.checkpoint import Job
+from emberkeep.cli import app
 from emberkeep.errors import ConfigError
 from emberkeep.planning import emulator, sweeps
 from emberkeep.planning.emulator import (
@@ -24,6 +24,7 @@ from emberkeep.planning.emulator import (
     emulate,
     named,
     run,
+    run_all,
     small_task,
 )
 
@@ -47,7 +48,7 @@ NAMES: tuple[Name, ...] = ("full", "partial", "cpr", "cpr_ssu")
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of their own are for those who wait: `test_the_command` has some."""
+    """Processes of their own are for those who wait; one test has one."""
 
     def in_turn(tasks: Sequence[Task], *, progress: emulator.Progress) -> list[Outcome]:
         outcomes = [run(task) for task in tasks]
@@ -155,18 +156,25 @@ def test_names() -> None:
         named("magic")
 
 
+def test_a_process_of_its_own_gives_the_same_outcome() -> None:
+    task = Task(spec=SPEC, strategy="cpr")
+    progress = list[tuple[int, int]]()
+    (outcome,) = run_all([task], progress=lambda *done: progress.append(done))
+    assert replace(outcome, seconds=0.0) == replace(run(task), seconds=0.0)
+    assert progress == [(1, 1)]
+
+
 def test_the_command(tmp_path: Path) -> None:
     report = tmp_path / "page.html"
     sets = [part for setting in TINY for part in ("--set", setting)]
-    done = subprocess.run(
+    done = CliRunner().invoke(
+        app,
         [
-            sys.executable, "-m", "emberkeep.cli", "emulate", "--json", "--shards", "4",
-            "--strategy", "full", "--strategy", "cpr", "--report", str(report), *sets,
+            "emulate", "--json", "--shards", "4", "--strategy", "full", "--strategy", "cpr",
+            "--report", str(report), *sets,
         ],
-        capture_output=True,
-        text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert set(printed["strategies"]) == {"full", "cpr"}
     assert printed["strategies"]["full"]["auc"] == printed["alone"]["auc"]

@@ -41,13 +41,6 @@ WHERE = "/proc/self/cwd/run"
 TABLES = [Table("t", rows=60, dim=4)]
 
 
-@pytest.fixture(scope="module")
-def farm() -> Iterator[Farm]:
-    opened = Farm()
-    yield opened
-    opened.close()
-
-
 class Nodes:
     """Two servers, each with a directory, and the model that they hold the rows of."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ import pytest
 from emberkeep.blobs import LocalStore
 from emberkeep.repository import Repository, verify
 from tests.faults.lives import Nursery
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with Nursery() as started:
-        yield started
 
 
 class Pair:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,24 +32,38 @@ def run_kernels(package: Path, **environment: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
+def copy(source: Path, where: Path, *ignored: str) -> Path:
+    shutil.copytree(source, where / "emberkeep", ignore=shutil.ignore_patterns(*ignored))
+    return where
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the package that has compiled nothing yet."""
-    source = Path(emberkeep.__file__).parent
-    shutil.copytree(source, tmp_path / "emberkeep", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    return copy(Path(emberkeep.__file__).parent, tmp_path, "__pycache__")
 
 
-def test_compilation_is_announced_once_and_cached(package: Path) -> None:
-    first, second = run_kernels(package), run_kernels(package)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A copy whose kernels have been compiled, and what that process said."""
+    where = tmp_path_factory.mktemp("compiled")
+    package = copy(Path(emberkeep.__file__).parent, where, "__pycache__")
+    return package, run_kernels(package)
+
+
+def test_compilation_is_announced_once_and_cached(compiled: tuple[Path, Any]) -> None:
+    package, first = compiled
+    second = run_kernels(package)
     assert first.stdout == second.stdout == "2\n"
     assert first.stderr.count("compiling kernels, first run only") == 1
     assert "compiling" not in second.stderr
 
 
 @pytest.mark.parametrize(("changed", "void"), [("hash_index", True), ("quantize", False)])
-def test_a_change_voids_the_kernels_that_import_it(package: Path, changed: str, void: bool) -> None:
-    run_kernels(package)
+def test_a_change_voids_the_kernels_that_import_it(
+    compiled: tuple[Path, Any], tmp_path: Path, changed: str, void: bool
+) -> None:
+    package = copy(compiled[0] / "emberkeep", tmp_path)
     with (package / f"emberkeep/kernels/{changed}.py").open("a") as file:
         file.write("\n# changed\n")
     assert ("compiling" in run_kernels(package).stderr) == void

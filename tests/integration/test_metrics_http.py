@@ -16,6 +16,6 @@ def test_metrics_over_http() -> None:
         url = f"http://127.0.0.1:{keeper.metrics_port}/metrics"
         with urllib.request.urlopen(url) as answer:
             text = answer.read().decode()
-    assert text == keeper.metrics() or "emberkeep_versions_total 1\n" in text
+    assert text == keeper.metrics() or "emberkeep_versions_total 1.0\n" in text
     assert "# TYPE emberkeep_stall_seconds_total counter" in text
-    assert "emberkeep_step 1\n" in text
+    assert "emberkeep_step 1.0\n" in text

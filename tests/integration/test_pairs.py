@@ -6,7 +6,7 @@ A covering array: whatever two values of two different choices, some case has bo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ class OnServers:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[dict[int, list[OnServers]]]:
+def servers(farm: Farm) -> Iterator[dict[int, list[OnServers]]]:
     """Two clusters of each size: one for the process that ends, one for the next."""
-    farm = Farm()
-    yield {shards: [OnServers(farm, shards) for _ in range(2)] for shards in CHOICES["shards"]}
-    farm.close()
+    opened = {shards: [OnServers(farm, shards) for _ in range(2)] for shards in CHOICES["shards"]}
+    yield opened
+    for cluster in chain(*opened.values()):
+        cluster.hosts.end()
 
 
 def kill(bags: ek.EmbeddingBags, shards: list[int]) -> None:

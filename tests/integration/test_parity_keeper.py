@@ -56,7 +56,7 @@ def test_losses_within_parity_cost_no_step(tmp_path: Path) -> None:
         train(bags, range(12, 20), keeper)
         assert bags.cluster.parity.recoveries == 3
         assert keeper.recoveries().full == 0
-        assert "emberkeep_parity_recoveries_total 3" in keeper.metrics()
+        assert "emberkeep_parity_recoveries_total 3.0\n" in keeper.metrics()
     assert state(bags.cluster) == state(plain.cluster)
     again = bags_on(shards=4)
     with ek.Keeper(tmp_path / "run", again, again.optimizer) as keeper:
@@ -117,6 +117,7 @@ def test_more_losses_than_parity_bears_fall_to_the_repository(tmp_path: Path, sc
         assert state(bags.cluster) == saved
         recoveries = keeper.recoveries()
         assert (recoveries.full, recoveries.partial) == ((1, 0) if scope == "full" else (0, 1))
+        assert (recoveries.failures, recoveries.parity) == (3, 1)
 
 
 def test_parity_without_shards_is_refused(tmp_path: Path) -> None:

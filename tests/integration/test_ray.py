@@ -1,4 +1,4 @@
-"""Servers that Ray places: killed ones come back, and workers of Ray Train share them."""
+"""Servers that Ray places: killed ones come back, and workers share them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +24,17 @@ from typer.testing import CliRunner
 from emberkeep._types import RowIds
 from emberkeep.cli import app
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, SecurityError, ServerError, ShardLostError
+from emberkeep.errors import ConfigError, SecurityError, ShardLostError
 from emberkeep.server.ray import local_ray
-from emberkeep.server.ray.ray_cluster import NAMESPACE, RayLauncher, clusters, find, ray_cluster
+from emberkeep.server.ray.ray_cluster import RayLauncher, clusters, find, ray_cluster
+from emberkeep.server.ray.ray_session import NAMESPACE
+from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
 from emberkeep.tables import SGD, Table
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.run_config import demo
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security
+from tests.waiting import until
 
 TOKEN = "a token of enough characters"
 
@@ -88,7 +92,7 @@ def test_clusters_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.soak  # a minute, nearly all of it Ray's own; two workers alone: see test_workers
-def test_workers_of_ray_train_end_with_one_model_though_a_server_is_killed(tmp_path: Path) -> None:
+def test_workers_on_ray_end_with_one_model_though_a_server_is_killed(tmp_path: Path) -> None:
     given = demo([
         "data.samples=4000", "data.rows_total=1000", "run.batch_size=100", "run.compare=false",
         "model.bottom=[8]", "model.top=[8]", "tables.dim=4", "cluster.kind=ray", "cluster.shards=2",
@@ -108,12 +112,8 @@ def test_workers_of_ray_train_end_with_one_model_though_a_server_is_killed(tmp_p
 
 
 def _kill_once_a_version_is_there(where: Path) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until and len(list(where.glob("versions/*"))) < 2:
-        time.sleep(0.02)
-    found = find("trained")
-    if found:
-        os.kill(RayLauncher(found).pid(0), signal.SIGKILL)
+    until(lambda: len(list(where.glob("versions/*"))) >= 2, "two versions", seconds=120)
+    os.kill(RayLauncher(find("trained")).pid(0), signal.SIGKILL)
 
 
 def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
@@ -127,10 +127,67 @@ def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     assert "is up already" in again.output
     shown = run.invoke(app, ["cluster", "status", *at])
     assert shown.stdout.count("empty") == 2
+    statuses = json.loads(run.invoke(app, ["cluster", "status", *at, "--json"]).stdout)["shards"]
+    assert all('"listening"' in Path(status["log"]).read_text() for status in statuses)
+    assert all(status["metrics_url"].startswith("http://127.0.0.1:") for status in statuses)
     assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
     twice = run.invoke(app, ["cluster", "down", *at])
     assert twice.exit_code == ConfigError.exit_code
     assert "no cluster 'shown'" in twice.output
+
+
+def test_down_says_which_run_it_would_take_the_servers_from() -> None:
+    run = CliRunner()
+    at = ["--name", "serving", "--address", "here"]
+    assert run.invoke(app, ["cluster", "up", "--shards", "1", *at]).exit_code == 0
+    cluster = ray_cluster(name="serving").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
+    refused = run.invoke(app, ["cluster", "down", *at])
+    assert refused.exit_code == ConfigError.exit_code
+    assert f"serves a run (process {os.getpid()} on " in refused.output
+    cluster.close()
+    assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
+
+
+def test_workers_are_heard_asked_to_stop_and_their_death_is_reported() -> None:
+    def work(given: dict[str, Any], place: Place, mailbox: Mailbox) -> dict[str, Any]:
+        """Sends word, and ends as it was asked to."""
+        asked = threading.Event()
+        mailbox.on_ask(lambda _: asked.set())
+        mailbox.send(("rank", place.rank))
+        if given["fails"] == place.rank:
+            raise ShardLostError([3])
+        assert place.rank or asked.wait(120)
+        return {"world": place.world}
+
+    group = WorkerGroup(work, {"fails": None}, workers=2, cpus=0.1)
+    messages = heard(group, 1)
+    assert messages == [("rank", 0)]
+    group.ask_to_stop(15)
+    heard(group)
+    assert group.result == {"world": 2}
+    assert not group.failures
+
+    group = WorkerGroup(work, {"fails": 1}, workers=2, cpus=0.1)
+    heard(group)  # rank 0 does not end by itself: it is ended
+    assert [(one.rank, type(one.error)) for one in group.failures] == [(1, ShardLostError)]
+    assert "shard 3 lost" in group.failures[0].reason
+
+    group = WorkerGroup(work, {"fails": None}, workers=1, cpus=0.1)
+    heard(group, 1)
+    os.kill(group._pids[0], signal.SIGKILL)
+    heard(group)
+    assert [one.died for one in group.failures] == [True]
+    assert str(group._pids[0]) in group.failures[0].reason
+
+
+def heard(group: WorkerGroup, least: int | None = None) -> list[Any]:
+    """So many messages, or all until the group has ended."""
+    messages: list[Any] = []
+    until = time.monotonic() + 120
+    while not group.ended and (least is None or len(messages) < least):
+        assert time.monotonic() < until
+        messages += group.poll(0.1)
+    return messages
 
 
 def test_with_a_certificate_and_a_token_servers_listen_on_their_node() -> None:
@@ -149,7 +206,7 @@ def test_with_a_certificate_and_a_token_servers_listen_on_their_node() -> None:
     assert RayLauncher(find("safe")).security().token == TOKEN  # who finds them may talk to them
     for known, refusal in (
         (replace(security, token="another of enough characters"), SecurityError),
-        (Security(token=TOKEN), ServerError),  # knows nobody who vouches for the certificate
+        (Security(token=TOKEN), SecurityError),  # knows nobody who vouches for the certificate
     ):
         stranger = Connection(address, known.of_client())
         with pytest.raises(refusal):
@@ -200,4 +257,5 @@ def test_commands_share_a_ray_that_one_of_them_has_started(tmp_path: Path) -> No
         assert emberkeep("status").count("empty") == 2
     finally:
         emberkeep("down")
-    assert not list((tmp_path / "emberkeep").iterdir())  # neither address nor token is left
+    left = [path.name for path in (tmp_path / "emberkeep").iterdir()]
+    assert left == ["logs"]  # neither address nor token

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +23,7 @@ from emberkeep.train.hooks import Hook, Step, TensorBoard
 from emberkeep.train.loop import digest, evaluate, run
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig, demo
+from tests.faults.lives import Nursery
 
 SMALL = [
     "data.samples=3000",
@@ -41,14 +40,18 @@ def small(*overrides: str) -> RunConfig:
     return demo([*SMALL, *overrides])
 
 
-def command(*overrides: str, threads: int = 2) -> subprocess.Popen[str]:
-    arguments = [part for override in (*SMALL, *overrides) for part in ("--set", override)]
+def arguments(*overrides: str) -> list[str]:
+    """Of `emberkeep train`."""
+    sets = [part for override in (*SMALL, *overrides) for part in ("--set", override)]
+    return ["--demo", "--json", *sets]
+
+
+def command() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "emberkeep.cli", "train", "--demo", "--json", *arguments],
+        [sys.executable, "-m", "emberkeep.cli", "train", *arguments()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "EMBERKEEP_THREADS": str(threads)},
     )
 
 
@@ -61,14 +64,20 @@ def test_embeddings_learn_what_the_network_alone_cannot() -> None:
     assert 0 < result.rows_trained <= result.rows
 
 
-def test_the_same_settings_give_the_same_bits_in_every_process_and_for_every_thread_count() -> None:
-    runs = [command(threads=threads) for threads in (1, 2, 4)]
+def test_the_same_settings_give_the_same_bits_in_every_process_and_for_every_thread_count(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    process = command()
     results = []
-    for process in runs:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        assert out.count("\n") == 1, "stdout holds one line of JSON and nothing else"
-        results.append(json.loads(out))
+    for threads in ("1", "2", "4"):
+        log = tmp_path / threads
+        code = nursery.live("train", *arguments(), log=log, EMBERKEEP_THREADS=threads)
+        assert code == 0, log.read_text()
+        results.append(json.loads(log.read_text().splitlines()[-1]))
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.count("\n") == 1, "stdout holds one line of JSON and nothing else"
+    results.append(json.loads(out))
     assert len({result["digest"] for result in results}) == 1
     assert len({(result["auc"], result["loss"]) for result in results}) == 1
     assert run(small("run.seed=1")).digest != results[0]["digest"]
@@ -175,16 +184,13 @@ def test_a_missing_tensorboard_names_the_extra(
         TensorBoard(tmp_path)
 
 
-def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
-    process = command("data.samples=1000000")
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("training: step"):
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "emberkeep: interrupted"
-    assert "Traceback" not in err
+def test_an_interrupt_is_one_line_and_exit_code_130(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert nursery.live("train", *arguments(), log=log, end={"sigint_at_step": 3}) == 130
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "emberkeep: interrupted"
+    assert "Traceback" not in log.read_text()
+    assert not any(line.startswith("{") for line in lines), "a result of half a run"
 
 
 def criteo_lines(count: int) -> str:

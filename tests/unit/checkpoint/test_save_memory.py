@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.rows import snapshot
 from emberkeep.tables import Adam, Table
 from tests.contracts.engine import grads_of, wanted_of
+from tests.waiting import until
 
 ROWS, PUSHED = 3000, 50
 TABLES = [Table("narrow", rows=ROWS, dim=8), Table("wide", rows=ROWS, dim=24)]
@@ -45,10 +45,7 @@ def test_copies_of_all_shards_and_slabs_share_one_buffer(monkeypatch: Any) -> No
 
     trainer = threading.Thread(target=train, daemon=True)
     trainer.start()
-    deadline = time.monotonic() + 30
-    while trainer.is_alive() and not any(rows.waits for rows in frozen):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not trainer.is_alive() or any(rows.waits for rows in frozen), "a full buffer")
     held = sum(part.nbytes for rows in frozen for parts in rows._saved for part in parts)
     one_push = PUSHED * sum(ROW_NBYTES.values())
     assert BUFFER_NBYTES < held <= BUFFER_NBYTES + one_push

@@ -27,6 +27,7 @@ from emberkeep.repository.policies import Grid
 from emberkeep.tables import SGD, Adam, Table
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, state, wanted_of
+from tests.threads import started_since
 
 TABLES = [
     Table("fixed", rows=900, dim=6),
@@ -548,7 +549,7 @@ def test_a_gc_that_fails_fails_no_save(
 
 
 def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     cluster = opened()
     keeper = started(cluster, spec=VersionSpec(layout="grid"))
     for step in (1, 3):
@@ -556,8 +557,8 @@ def test_close_ends_every_thread_and_a_later_save_starts_them_again() -> None:
         keeper.save(step)
         keeper.wait()
         keeper.close(step + 1)
-        names = {thread.name for thread in threading.enumerate()} - before
-        assert not [name for name in names if name in ("emberkeep-save", "emberkeep-extract")]
+        assert not started_since(before, "emberkeep-save")
+        assert not started_since(before, "emberkeep-extract")
 
 
 @pytest.mark.parametrize("layout", ["consecutive", "one_shot"])

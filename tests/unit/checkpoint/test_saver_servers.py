@@ -24,6 +24,7 @@ from emberkeep.testing.local_transport import LocalNetwork, LocalServers
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.cluster import push
 from tests.contracts.engine import state, tables
+from tests.threads import started_since
 
 SHARDS = 3
 
@@ -78,10 +79,6 @@ def test_a_rank_that_does_not_coordinate_leaves_the_rows_to_the_one_that_does(
     assert state(follower) == expected
 
 
-def running(before: set[threading.Thread], name: str) -> bool:
-    return any(thread.name.startswith(name) for thread in {*threading.enumerate()} - before)
-
-
 @pytest.mark.filterwarnings("ignore:saving step")
 @pytest.mark.parametrize("error", [MemoryError("no memory"), SystemExit(3)], ids=lambda e: type(e))
 def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
@@ -107,9 +104,9 @@ def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
     assert failed.value.__cause__ is error
     assert saving.copied.exception() is error
     assert given_up == [True, True]
-    assert not running(before, "emberkeep-write")
+    assert not started_since(before, "emberkeep-write")
     keeper.save(2)
     assert keeper.join(timedelta(seconds=60))
     assert keeper.wait() is not None
     keeper.close()
-    assert not running(before, "emberkeep-save")
+    assert not started_since(before, "emberkeep-save")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +16,8 @@ from hypothesis import strategies as st
 
 from emberkeep.data import Batch, Mark, Reader, Synthetic, Window
 from emberkeep.errors import ConfigError, DataError, DeadlineError, StateError
+from tests.threads import started_since
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,6 @@ class _NumbersCursor:
 
 def numbers_of(batches: list[Batch]) -> list[int]:
     return [int(label) for batch in batches for label in batch.labels]
-
-
-def reader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "emberkeep-reader"]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for another thread; fails only if what must happen never does."""
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +172,7 @@ def test_what_was_prefetched_before_a_budget_is_handed_out_later_not_lost() -> N
     source = Numbers(100)
     with Reader(source, batch_size=5, prefetch=4) as reader:
         next(reader)
-        until(lambda: len(source.reads) == 25)
+        until(lambda: len(source.reads) == 25, "25 reads")
         assert reader.state_dict()["samples"] == 5
         assert numbers_of(list(reader.hand_out(2))) == list(range(5, 15))
         assert reader.state_dict()["samples"] == 15
@@ -267,28 +255,31 @@ def test_nobody_waits_for_ever_for_a_source_that_hangs(monkeypatch: pytest.Monke
 
 
 def test_close_ends_the_thread_and_reading_may_go_on_afterwards() -> None:
+    before = set(threading.enumerate())
     reader = Reader(Numbers(100), batch_size=10)
     next(reader)
-    assert reader_threads()
+    assert started_since(before, "emberkeep-reader")
     reader.close()
-    assert not reader_threads()
+    assert not started_since(before, "emberkeep-reader")
     assert numbers_of([next(reader)]) == list(range(10, 20))
     reader.close()
     reader.close()
 
 
 def test_a_forgotten_reader_takes_its_thread_with_it() -> None:
+    before = set(threading.enumerate())
     reader = Reader(Numbers(100), batch_size=10)
     next(reader)
     del reader
     gc.collect()
-    until(lambda: not reader_threads())
+    until(lambda: not started_since(before, "emberkeep-reader"), "the end of the thread")
 
 
 def test_the_thread_ends_with_the_data() -> None:
+    before = set(threading.enumerate())
     reader = Reader(Numbers(10), batch_size=10)
     assert len(list(reader)) == 1
-    until(lambda: not reader_threads())
+    until(lambda: not started_since(before, "emberkeep-reader"), "the end of the thread")
     assert next(reader, None) is None
 
 

@@ -167,9 +167,12 @@ def test_an_error_of_any_kind_stops_a_loop_and_is_shown_everywhere(
     assert since == owner.worker.failed_since
     assert since is not None
     assert since >= began
-    gauge = f'stopped_since_seconds{{thread="test-loop"}} {since}'
-    assert gauge in background_failures.exposition()
-    assert '{shard="3",thread="test-loop"}' in background_failures.exposition('{shard="3"}')
+    errors, stopped = background_failures.families({"shard": "3"})
+    labels = {"shard": "3", "thread": "test-loop"}
+    (counted,) = (sample.value for sample in errors.samples if sample.labels == labels)
+    assert counted == before + 1
+    assert [sample.value for sample in stopped.samples if sample.labels == labels] == [since]
+    assert "on purpose" in background_failures.by_thread()["test-loop"].last
     with pytest.raises(StoppedError, match="on purpose"):
         owner.worker.check()
     with pytest.raises(StoppedError, match="on purpose"):

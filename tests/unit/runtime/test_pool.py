@@ -14,6 +14,7 @@ from emberkeep.kernels import batch_rows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.pool import Job, Pool, default_threads, spans
+from tests.threads import started_since
 
 
 def test_every_task_runs_once_and_errors_come_out() -> None:
@@ -51,11 +52,7 @@ def test_threads_end_with_their_pool() -> None:
     before = set(threading.enumerate())
     pool = Pool(5)
     pool.run([lambda: None] * 5)
-    started = [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and thread.name.startswith("emberkeep-")
-    ]
+    started = started_since(before, "emberkeep-")
     assert len(started) == 4
     del pool
     gc.collect()

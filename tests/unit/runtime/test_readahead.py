@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from emberkeep.runtime.readahead import Ahead
+from tests.threads import started_since
 
 ERRORS = [MemoryError, OSError, IndexError, KeyboardInterrupt, SystemExit]
 
@@ -25,10 +26,10 @@ def test_an_error_of_what_runs_ahead_comes_out_where_it_belongs(kind: type[BaseE
 
 
 def test_who_gives_up_early_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Ahead(iter(range(10**9))) as running:
         assert next(running) == 0
-    assert threading.active_count() == before
+    assert not started_since(before)
 
 
 def test_a_priority_that_cannot_be_had_leaves_nobody_waiting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from emberkeep.tiered import durable_open
 from emberkeep.tiered import reads as reading
 from emberkeep.tiered.superblock import START
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
+from tests.waiting import until
 
 numbers = itertools.count()
 
@@ -119,9 +119,8 @@ def test_evaluation_admits_nothing_and_leaves_the_order_of_use_alone(root: Path)
         )  # fmt: skip
         return [*(array.tobytes() for array in arrays), frames.turn, frames.free, slab.stamp]
 
-    deadline = time.monotonic() + 30
-    while slab.frames.free < slab.reserve and time.monotonic() < deadline:
-        time.sleep(0.01)  # upkeep makes room ahead; evaluation is not to be blamed for it
+    # Upkeep makes room ahead; evaluation is not to be blamed for it.
+    until(lambda: slab.frames.free >= slab.reserve, "room")
     before, reads = seen(), slab.log.reads
     batch = {"a": torch.arange(600), "b": torch.arange(600)}
     with torch.no_grad():

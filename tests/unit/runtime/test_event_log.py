@@ -1,0 +1,90 @@
+"""Events as lines of JSON, in files that stay small and directories that stay few."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from emberkeep.errors import ConfigError
+from emberkeep.runtime import event_log
+from emberkeep.runtime.event_log import EventLog, last_line, new_log_directory
+from emberkeep.testing.virtual_clock import VirtualClock
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_event_is_one_line_with_its_time(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    log = EventLog(tmp_path / "a.log", clock=clock)
+    log("serving", {"shard": 1, "at": Path("x")})
+    clock.sleep(61)
+    log("lost", {"error": "a\nb"})
+    log.close()
+    assert lines_of(tmp_path / "a.log") == [
+        {"time": "2026-01-01T00:00:00.000+00:00", "event": "serving", "shard": 1, "at": "x"},
+        {"time": "2026-01-01T00:01:01.000+00:00", "event": "lost", "error": "a\nb"},
+    ]
+    assert json.loads(last_line(tmp_path / "a.log"))["event"] == "lost"
+
+
+def test_a_file_never_takes_more_than_twice_its_size(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    log = EventLog(tmp_path / "a.log", most_nbytes=1000, clock=clock)
+    for number in range(100):
+        clock.sleep(1)
+        log("event", {"number": number})
+        sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+        assert len(sizes) <= 2
+        assert max(sizes) <= 1000
+    found = [*lines_of(tmp_path / "a.log.1"), *lines_of(tmp_path / "a.log")]
+    numbers = [line["number"] for line in found]
+    assert numbers == list(range(100))[-len(numbers) :]  # the newest, none of them missing
+    log.close()
+
+
+def test_a_flood_of_one_event_is_cut_and_counted(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    log = EventLog(tmp_path / "a.log", clock=clock)
+    for _ in range(1000):
+        log("refused_token", {})
+    log("lost", {})
+    clock.sleep(10)
+    log("refused_token", {})
+    log.close()
+    lines = lines_of(tmp_path / "a.log")
+    assert [line["event"] for line in lines] == ["refused_token"] * 20 + ["lost", "refused_token"]
+    assert lines[-1]["left_out"] == 980
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.log cannot be written: No such file"):
+        EventLog(tmp_path / "missing" / "a.log")
+    log = EventLog("/dev/full")
+    log("serving", {})
+    assert log.failed == 1
+    log.close()
+
+
+def test_the_newest_directories_stay_and_those_of_living_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(event_log, "MOST_DIRECTORIES", 3)
+    logs = tmp_path / "emberkeep" / "logs"
+    clock, made = VirtualClock(), []
+    dead = 2**22 + 1  # beyond what Linux hands out
+    for name in (f"20250101T000000-{dead}-aaaa", f"20250102T000000-{os.getpid()}-bbbb", "notes"):
+        (logs / name).mkdir(parents=True)
+    for _ in range(3):
+        clock.sleep(1)
+        made.append(new_log_directory(clock))
+    left = {path.name for path in logs.iterdir()}
+    assert left == {
+        f"20250102T000000-{os.getpid()}-bbbb", "notes", *(path.name for path in made)
+    }  # fmt: skip
+    assert made[0].stat().st_mode & 0o777 == 0o700
