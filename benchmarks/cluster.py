@@ -27,6 +27,7 @@ from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.processes import Connect, ProcessLauncher
 from emberkeep.cluster.shard import Shard
 from emberkeep.runtime.pool import shared
+from emberkeep.wire.security import Security
 
 SHARDS, DIM, ROWS = 4, 16, 2_000_000
 TURN = 8  # calls of one contender before the next has its turn
@@ -100,9 +101,10 @@ def ray_pull(actors: list[Any], request: list[RowIds]) -> Callable[[], Any]:
     return pull
 
 
-def client(address: str, orders: Any, counts: Any) -> None:
+def client(address: str, security: Security, orders: Any, counts: Any) -> None:
     """One of several processes that pull from one server as fast as they can, once asked."""
-    cluster = Connect(addresses=(address,), coordinate=False).open([TABLE], OPTIMIZER, seed=0)
+    where = Connect(addresses=(address,), coordinate=False, security=security)
+    cluster = where.open([TABLE], OPTIMIZER, seed=0)
     ids = np.random.default_rng(os.getpid()).choice(ROWS, 10_000, replace=False)
     request = [RowIds(ids.astype(np.int64), np.array([0, ids.size]))]
     cluster.pull(request)
@@ -120,9 +122,11 @@ class On:
 
     def __init__(self, hosts: ProcessLauncher, shards: int = SHARDS) -> None:
         self.addresses = tuple(hosts.address(shard) for shard in range(shards))
+        self.security = hosts.security
 
     def open(self, tables: Any, optimizer: Any, *, seed: int) -> Any:
-        return Connect(addresses=self.addresses).open(tables, optimizer, seed=seed)
+        where = Connect(addresses=self.addresses, security=self.security)
+        return where.open(tables, optimizer, seed=seed)
 
 
 def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
@@ -132,7 +136,10 @@ def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
     counts = context.Queue()
     orders = [context.Queue() for _ in range(SHARDS)]
     address = cluster.launcher.address(0)
-    processes = [context.Process(target=client, args=(address, own, counts)) for own in orders]
+    processes = [
+        context.Process(target=client, args=(address, hosts.security, own, counts))
+        for own in orders
+    ]
     for process in processes:
         process.start()
     for _ in processes:
@@ -189,7 +196,7 @@ def step_of(cluster: Any, prefetch: bool, opened: list[Any]) -> Callable[[], obj
 
 def seconds_to_serve(hosts: ProcessLauncher, kills: int) -> float:
     """From SIGKILL until the shard answers again, restored empty: what servers themselves take."""
-    cluster = FlightCluster([TABLE], OPTIMIZER, hosts, pool=shared())
+    cluster = FlightCluster([TABLE], OPTIMIZER, hosts, pool=shared(), security=hosts.security)
     first = cluster.handles[0].epoch
     request, taken = wanted(1000), []
 
