@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ Words = npt.NDArray[Any]
 """Records, as 32-bit words, or marks, as bytes."""
 Planes = dict[str, npt.NDArray[Any]]
 Json = dict[str, Any]
+Rates = float | Sequence[float]
+"""The learning rate of all slabs, or of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,10 @@ class Table:
     trained least recently (`"evict_oldest"`).
 
     `features` are the names by which a batch brings ids of this table; several features may share
-    one table. `pooling` says how the rows of one bag become one vector. With a `tier` the rows live
-    in files, and the table may be larger than memory.
+    one table. `pooling` says how the rows of one bag become one vector. `padding_idx` is an id that
+    stands for nothing: it adds nothing to a bag, counts in no mean, and its row is never trained.
+    `optimizer` trains this table instead of the module's. With a `tier` the rows live in files, and
+    the table may be larger than memory.
     """
 
     name: str
@@ -104,10 +106,12 @@ class Table:
     rows: int | None = None
     capacity: int | None = None
     features: Sequence[str] = ()
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean", "max"] = "sum"
     init: Initial = field(default_factory=Uniform)
     on_full: Literal["error", "evict_oldest"] = "error"
     tier: Tier | None = None
+    padding_idx: int | None = None
+    optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -130,8 +134,16 @@ class Table:
             raise ConfigError(f"{where}: capacity= is for dynamic tables; leave it out, or rows=")
         elif self.on_full != "error":
             raise ConfigError(f"{where}: on_full= is for dynamic tables; a fixed one is never full")
-        if self.pooling not in ("sum", "mean"):
-            raise ConfigError(f"{where}: pooling must be 'sum' or 'mean', not {self.pooling!r}")
+        if self.pooling not in ("sum", "mean", "max"):
+            raise ConfigError(
+                f"{where}: pooling must be 'sum', 'mean' or 'max', not {self.pooling!r}"
+            )
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(
+                f"{where}: optimizer= takes a spec such as emberkeep.Adagrad(lr=0.02), not "
+                f"{self.optimizer!r}"
+            )
+        self._check_padding(where)
         if self.on_full not in ("error", "evict_oldest"):
             raise ConfigError(
                 f"{where}: on_full must be 'error' or 'evict_oldest', not {self.on_full!r}"
@@ -139,6 +151,25 @@ class Table:
         if isinstance(self.features, str):
             raise ConfigError(f"{where}: features must be a list of names, not a string")
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+
+    def _check_padding(self, where: str) -> None:
+        padding, rows = self.padding_idx, self.rows
+        if padding is None:
+            return
+        if not isinstance(padding, int) or isinstance(padding, bool):
+            raise ConfigError(f"{where}: padding_idx is an id, not {padding!r}")
+        if rows is not None:
+            if not -rows <= padding < rows:
+                raise ConfigError(
+                    f"{where}: padding_idx={padding} is outside of its {rows} rows; a dynamic "
+                    "table (rows=None) can have any"
+                )
+            # From the end, as torch counts it.
+            object.__setattr__(self, "padding_idx", padding % rows)
+
+    def trained_by(self, default: Optimizer) -> Optimizer:
+        """The table's own optimizer, or the module's."""
+        return default if self.optimizer is None else self.optimizer
 
     @property
     def dynamic(self) -> bool:

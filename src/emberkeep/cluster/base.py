@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import F32, I64, Json, Planes, RowIds
+from emberkeep._types import F32, I64, Json, Planes, Rates, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
@@ -289,11 +289,12 @@ class Cluster:
             lookup.pooled(rows_UD, out_BFD)
 
     def push(
-        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: Rates, finite: bool = False
     ) -> None:
         """Updates each wanted row once. On any error no row on any shard has changed.
 
-        `finite` says that the gradients are known to be finite and need not be looked at.
+        `finite` says that the gradients are known to be finite and need not be looked at; `lr` is
+        that of all slabs, or of each.
         """
         raise NotImplementedError
 

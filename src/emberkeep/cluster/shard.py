@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from emberkeep._types import F32, I64, Planes, RowIds
+from emberkeep._types import F32, I64, Planes, Rates, RowIds
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
@@ -39,17 +39,18 @@ _CLEAR_ROWS = 65536
 
 
 def slab_groups(tables: Sequence[Table]) -> list[list[int]]:
-    """Which tables share a slab: those of one dim and tier, in the order in which they appear."""
-    groups: dict[tuple[int, Tier | None], list[int]] = {}
+    """Which tables share a slab: those of one dim, tier and optimizer, in the order in which they
+    appear."""
+    groups: dict[tuple[int, Tier | None, Optimizer | None], list[int]] = {}
     for index, table in enumerate(tables):
-        groups.setdefault((table.dim, table.tier), []).append(index)
+        groups.setdefault((table.dim, table.tier, table.optimizer), []).append(index)
     return list(groups.values())
 
 
 def plane_shapes(table: Table, optimizer: Optimizer) -> dict[str, list[Any]]:
     """Width and type of every plane of a table's rows."""
     planes: dict[str, list[Any]] = {"weight": [table.dim, "float32"]}
-    for plane, width in optimizer.planes(table.dim).items():
+    for plane, width in table.trained_by(optimizer).planes(table.dim).items():
         planes[plane] = [width, "int32" if plane == "step" else "float32"]
     if table.on_full == "evict_oldest":
         planes["used"] = [1, "int64"]
@@ -275,9 +276,10 @@ class Shard:
             ]
 
     def apply(
-        self, pushes: Sequence[Push], lr: float, push_number: PushNumber | None = None
+        self, pushes: Sequence[Push], lr: Rates, push_number: PushNumber | None = None
     ) -> int:
-        """Applies a push that was checked, with no other push in between.
+        """Applies a push that was checked, with no other push in between; `lr` is of all slabs, or
+        of each.
 
         With parity, returns the number of the message that its hosts are sent.
         """
@@ -287,8 +289,9 @@ class Shard:
         with self._lock:
             self._must_serve()
             with self._recording_at_least():
-                for slab, push in zip(self.slabs, pushes, strict=True):
-                    slab.push(push, lr)
+                rates = [lr] * len(pushes) if isinstance(lr, float | int) else lr
+                for slab, push, rate in zip(self.slabs, pushes, rates, strict=True):
+                    slab.push(push, rate)
             return self._record(push_number)
 
     def read(self, table: str, ids: I64) -> Planes:

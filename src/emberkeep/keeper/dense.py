@@ -18,6 +18,7 @@ from emberkeep._types import Json
 from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.keeper.plain_state import Packed, pack, reading_state, unpack
+from emberkeep.nn.row_module import RowModule
 
 
 class Stateful(Protocol):
@@ -75,6 +76,8 @@ class Dense:
         self._optimizers = optimizers
         self._states = states
         self._row_state = row_state
+        # What stands for rows among parameters means nothing, and is no part of a version.
+        self._stand_ins = {id(m.stand_in) for m in model.modules() if isinstance(m, RowModule)}
 
     def capture(self, generators: list[Json]) -> Packed:
         """A copy of everything as it is now; `generators` are the random states of all ranks."""
@@ -141,7 +144,7 @@ class Dense:
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name, shared ones once, followed tables not."""
         found: dict[str, Tensor] = {}
-        seen = set(self._row_state)
+        seen = {*self._row_state, *self._stand_ins}
         for path, module in self._model.named_modules():
             at = f"{path}." if path else ""
             transient = module._non_persistent_buffers_set
@@ -163,7 +166,8 @@ class Dense:
     def _names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
         """Parameters by name; those that are not the model's by their place."""
         known = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]
+                 if id(parameter) not in self._stand_ins]  # fmt: skip
         return {
             id(parameter): known.get(id(parameter), f"parameter {i}")
             for i, parameter in enumerate(every)
@@ -175,7 +179,10 @@ class Dense:
             "kind": type(optimizer).__name__,
             "groups": [
                 {
-                    "parameters": [names[id(parameter)] for parameter in group["params"]],
+                    "parameters": [
+                        names[id(parameter)] for parameter in group["params"]
+                        if id(parameter) in names
+                    ],
                     "settings": {key: value for key, value in group.items() if key != "params"},
                 }
                 for group in optimizer.param_groups
@@ -200,6 +207,8 @@ class Dense:
                 else:
                     group[key] = value
             for parameter in group["params"]:
+                if id(parameter) not in names:
+                    continue
                 with_rows = self._row_state.get(id(parameter), ())
                 state = saved["state"].get(names[id(parameter)], {})
                 live = optimizer.state[parameter]

@@ -140,6 +140,59 @@ def pool(
 
 
 @kernel
+def pool_max(
+    start: int,
+    stop: int,
+    rows_UD: F32,
+    inverse_N: I32,
+    bases_F: I64,
+    firsts_F: I64,
+    lengths_F: I64,
+    ends_FB: I64,
+    columns_F: I64,
+    features: I64,
+    out_BFD: F32,
+    chosen_MBD: I32,
+) -> None:
+    """The largest value of each column over the rows of each bag of samples start..stop, 0 for an
+    empty bag; of equal ones the first. `chosen_MBD` is its unique row, -1 for none, for each of
+    `features`, the ones that are pooled so."""
+    for m in range(features.size):
+        f = features[m]
+        for b in range(start, stop):
+            if lengths_F[f] >= 0:
+                low = firsts_F[f] + b * lengths_F[f]
+                high = low + lengths_F[f]
+            else:
+                low = firsts_F[f] + (ends_FB[f, b - 1] if b > 0 else 0)
+                high = firsts_F[f] + ends_FB[f, b]
+            for d in range(rows_UD.shape[1]):
+                best = np.float32(0.0)
+                row = np.int64(-1)
+                for i in range(low, high):
+                    u = bases_F[f] + inverse_N[i]
+                    if row < 0 or rows_UD[u, d] > best:
+                        best = rows_UD[u, d]
+                        row = u
+                out_BFD[b, columns_F[f], d] = best
+                chosen_MBD[m, b, d] = row
+
+
+@kernel
+def add_chosen(
+    grads_GD: F32, columns_F: I64, width: int, features: I64, chosen_MBD: I32, out_UD: F32
+) -> None:
+    """Adds the gradient of each column of a bag to the row that gave it, in the order of bags."""
+    for m in range(features.size):
+        column = columns_F[features[m]]
+        for b in range(chosen_MBD.shape[1]):
+            for d in range(chosen_MBD.shape[2]):
+                u = chosen_MBD[m, b, d]
+                if u >= 0:
+                    out_UD[u, d] += grads_GD[b * width + column, d]
+
+
+@kernel
 def mean_scales(ends_FB: I64, feature: int, first: int, batch: int, scales_N: F32) -> None:
     """Sets the scale of each lookup of a jagged feature to one over the length of its bag."""
     low = 0
@@ -350,6 +403,7 @@ def scatter_add(values_ND: F32, sources: I64, targets: I64, out_UD: F32) -> None
 write_dedupe = writer(dedupe)
 write_gather = writer(gather)
 write_pool = writer(pool)
+write_pool_max = writer(pool_max)
 write_aggregate = writer(aggregate)
 write_scale_gradients = writer(scale_gradients)
 write_first_nonfinite = writer(first_nonfinite)

@@ -1,25 +1,28 @@
 """Embedding modules for PyTorch whose rows live in Emberkeep's tables.
 
 Rows stay in host memory (or wherever the cluster keeps them); ids may come from any device and
-outputs go to `device=`. The rows are not torch parameters: they are trained by `module.optimizer`,
-a `torch.optim.Optimizer`, through one *handle*, a scalar parameter whose gradient is the norm of
-all row gradients. Whatever scales the handle's gradient before the step, `GradScaler.unscale_` or
-`clip_grad_norm_`, scales the rows' gradients with it.
+outputs go to `device=`, or where `module.to()` says. The rows are not torch parameters: they are
+trained by `module.optimizer`, a `torch.optim.Optimizer`, alone. Among `module.parameters()` one
+scalar, the *stand-in*, is there for them: its gradient is the norm of all row gradients, so
+`clip_grad_norm_` counts and scales the rows, and `requires_grad_(False)` freezes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from emberkeep._types import F32, I64
+from emberkeep.cluster.base import ClusterSpec
 from emberkeep.errors import ConfigError
 from emberkeep.nn.jagged import Ends, Features, Ids, to_ids
 from emberkeep.nn.row_module import Pulled, RowModule
 from emberkeep.rows.lookup import Bags, Layout, Lookup
+from emberkeep.tables import Optimizer, Table
 
 _INT64 = np.dtype(np.int64)
 
@@ -30,13 +33,38 @@ class EmbeddingBags(RowModule):
     `forward(features)` takes `{feature: ids}` with ids `[B]` (one id per sample) or `[B, L]`,
     `{feature: (values, offsets)}` as `nn.EmbeddingBag` does, or an object with the `keys`, `values`
     and `lengths` of a KeyedJaggedTensor. It returns `[B, F, D]`, features in the order of the
-    tables, or `{feature: [B, D]}` when dims differ. `per_sample_weights={feature: weights}` scales
+    tables, or `{feature: [B, D]}` when dims or tiers differ: `output="dict"` returns that in any
+    case, `output="tensor"` refuses dims that differ. `per_sample_weights={feature: weights}` scales
     the rows of a sum (a KeyedJaggedTensor brings its own); they get gradients.
 
     Gradients accumulate until `module.optimizer.step()`: one pull per forward, one push per step,
     for all tables. Under `no_grad` or after `eval()` nothing changes: no id is inserted, no row
     becomes dirty.
     """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        optimizer: Optimizer,
+        cluster: ClusterSpec | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        include_last_offset: bool = False,
+        output: Literal["auto", "tensor", "dict"] = "auto",
+    ) -> None:
+        dims = sorted({table.dim for table in tables})
+        if output not in ("auto", "tensor", "dict"):
+            raise ConfigError(f"output must be 'auto', 'tensor' or 'dict', not {output!r}")
+        if output == "tensor" and len(dims) > 1:
+            raise ConfigError(f"output='tensor' needs one dim, the tables have {dims}: use 'dict'")
+        if output == "auto":
+            output = "tensor" if len({(t.dim, t.tier) for t in tables}) <= 1 else "dict"
+        super().__init__(
+            tables, optimizer=optimizer, cluster=cluster, device=device, seed=seed,
+            include_last_offset=include_last_offset,
+        )  # fmt: skip
+        self.output: Literal["tensor", "dict"] = output
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         layouts = []
@@ -54,14 +82,16 @@ class EmbeddingBags(RowModule):
     def forward(
         self, features: Features, per_sample_weights: Mapping[str, Tensor] | None = None
     ) -> Tensor | dict[str, Tensor]:
-        slabs = [out.to(self.device) for out in self._look_up(features, per_sample_weights)]
-        if len(slabs) == 1:
+        slabs = [self._shown(out) for out in self._look_up(features, per_sample_weights)]
+        if len(slabs) == 1 and self.output == "tensor":
             return slabs[0]
         by_name = {
             feature.name: out[:, feature.column]
             for layout, out in zip(self._layouts, slabs, strict=True)
             for feature in layout.features
         }
+        if self.output == "tensor":
+            return torch.stack([by_name[name] for name in self.features], dim=1)
         return {name: by_name[name] for name in self.features}
 
     def _bags(self, name: str, given: Ids, scales: Tensor | None) -> Bags:
@@ -82,7 +112,8 @@ class EmbeddingBags(RowModule):
                 raise ConfigError(
                     f"feature {name!r} has {ids.size} ids and {weights.size} per-sample weights"
                 )
-        return Bags(ids=ids.reshape(-1), count=count, length=length, ends=ends, scales=weights)
+        bags = Bags(ids=ids.reshape(-1), count=count, length=length, ends=ends, scales=weights)
+        return bags.without(self._paddings.get(name))
 
     def _one_hot(self, features: Features) -> list[Lookup] | None:
         if not isinstance(features, dict):
@@ -96,6 +127,9 @@ class EmbeddingBags(RowModule):
             batch = batch or arrays[0].shape
             for array in arrays:
                 if array.dtype is not _INT64 or array.ndim != 1 or array.shape != batch:
+                    return None
+            for feature, array in zip(layout.features, arrays, strict=True):
+                if feature.padding is not None and (array == feature.padding).any():
                     return None
             lookups.append(Lookup.one_hot(layout, arrays, batch[0], self.cluster.pool))
         return lookups
@@ -135,7 +169,8 @@ class EmbeddingBags(RowModule):
             for lookup in pulled.lookups
         ]
         arrays = [out.numpy() for out in outputs]
-        if pulled.scaled:  # the gradients of per-sample weights need the rows again
+        # The gradients of per-sample weights need the rows again; a maximum needs to know the row.
+        if pulled.scaled or any(lookup.maxima.size for lookup in pulled.lookups):
             pulled.rows = self.cluster.pull([lookup.wanted for lookup in pulled.lookups])
             for lookup, rows_UD, out_BFD in zip(pulled.lookups, pulled.rows, arrays, strict=True):
                 lookup.pooled(rows_UD, out_BFD)
@@ -166,12 +201,18 @@ class Embeddings(RowModule):
     def forward(self, features: Features) -> dict[str, Tensor]:
         flat = self._look_up(features, None)
         names = [feature.name for layout in self._layouts for feature in layout.features]
-        by_name = {name: out.to(self.device) for name, out in zip(names, flat, strict=True)}
+        by_name = {name: self._shown(out) for name, out in zip(names, flat, strict=True)}
         return {name: by_name[name] for name in self.features}
 
     def _bags(self, name: str, given: Ids, scales: Tensor | None) -> Bags:
         ids = to_ids(given[0] if isinstance(given, tuple) else given, name)
-        return Bags(ids=ids.reshape(-1), count=ids.size, length=1, shape=ids.shape)
+        flat = ids.reshape(-1)
+        padding = self._paddings.get(name)
+        kept = None if padding is None else flat != padding
+        if kept is None or kept.all():
+            return Bags(ids=flat, count=flat.size, length=1, shape=ids.shape)
+        flat = flat[kept]
+        return Bags(ids=flat, count=flat.size, length=1, shape=ids.shape, kept=kept)
 
     def _batch(self, bags: Mapping[str, Bags]) -> int | None:
         return None  # every lookup is a bag of its own
@@ -181,8 +222,12 @@ class Embeddings(RowModule):
         pulled_rows = self.cluster.pull([lookup.wanted for lookup in pulled.lookups])
         for lookup, rows_UD in zip(pulled.lookups, pulled_rows, strict=True):
             for f, bag in enumerate(lookup.bags):
-                out = torch.empty(bag.count, rows_UD.shape[1])
+                out = torch.empty(bag.ids.size, rows_UD.shape[1])
                 lookup.gathered(rows_UD, f, out.numpy())
+                if bag.kept is not None:  # padding has no row: zeros
+                    whole = torch.zeros(bag.kept.size, rows_UD.shape[1])
+                    whole[torch.from_numpy(bag.kept)] = out
+                    out = whole
                 outputs.append(out.reshape(*bag.shape, rows_UD.shape[1]))
         return outputs
 
@@ -190,6 +235,13 @@ class Embeddings(RowModule):
         before = sum(len(lookup.bags) for lookup in pulled.lookups[:g])
         slab_grads = grads[before : before + len(pulled.lookups[g].bags)]
         dim = pulled.lookups[g].layout.tables[0].dim
+        parts = [
+            grad.detach().to("cpu", torch.float32).reshape(-1, dim).numpy() for grad in slab_grads
+        ]
+        bags = pulled.lookups[g].bags
         return np.concatenate(
-            [grad.detach().to("cpu", torch.float32).reshape(-1, dim).numpy() for grad in slab_grads]
+            [
+                part if bag.kept is None else part[bag.kept]
+                for part, bag in zip(parts, bags, strict=True)
+            ]
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,12 @@ from torch import Tensor, nn
 from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
-from emberkeep.errors import ConfigError, IdError, StateError
+from emberkeep.errors import ConfigError, GradientError, IdError, StateError
 from emberkeep.nn.jagged import Features, Ids, by_feature, to_ids
+from emberkeep.nn.row_copy import CopiedRows
+from emberkeep.nn.row_handles import RowHandles
 from emberkeep.nn.row_optimizer import RowOptimizer
-from emberkeep.rows.lookup import Bags, Layout, Lookup, merge
+from emberkeep.rows.lookup import Bags, Layout, Lookup, merge, square_norm
 from emberkeep.tables import Optimizer, Table, check_tables
 
 # Backward passes without a step after which a forgotten optimizer is the likely reason.
@@ -30,18 +31,25 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handle: Tensor, module: RowModule, pulled: Pulled, *scales: Tensor
+        ctx: Any, module: RowModule, pulled: Pulled, handles: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.module, ctx.pulled = module, pulled
+        ctx.module, ctx.pulled, ctx.handles, ctx.scales = module, pulled, handles, tensors[handles:]
         return tuple(module._outputs(pulled))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        module, pulled = ctx.module, ctx.pulled
-        scale_grads = module._accumulate(pulled, grads, ctx.needs_input_grad[3:])
-        # The value is of no importance: a hook on the handle replaces it by the norm.
-        return (torch.zeros(()), None, None, *scale_grads)
+        module, pulled, handles = ctx.module, ctx.pulled, ctx.handles
+        needs = ctx.needs_input_grad[3:]
+        scale_grads = module._accumulate(pulled, grads, needs[handles:], train=needs[0])
+        # The value is of no importance: a hook on each handle replaces it by the norm.
+        device = module.stand_in.device
+        handle_grads = [torch.zeros((), device=device) if need else None for need in needs[:handles]]
+        shaped = [
+            None if grad is None else grad.to(scale.device, scale.dtype).reshape(scale.shape)
+            for grad, scale in zip(scale_grads, ctx.scales, strict=True)
+        ]
+        return (None, None, None, *handle_grads, *shaped)
 
 
 class Pulled:
@@ -64,7 +72,7 @@ class _Waiting:
     An object of its own because `nn.Module` makes each assignment to an attribute slow.
     """
 
-    __slots__ = ("grads", "norm", "passes", "squares")
+    __slots__ = ("grads", "passes", "squares")
 
     def __init__(self, slabs: int) -> None:
         self.grads: list[tuple[RowIds, F32] | None] = [None] * slabs
@@ -73,7 +81,6 @@ class _Waiting:
     def drop(self) -> None:
         self.grads = [None] * len(self.grads)
         self.squares = [0.0] * len(self.grads)
-        self.norm = 0.0
         self.passes = 0
 
 
@@ -97,23 +104,50 @@ class RowModule(nn.Module):
                 f"optimizer= takes a spec such as emberkeep.Adagrad(lr=0.02), not {optimizer!r}"
             )
         self.device = torch.device(device)
+        self.dtype = torch.float32
         self.include_last_offset = include_last_offset
-        self.cluster: Cluster = (cluster or Local()).open(self.tables, optimizer, seed=seed)
+        self._spec: ClusterSpec = cluster or Local()
+        self.cluster: Cluster = self._spec.open(self.tables, optimizer, seed=seed)
         self.features = tuple(name for table in self.tables for name in table.features)
-        self._layouts = self._make_layouts(self.cluster.groups)
-        # Not registered: a parameter would be averaged by DDP and "trained" by other optimizers.
-        self._handle = [nn.Parameter(torch.zeros(()))]
-        # Weakly: torch holds hooks where Python's collector does not look, and the tables would
-        # never be freed.
-        set_norm = weakref.WeakMethod(self._set_norm)
+        self._made()
 
-        def hook(handle: Tensor) -> None:
-            if (method := set_norm()) is not None:
-                method(handle)
+    def _made(self) -> None:
+        """What goes with the cluster: layouts, the optimizer, and what torch sees of the rows."""
+        groups = self.cluster.groups
+        self._layouts = self._make_layouts(groups)
+        self._paddings = {
+            name: table.padding_idx
+            for table in self.tables for name in table.features if table.padding_idx is not None
+        }  # fmt: skip
+        own = [self.tables[group[0]].optimizer for group in groups]
+        specs = list(dict.fromkeys(own))
+        # Of each slab: the group of the optimizer that trains it.
+        self._group_S = [specs.index(spec) for spec in own]
+        handles = RowHandles(len(specs), self)
+        self._handles = [handles]  # in a list: its parameters are not the module's
+        # What other optimizers train of it changes nothing; DDP does not see it.
+        self.stand_in = handles.stand_in
+        self.optimizer = RowOptimizer(
+            self,
+            [
+                {
+                    "params": [handle],
+                    "lr": (spec or self.cluster.optimizer).lr,
+                    "tables": [t.name for t in self.tables if t.optimizer == spec],
+                }
+                for spec, handle in zip(specs, handles.handles, strict=True)
+            ],
+        )
+        self._waiting = waiting = _Waiting(len(self._layouts))
+        group_S = self._group_S
 
-        self._handle[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self.optimizer = RowOptimizer(self, self._handle[0], optimizer.lr)
-        self._waiting = _Waiting(len(self._layouts))
+        def squares() -> list[float]:
+            return [
+                sum(s for s, own in zip(waiting.squares, group_S, strict=True) if own == group)
+                for group in range(len(specs))
+            ]
+
+        handles.follow(squares)
         self._next: list[tuple[Features, Pulled] | None] = [None]
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
@@ -196,12 +230,19 @@ class RowModule(nn.Module):
         return Pulled(lookups, scaled), tensors
 
     def _outputs_of(self, pulled: Pulled, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        (seen,) = self._handles
+        seen.check()
+        handles: Sequence[Tensor] = ()
         if torch.is_grad_enabled() and self.training:
-            for lookup in pulled.lookups:
-                lookup.trained = True
-            if self.cluster.tiered:
-                self.cluster.fetch([lookup.wanted for lookup in pulled.lookups])
-            return _Rows.apply(self._handle[0], self, pulled, *scales)  # type: ignore[no-any-return, no-untyped-call]
+            handles = seen.handles
+            if self.stand_in.requires_grad:
+                for lookup in pulled.lookups:
+                    lookup.trained = True
+                if self.cluster.tiered:
+                    self.cluster.fetch([lookup.wanted for lookup in pulled.lookups])
+            else:  # frozen; per-sample weights may be trained all the same
+                handles = [handle.detach() for handle in handles]
+            return _Rows.apply(self, pulled, len(handles), *handles, *scales)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self._outputs(pulled))
 
     def _one_hot(self, features: Features) -> list[Lookup] | None:
@@ -216,63 +257,30 @@ class RowModule(nn.Module):
 
     # -- backward and step -----------------------------------------------------------------------
 
-    def _drop_gradients(self) -> None:
-        self._handle[0].grad = None
+    def _drop_gradients(self, *, trained: bool = False) -> None:
+        self._handles[0].dropped(trained=trained)
         self._waiting.drop()
 
-    def _set_norm(self, handle: Tensor) -> None:
-        """After a backward pass: the handle's gradient is the norm of all rows' gradients."""
-        waiting = self._waiting
-        waiting.norm = float(np.float32(math.sqrt(sum(waiting.squares))))
-        assert handle.grad is not None
-        handle.grad.fill_(waiting.norm)
-
-    def _factor(self) -> float:
-        """By how much others scaled the handle's gradient since the last backward pass."""
-        grad, norm = self._handle[0].grad, self._waiting.norm
-        if grad is None or norm == 0.0:
-            return 1.0
-        now = float(grad)
-        return 1.0 if now == norm else now / norm
-
     def _scale_pending(self) -> bool:
-        """Brings accumulated gradients to the scale of the handle; whether that changed them."""
-        factor = self._factor()
-        if factor == 1.0 or not math.isfinite(factor):
+        """Brings accumulated gradients to the scale of the handles; whether that changed them."""
+        waiting, factors = self._waiting, self._handles[0].factors()
+        if all(factor == 1.0 for factor in factors):
             return False
-        waiting = self._waiting
-        waiting.squares = [square * factor * factor for square in waiting.squares]
-        for pending in waiting.grads:
-            if pending is not None:
-                np.multiply(pending[1], np.float32(factor), out=pending[1])
-        waiting.norm = 0.0
+        for slab, group in enumerate(self._group_S):
+            factor, pending = factors[group], waiting.grads[slab]
+            if factor != 1.0 and math.isfinite(factor):
+                waiting.squares[slab] *= factor * factor
+                if pending is not None:
+                    np.multiply(pending[1], np.float32(factor), out=pending[1])
+        self._handles[0].applied()
         return True
 
     def _accumulate(
-        self, pulled: Pulled, grads: Sequence[Tensor], wants_scale: Sequence[bool]
+        self, pulled: Pulled, grads: Sequence[Tensor], wants_scale: Sequence[bool], *, train: bool
     ) -> list[Tensor | None]:
-        self._scale_pending()
-        waiting = self._waiting
-        slab_grads = []
-        for g, lookup in enumerate(pulled.lookups):
-            grads_GD = self._slab_gradient(g, pulled, grads)
-            slab_grads.append(grads_GD)
-            rows_UD, square = lookup.gradients(grads_GD)
-            pending = waiting.grads[g]
-            if pending is None:
-                waiting.grads[g] = (lookup.wanted, rows_UD)
-                waiting.squares[g] = square
-            else:
-                merged = merge(*pending, lookup.wanted, rows_UD, self.cluster.pool)
-                waiting.grads[g] = merged
-                waiting.squares[g] = _square(merged[1])
-        waiting.passes += 1
-        if waiting.passes == _FORGOTTEN_STEPS:
-            warnings.warn(
-                f"gradients of {_FORGOTTEN_STEPS} backward passes wait for a step: call "
-                "optimizer.step() on the `optimizer` of this module too",
-                stacklevel=2,
-            )
+        slab_grads = [self._slab_gradient(g, pulled, grads) for g in range(len(pulled.lookups))]
+        if train:
+            self._collect(pulled, slab_grads)
         out: list[Tensor | None] = []
         per_slab: dict[int, F32] = {}
         for (g, f), wanted in zip(pulled.scaled, wants_scale, strict=True):
@@ -284,23 +292,58 @@ class RowModule(nn.Module):
                 assert pulled.rows is not None
                 per_slab[g] = lookup.scale_gradients(slab_grads[g], pulled.rows[g])
             first = int(lookup.firsts_F[f])
-            stop = (
-                int(lookup.firsts_F[f + 1]) if f + 1 < lookup.firsts_F.size else lookup.ids_N.size
-            )
-            out.append(torch.from_numpy(per_slab[g][first:stop]))
+            own, kept = lookup.bags[f].ids.size, lookup.bags[f].kept
+            gradient = per_slab[g][first : first + own]
+            if kept is not None:
+                whole = np.zeros(kept.size, np.float32)
+                whole[kept] = gradient
+                gradient = whole
+            out.append(torch.from_numpy(gradient))
         return out
 
-    def _step(self, lr: float) -> None:
+    def _collect(self, pulled: Pulled, slab_grads: Sequence[F32]) -> None:
+        """Adds the gradients of one backward pass to those that wait for a step."""
+        self._scale_pending()
+        waiting = self._waiting
+        self._handles[0].arrived(again=waiting.passes > 0)
+        for g, (lookup, grads_GD) in enumerate(zip(pulled.lookups, slab_grads, strict=True)):
+            rows_UD, square = lookup.gradients(grads_GD)
+            pending = waiting.grads[g]
+            if pending is None:
+                waiting.grads[g] = (lookup.wanted, rows_UD)
+                waiting.squares[g] = square
+            else:
+                merged = merge(*pending, lookup.wanted, rows_UD, self.cluster.pool)
+                waiting.grads[g] = merged
+                waiting.squares[g] = square_norm(merged[1])
+        waiting.passes += 1
+        if waiting.passes == _FORGOTTEN_STEPS:
+            warnings.warn(
+                f"gradients of {_FORGOTTEN_STEPS} backward passes wait for a step: call "
+                "optimizer.step() on the `optimizer` of this module too",
+                stacklevel=2,
+            )
+
+    def _step(self, lr_G: Sequence[float]) -> None:
         waiting = self._waiting
         if waiting.passes == 0:
             return
+        bad = [factor for factor in self._handles[0].factors() if not math.isfinite(factor)]
+        if bad:
+            raise GradientError(
+                f"the gradients of rows were scaled by {bad[0]}, which comes of another gradient "
+                "that is not finite; no row was changed. Lower the learning rate, or use a "
+                "GradScaler under mixed precision"
+            )
         # The norm of what was accumulated is finite only if every gradient is.
         finite = not self._scale_pending() and math.isfinite(sum(waiting.squares))
         pending = [entry for entry in waiting.grads if entry is not None]
+        rates = [lr_G[group] for group in self._group_S]
         self.cluster.push(
-            [ids for ids, _ in pending], [grads for _, grads in pending], lr=lr, finite=finite
-        )
-        self._drop_gradients()
+            [ids for ids, _ in pending], [grads for _, grads in pending],
+            lr=rates[0] if len(set(rates)) == 1 else rates, finite=finite,
+        )  # fmt: skip
+        self._drop_gradients(trained=True)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -309,6 +352,7 @@ class RowModule(nn.Module):
     ) -> None:
         """Every trained row with all its planes. Rows that were never trained are procedural."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}stand_in"]
         for table in self.tables:
             ids, planes = self.cluster.read_all(table.name)
             at = f"{prefix}rows.{table.name}."
@@ -372,11 +416,66 @@ class RowModule(nn.Module):
     def _origin(self, table: Table) -> Tensor:
         return torch.tensor(int(table.origin(self.cluster.seed), 16) - 2**63)
 
+    # -- what torch does to modules --------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stand-in of the rows, unless a module is asked for what is its own alone: that is
+        how DDP and FSDP ask, which would average or shard it, and rows are trained as they are."""
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        return found if recurse else (pair for pair in found if pair[1] is not self.stand_in)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowModule:
+        """`to`, `cuda`, `half` and the like: outputs go there and have that type. Rows stay where
+        they are, in float32."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        if probe.is_meta:
+            raise ConfigError(
+                f"{type(self).__name__} cannot be moved to the meta device: its rows take no "
+                "memory before they are trained; build it where it is used"
+            )
+        if probe.device.type == "cpu" and probe.is_shared():
+            raise ConfigError(
+                f"share_memory() does not share the rows of {type(self).__name__}: each process "
+                "would train rows of its own; put them on servers with cluster=emberkeep.servers()"
+            )
+        self.device, self.dtype = probe.device, probe.dtype
+        if self.stand_in.device != self.device:
+            for parameter in (self.stand_in, *self._handles[0].handles):
+                parameter.data, parameter.grad = parameter.data.to(self.device), None
+            self._drop_gradients()
+        self._handles[0].seal()
+        return self
+
+    def _shown(self, output: Tensor) -> Tensor:
+        return output.to(self.device, self.dtype)
+
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(
-            f"{type(self).__name__} cannot be pickled or deep-copied: its rows may be larger than "
-            "memory; save module.state_dict(), or build a second module and load it there"
+        """For `copy.deepcopy` and pickle: a module with rows of its own, equal to these."""
+        state = {
+            name: value for name, value in self.__dict__.items()
+            if name not in ("cluster", "optimizer", "_layouts", "_group_S", "_handles", "_waiting",
+                            "_next")
+        }  # fmt: skip
+        state["_parameters"] = {k: v for k, v in self._parameters.items() if k != "stand_in"}
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        state["_copied"] = CopiedRows.of(
+            self.cluster, self._spec, type(self).__name__, rates, self.stand_in.requires_grad
         )
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied: CopiedRows = state.pop("_copied")
+        super().__setstate__(state)
+        self.cluster = copied.open()
+        self._made()
+        for group, lr in zip(self.optimizer.param_groups, copied.rates, strict=True):
+            group["lr"] = lr
+        self.stand_in.requires_grad_(copied.trains)
+        for parameter in (self.stand_in, *self._handles[0].handles):
+            parameter.data = parameter.data.to(self.device)
+        self._handles[0].seal()
 
     def extra_repr(self) -> str:
         return "\n".join(
@@ -386,5 +485,8 @@ class RowModule(nn.Module):
         )
 
 
-def _square(rows_UD: F32) -> float:
-    return float(np.square(rows_UD, dtype=np.float64).sum())
+
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model by name, without what stands for rows among them."""
+    rows = {id(module.stand_in) for module in model.modules() if isinstance(module, RowModule)}
+    return ((n, p) for n, p in model.named_parameters() if id(p) not in rows)

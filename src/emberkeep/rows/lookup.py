@@ -6,13 +6,13 @@ A `Layout` is fixed when the model is built; a `Lookup` lives from forward to ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from emberkeep._types import F32, I32, I64, RowIds
+from emberkeep._types import F32, I32, I64, Bools, RowIds
 from emberkeep.errors import ConfigError
 from emberkeep.kernels import batch_rows
 from emberkeep.rows.push import Writer
@@ -21,6 +21,8 @@ from emberkeep.tables import Table
 
 _NO_SCALES: F32 = np.empty(0, np.float32)
 _NO_ENDS: I64 = np.empty((0, 0), np.int64)
+_NO_MAXIMA: I64 = np.empty(0, np.int64)
+_NONE_CHOSEN: I32 = np.empty((0, 0, 0), np.int32)
 # Ranges of fewer samples or rows than this are not worth a thread.
 _LEAST = 128
 
@@ -32,7 +34,12 @@ class Feature:
     name: str
     table: int
     column: int
-    mean: bool
+    pooling: str
+    padding: int | None = None
+
+    @property
+    def mean(self) -> bool:
+        return self.pooling == "mean"
 
 
 class Layout:
@@ -42,7 +49,7 @@ class Layout:
         self.tables = tuple(tables)
         self.width = width
         self.features = tuple(
-            Feature(name, t, columns[name], table.pooling == "mean")
+            Feature(name, t, columns[name], table.pooling, table.padding_idx)
             for t, table in enumerate(self.tables)
             for name in table.features
         )
@@ -62,7 +69,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """The ids of `count` bags of one feature: `length` each, or (length -1) ending at `ends`."""
+    """The ids of `count` bags of one feature: `length` each, or (length -1) ending at `ends`.
+
+    `kept` says which of the ids that were given these are, where padding was left out.
+    """
 
     ids: I64
     count: int
@@ -70,6 +80,21 @@ class Bags:
     ends: I64 | None = None
     scales: F32 | None = None
     shape: tuple[int, ...] = ()
+    kept: Bools | None = None
+
+    def without(self, padding: int | None) -> Bags:
+        """The same bags without an id that stands for nothing."""
+        if padding is None or not (kept := self.ids != padding).size or kept.all():
+            return self
+        before = np.zeros(kept.size + 1, np.int64)
+        np.cumsum(kept, out=before[1:])
+        ends = self.ends
+        if ends is None:
+            ends = np.arange(1, self.count + 1, dtype=np.int64) * self.length
+        scales = None if self.scales is None else self.scales[kept]
+        return replace(
+            self, ids=self.ids[kept], length=-1, ends=before[ends], scales=scales, kept=kept
+        )
 
 
 class Lookup:
@@ -107,6 +132,16 @@ class Lookup:
         self.scales_N = self._scales(bags)
         self.trained = False
         self._unique: tuple[RowIds, I32] | None = None
+        # A bag of one id has the row itself, however it is pooled.
+        self.maxima = np.array(
+            [
+                f
+                for f, (feature, bag) in enumerate(zip(layout.features, bags, strict=True))
+                if feature.pooling == "max" and bag.length != 1 and batch is not None
+            ],
+            np.int64,
+        )
+        self._chosen_MBD = _NONE_CHOSEN
 
     @classmethod
     def one_hot(cls, layout: Layout, ids: Sequence[I64], batch: int, pool: Pool) -> Lookup:
@@ -118,6 +153,7 @@ class Lookup:
         self.columns_F, self.width = layout.columns_F, layout.width
         self.ends_FB, self.scales_N = _NO_ENDS, _NO_SCALES
         self.trained, self._unique = False, None
+        self.maxima, self._chosen_MBD = _NO_MAXIMA, _NONE_CHOSEN
         return self
 
     def _scales(self, bags: Sequence[Bags]) -> F32:
@@ -132,10 +168,10 @@ class Lookup:
             first = int(self.firsts_F[f])
             part = slice(first, first + bag.ids.size)
             if bag.scales is not None:
-                if feature.mean:
+                if feature.pooling != "sum":
                     raise ConfigError(
-                        f"feature {feature.name!r}: per-sample weights need pooling='sum'; a mean "
-                        "of weighted rows is not defined"
+                        f"feature {feature.name!r}: per-sample weights need pooling='sum'; a "
+                        f"{feature.pooling} of weighted rows is not defined"
                     )
                 scales_N[part] = bag.scales
             elif feature.mean and bag.length > 1:
@@ -176,6 +212,14 @@ class Lookup:
             self.batch, batch_rows.write_pool, rows_UD, self.inverse_N, self.bases_F, self.firsts_F,
             self.lengths_F, self.ends_FB, self.scales_N, self.columns_F, out_BFD,
         )  # fmt: skip
+        if self.maxima.size:
+            shape = self.maxima.size, self.batch, rows_UD.shape[1]
+            self._chosen_MBD = np.empty(shape, np.int32)
+            self._over(
+                self.batch, batch_rows.write_pool_max, rows_UD, self.inverse_N, self.bases_F,
+                self.firsts_F, self.lengths_F, self.ends_FB, self.columns_F, self.maxima, out_BFD,
+                self._chosen_MBD,
+            )  # fmt: skip
 
     def gathered(self, rows_UD: F32, feature: int, out_ND: F32) -> None:
         """Without pooling: the row of each lookup of one feature."""
@@ -189,14 +233,23 @@ class Lookup:
         wanted, inverse_N = self._deduped()
         out_UD = np.empty((wanted.ids.size, grads_GD.shape[1]), np.float32)
         squares_T = np.empty(len(self.layout.tables), np.float64)
+        counts_F = self.counts_F
+        if self.maxima.size:  # their bags give nothing to all rows alike
+            counts_F = counts_F.copy()
+            counts_F[self.maxima] = 0
         args = (
             grads_GD, inverse_N, wanted.offsets, self.layout.features_T, self.firsts_F,
-            self.lengths_F, self.ends_FB, self.columns_F, self.width, self.counts_F,
+            self.lengths_F, self.ends_FB, self.columns_F, self.width, counts_F,
             self.scales_N, out_UD, squares_T,
         )  # fmt: skip
         parts = table_spans(self.offsets_T, self.pool.threads)
         self.pool.together(Job(batch_rows.write_aggregate, parts, args))
-        return out_UD, float(squares_T.sum())
+        if not self.maxima.size:
+            return out_UD, float(squares_T.sum())
+        batch_rows.add_chosen(
+            grads_GD, self.columns_F, self.width, self.maxima, self._chosen_MBD, out_UD
+        )
+        return out_UD, square_norm(out_UD)
 
     def scale_gradients(self, grads_GD: F32, rows_UD: F32) -> F32:
         """The gradient of each lookup's per-sample weight."""
@@ -220,6 +273,10 @@ class Lookup:
 
     def _over(self, count: int, write: Writer, *args: Any) -> None:
         self.pool.together(Job(write, spans(count, self.pool.threads, _LEAST), args))
+
+
+def square_norm(rows_UD: F32) -> float:
+    return float(np.square(rows_UD, dtype=np.float64).sum())
 
 
 class _Search:

@@ -45,6 +45,9 @@ from emberkeep.tiered.tiered_slab import TieredSlab
 SEGMENT_NBYTES = 4 * 2**20
 DISK = Disk
 
+_Slab = tuple[int, Optimizer | None]
+"""What tables of one tier must share to share a slab."""
+
 
 def open_slab(
     tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
@@ -56,18 +59,20 @@ def open_slab(
     started over.
     """
     own_tables = [tables[t] for t in group]
-    tier = own_tables[0].tier
+    tier, default = own_tables[0].tier, optimizer
+    optimizer = own_tables[0].trained_by(default)
     if tier is None:
         return Slab(
             own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
-    # Tables of one tier that differ in dim have slabs of their own, and share its memory by size.
-    nbytes: dict[int, int] = dict.fromkeys(_dims(tables, tier), 0)
+    # Tables of one tier that differ in dim or optimizer have slabs of their own, and share its
+    # memory by size.
+    nbytes: dict[_Slab, int] = dict.fromkeys(_slabs(tables, tier), 0)
     for table in tables:
         if table.tier == tier:
-            width = table.dim + sum(optimizer.planes(table.dim).values())
-            nbytes[table.dim] += table.slots * width
-    dim = own_tables[0].dim
+            width = table.dim + sum(table.trained_by(default).planes(table.dim).values())
+            nbytes[table.dim, table.optimizer] += table.slots * width
+    dim, own_slab = own_tables[0].dim, (own_tables[0].dim, own_tables[0].optimizer)
     own_rows = sum(table.slots_on(shard, shards) for table in own_tables)
     if own_rows > MOST_ROWS:
         raise ConfigError(
@@ -75,11 +80,11 @@ def open_slab(
             f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
         )
     files = tier_files(tables, shards)[tier.path]
-    path = os.path.join(tier.path, _file(shard, list(nbytes).index(dim)))
+    path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
     slab = TieredSlab(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
-        memory=tier.memory, share=Fraction(nbytes[dim], sum(nbytes.values()) * shards),
+        memory=tier.memory, share=Fraction(nbytes[own_slab], sum(nbytes.values()) * shards),
         open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive, clock),
         upkeep=upkeep.run,
     )  # fmt: skip
@@ -107,15 +112,15 @@ def _opening(path: str) -> Iterator[None]:
 def tier_files(tables: Sequence[Table], shards: int) -> dict[str, list[str]]:
     """The files of every tier of these tables, by its directory."""
     slabs = {
-        table.tier.path: range(len(_dims(tables, table.tier)))
+        table.tier.path: range(len(_slabs(tables, table.tier)))
         for table in tables
         if table.tier is not None
     }
-    return {top: [_file(s, d) for s in range(shards) for d in dims] for top, dims in slabs.items()}
+    return {top: [_file(s, n) for s in range(shards) for n in its] for top, its in slabs.items()}
 
 
-def _dims(tables: Sequence[Table], tier: Tier) -> list[int]:
-    return list(dict.fromkeys(table.dim for table in tables if table.tier == tier))
+def _slabs(tables: Sequence[Table], tier: Tier) -> list[_Slab]:
+    return list(dict.fromkeys((t.dim, t.optimizer) for t in tables if t.tier == tier))
 
 
 def _file(shard: int, slab: int) -> str:

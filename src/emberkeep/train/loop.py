@@ -28,6 +28,7 @@ from emberkeep.errors import ConfigError, GradientError
 from emberkeep.keeper import Keeper
 from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
+from emberkeep.nn.row_module import dense_parameters
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Start, Step
@@ -239,7 +240,7 @@ def digest(tables: Mapping[str, RowDigest], network: nn.Module) -> str:
     digest = xxhash.xxh3_128()
     for table, rows in tables.items():
         digest.update(f"{table}/{rows.rows}/{rows.low:x}/{rows.high:x};".encode())
-    for name, parameter in sorted(network.named_parameters()):
+    for name, parameter in sorted(dense_parameters(network)):
         digest.update(f"{name};".encode())
         digest.update(parameter.detach().contiguous().numpy().data)
     return digest.hexdigest()

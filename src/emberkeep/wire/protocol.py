@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep import errors
-from emberkeep._types import F32, I64, U8, Json, RowIds
+from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.errors import EmberkeepError, ProtocolError, ShardLostError
-from emberkeep.tables import Normal, Table, Uniform
+from emberkeep.tables import Normal, Table, Uniform, optimizer_from
 
 PROTOCOL = 2
 """2: `freeze` returns the state of tables, `repository` says what a server finds under a URL,
@@ -39,7 +39,8 @@ PULL, PREFETCH, PUSH, CHECK, APPLY = 1, 2, 3, 4, 5
 ROWS, DONE, REFUSED = 129, 130, 131
 
 _MAGIC = b"EKR1"
-_HEADER = struct.Struct("<4sBxHHHxxxxQQQd")
+_HEADER = struct.Struct("<4sBBHHHxxxxQQQd")
+_RATES = 1  # a flag: a learning rate for each slab follows the header
 _FRAME = struct.Struct("<4sI")
 _FRAME_MAGIC = b"EKF1"
 _ALIGNMENT = 8
@@ -64,7 +65,8 @@ class Request:
     number: int = 0
     rank: int = 0
     world: int = 1
-    lr: float = 0.0
+    lr: Rates = 0.0
+    """Of all slabs, or of each."""
     wanted: Sequence[RowIds] = ()
     grads: Sequence[F32] = ()
 
@@ -73,7 +75,9 @@ def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> 
     """One buffer; `unpack_request` is its inverse. With `positions_G` those rows of the gradients
     are sent, slab by slab."""
     wanted, grads = request.wanted, request.grads
-    size = _HEADER.size + 8 * sum(ids.offsets.size + ids.ids.size for ids in wanted)
+    lr_G = () if isinstance(request.lr, float | int) else request.lr
+    start = _HEADER.size + 8 * len(lr_G)
+    size = start + 8 * sum(ids.offsets.size + ids.ids.size for ids in wanted)
     rows_G = [
         part.shape[0] if positions_G is None else positions_G[g].size
         for g, part in enumerate(grads)
@@ -83,10 +87,12 @@ def pack_request(request: Request, positions_G: Sequence[I64] | None = None) -> 
         np.uint8,
     )
     _HEADER.pack_into(
-        blob.data, 0, _MAGIC, request.kind, len(wanted), request.rank, request.world, request.epoch,
-        request.incarnation, request.number, request.lr,
+        blob.data, 0, _MAGIC, request.kind, _RATES if lr_G else 0, len(wanted), request.rank,
+        request.world, request.epoch, request.incarnation, request.number,
+        0.0 if lr_G else request.lr,
     )  # fmt: skip
-    words = blob[_HEADER.size : size].view(np.int64)
+    blob[_HEADER.size : start].view(np.float64)[:] = lr_G
+    words = blob[start:size].view(np.int64)
     at = 0
     for ids in wanted:
         for part in (ids.offsets, ids.ids):
@@ -109,22 +115,26 @@ def unpack_request(blob: U8, shape: Shape) -> Request:
     """The request, its arrays copied: what arrives is neither aligned nor writable."""
     if blob.size < _HEADER.size:
         raise ProtocolError(f"a request of {blob.size} bytes is shorter than its header")
-    magic, kind, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(
+    magic, kind, flags, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(
         blob.data
     )
     if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY):
         raise ProtocolError(f"this is not a request of emberkeep's protocol {PROTOCOL}")
-    if not math.isfinite(lr) or world < 1 or rank >= world:
+    reader = _Reader(blob, _HEADER.size)
+    rates = [lr]
+    if flags & _RATES:
+        lr = rates = reader.take(len(shape.tables_G), np.float64).tolist()
+    if not all(map(math.isfinite, rates)) or world < 1 or rank >= world:
         raise ProtocolError(f"a request of rank {rank} of {world} with lr {lr} cannot be")
     about = {"kind": kind, "epoch": epoch, "incarnation": incarnation, "number": number,
              "rank": rank, "world": world, "lr": lr}  # fmt: skip
     if kind == APPLY:
-        if groups or blob.size != _HEADER.size:
+        if groups:
             raise ProtocolError("a request to apply brings nothing with it")
+        reader.end()
         return Request(**about)
     if groups != len(shape.tables_G):
         raise ProtocolError(f"{groups} slabs were named, there are {len(shape.tables_G)}")
-    reader = _Reader(blob, _HEADER.size)
     wanted = [_row_ids(reader, tables) for tables in shape.tables_G]
     grads = []
     if kind in (PUSH, CHECK):
@@ -171,7 +181,7 @@ def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tupl
     """An empty reply to a pull, and the parts of it that the rows are to be written into."""
     sizes = [rows * dim * 4 for rows, dim in zip(rows_G, dims_G, strict=True)]
     blob = np.empty(_HEADER.size + sum(sizes), np.uint8)
-    _HEADER.pack_into(blob.data, 0, _MAGIC, ROWS, len(sizes), 0, 1, epoch, 0, 0, 0.0)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, ROWS, 0, len(sizes), 0, 1, epoch, 0, 0, 0.0)
     out, at = [], _HEADER.size
     for size, dim in zip(sizes, dims_G, strict=True):
         out.append(blob[at : at + size].view(np.float32).reshape(-1, dim))
@@ -221,7 +231,7 @@ def done_reply(
     blob = np.empty(size, np.uint8)
     held = number if settled is None else settled
     _HEADER.pack_into(
-        blob.data, 0, _MAGIC, DONE, len(changed), int(waiting), 1, epoch, held, number, 0.0
+        blob.data, 0, _MAGIC, DONE, 0, len(changed), int(waiting), 1, epoch, held, number, 0.0
     )
     at = _HEADER.size
     for part in changed:
@@ -235,7 +245,7 @@ def done_reply(
 def settled_of(blob: U8) -> tuple[int, bool]:
     """What the reply to a push says of parity: the last settled push, and whether to send again."""
     _expect(blob, DONE)
-    _, _, _, waiting, _, _, settled, _, _ = _HEADER.unpack_from(blob.data)
+    _, _, _, _, waiting, _, _, settled, _, _ = _HEADER.unpack_from(blob.data)
     return int(settled), bool(waiting)
 
 
@@ -264,7 +274,7 @@ def refusal(error: BaseException, epoch: int) -> U8:
     """An error as a reply."""
     document = json.dumps(describe_error(error)).encode()
     blob = np.empty(_HEADER.size + len(document), np.uint8)
-    _HEADER.pack_into(blob.data, 0, _MAGIC, REFUSED, 0, 0, 1, epoch, 0, 0, 0.0)
+    _HEADER.pack_into(blob.data, 0, _MAGIC, REFUSED, 0, 0, 0, 1, epoch, 0, 0, 0.0)
     blob[_HEADER.size :] = np.frombuffer(document, np.uint8)
     return blob
 
@@ -280,7 +290,7 @@ def check_reply(blob: U8) -> None:
 def _expect(blob: U8, kind: int) -> int:
     """The number of slabs of a reply of that kind; a refusal raises what it tells of."""
     check_reply(blob)
-    magic, found, groups, *_ = _HEADER.unpack_from(blob.data)
+    magic, found, _, groups, *_ = _HEADER.unpack_from(blob.data)
     if magic != _MAGIC or found != kind:
         raise ProtocolError(f"a reply of kind {found} where {kind} was expected")
     return int(groups)
@@ -385,11 +395,19 @@ def error_from(reply: Json) -> EmberkeepError:
 
 def describe_table(table: Table) -> Json:
     kind = "normal" if isinstance(table.init, Normal) else "uniform"
-    return {
+    document = {
         **asdict(table),
         "features": list(table.features),
         "init": {"kind": kind, **asdict(table.init)},
     }
+    # A server has no bags, so it need not know of padding; and what is not used stays unsaid, so
+    # that servers which do not know of it can serve everything else.
+    del document["padding_idx"], document["optimizer"]
+    if table.pooling == "max":
+        document["pooling"] = "sum"
+    if table.optimizer is not None:
+        document["optimizer"] = table.optimizer.describe()
+    return document
 
 
 def table_from(document: Json) -> Table:
@@ -398,6 +416,8 @@ def table_from(document: Json) -> Table:
         settings = dict(document)
         init = dict(settings.pop("init"))
         kind: type[Normal] | type[Uniform] = Normal if init.pop("kind") == "normal" else Uniform
+        if "optimizer" in settings:
+            settings["optimizer"] = optimizer_from(settings["optimizer"])
         return Table(settings.pop("name"), init=kind(**init), **settings)
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"this does not describe a table: {error}") from None

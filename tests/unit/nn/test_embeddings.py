@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -407,11 +406,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match="'item', plane 'weight'"):
         module.load_state_dict(narrow)
     assert trained(module) == before
-
-
-def test_copying_the_module_says_what_to_do_instead() -> None:
-    with pytest.raises(ConfigError, match="state_dict"):
-        copy.deepcopy(bags())
 
 
 def test_errors_name_what_is_wrong() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep._types import F32, I64, RowIds
+from emberkeep._types import F32, I64, Rates, RowIds
 from emberkeep.cluster.base import check_size
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
@@ -99,7 +99,7 @@ class _Numbered:
 
     worker: str
     number: int
-    lr: float
+    lr: Rates
     parts_S: list[_Part]
     finite: bool
     # By shard: the number of the message to its hosts; 0 until it has applied its part.
@@ -309,7 +309,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
             self._apply_part(push, index)
 
     def push(
-        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: Rates, finite: bool = False
     ) -> None:
         # Numbers rise for each thread that pushes: by them a shard knows what it has applied.
         worker, number = f"thread {threading.get_ident()}", next(self._push_numbers)

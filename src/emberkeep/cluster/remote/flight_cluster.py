@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from emberkeep._types import F32, U8, Json, RowIds
+from emberkeep._types import F32, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed, ShardHandle
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.launcher import Launcher
@@ -80,7 +80,7 @@ class _Sent:
     number: int
     routed: Routed
     grads: Sequence[F32]
-    lr: float
+    lr: Rates
     missing: set[int]
     """The shards that have not answered it."""
 
@@ -235,7 +235,7 @@ class FlightCluster(RemoteCluster):
     # -- pushes ----------------------------------------------------------------------------------
 
     def push(
-        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: float, finite: bool = False
+        self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: Rates, finite: bool = False
     ) -> None:
         """Updates each wanted row once, on all shards at once."""
         self._check(wanted, grads, finite=finite)
@@ -249,7 +249,7 @@ class FlightCluster(RemoteCluster):
             self._number += 1
 
     @surviving
-    def _push(self, wanted: Sequence[RowIds], grads: Sequence[F32], lr: float) -> None:
+    def _push(self, wanted: Sequence[RowIds], grads: Sequence[F32], lr: Rates) -> None:
         self._before("push")
         # For each attempt: where all shards were lost together, numbers have started over.
         number = self._number + 1
@@ -445,7 +445,7 @@ class FlightCluster(RemoteCluster):
         grads: Sequence[F32] = (),
         *,
         number: int = 0,
-        lr: float = 0.0,
+        lr: Rates = 0.0,
         only: int | None = None,
         incarnation: int | None = None,
     ) -> list[U8]:

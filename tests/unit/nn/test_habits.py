@@ -1,0 +1,347 @@
+"""What torch users do to a model without thinking: it works as in torch, or one line says why not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import emberkeep as ek
+from emberkeep.errors import ConfigError, GradientError
+from emberkeep.nn import AveragedModel
+
+ROWS, DIM = 40, 4
+
+
+class Net(nn.Module):
+    def __init__(self, optimizer: Any = None, **settings: Any) -> None:
+        super().__init__()
+        table = ek.Table("t", rows=ROWS, dim=DIM)
+        self.bags = ek.EmbeddingBags([table], optimizer=optimizer or ek.SGD(lr=0.1), **settings)
+        torch.manual_seed(0)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.bags({"t": ids})[:, 0])
+        return out
+
+
+class Plain(nn.Module):
+    """The same network with torch's own table."""
+
+    def __init__(self, like: Net, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
+        self.head = copy.deepcopy(like.head)
+        with torch.no_grad():
+            self.table.weight.copy_(rows_of(like))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(ids))
+        return out
+
+
+def rows_of(net: Net) -> Tensor:
+    return net.bags.rows("t", torch.arange(ROWS))["weight"]
+
+
+def ids_of(seed: int) -> Tensor:
+    return torch.randint(0, ROWS, (8, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    net(ids_of(seed)).square().mean().backward()
+
+
+def said(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if "EmbeddingBags of" in str(w.message)]
+
+
+# -- tables that never train ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["model", "head"])
+def test_an_optimizer_of_the_rest_alone_is_noticed_at_once(given: str) -> None:
+    net = Net()
+    parameters = net.parameters() if given == "model" else net.head.parameters()
+    optimizer = torch.optim.Adam(parameters)
+    before = rows_of(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(net, step)
+            optimizer.step()
+    assert torch.equal(rows_of(net), before)
+    (line,) = said(caught)
+    assert "'t'" in line and "they do not train" in line and ".optimizer.step()" in line
+
+
+def test_gradients_that_are_always_dropped_are_noticed() -> None:
+    net = Net()
+    dense = torch.optim.SGD(net.head.parameters(), lr=0.1)
+    dense_too = torch.optim.SGD(net.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            for optimizer in (dense, net.bags.optimizer):
+                optimizer.zero_grad()
+            backward(net, step)
+            dense.step()
+            dense_too.step()
+    assert len(said(caught)) == 1
+
+
+@pytest.mark.parametrize("order", ["rows first", "rows last"])
+def test_right_loops_are_not_warned_of(order: str) -> None:
+    net = Net()
+    dense = torch.optim.Adam(net.parameters())
+    both = [net.bags.optimizer, dense] if order == "rows first" else [dense, net.bags.optimizer]
+    other = nn.Linear(2, 2)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            for _ in range(3):  # accumulates gradients
+                backward(net, step)
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+            other(torch.ones(1, 2)).sum().backward()
+            others.step()
+            others.zero_grad()
+
+
+# -- frozen rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["module", "model", "parameters", "no step"])
+def test_frozen_rows_do_not_train_and_thaw(how: str) -> None:
+    net = Net(ek.Adagrad(lr=0.1))
+    if how == "module":
+        net.bags.requires_grad_(False)
+    elif how == "model":
+        net.requires_grad_(False)
+        net.head.requires_grad_(True)
+    else:
+        for parameter in net.bags.parameters():
+            parameter.requires_grad = False
+    before = rows_of(net)
+    dense = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    for step in range(3):
+        backward(net, step)
+        dense.step()
+        net.bags.optimizer.step()
+    assert torch.equal(rows_of(net), before)
+    assert net.bags.touched_ids("t").numel() == 0
+    assert net.head.weight.grad is not None
+    net.requires_grad_(True)
+    backward(net, 0)
+    net.bags.optimizer.step()
+    assert not torch.equal(rows_of(net), before)
+
+
+def test_weights_of_samples_train_over_frozen_rows() -> None:
+    net = Net()
+    net.bags.requires_grad_(False)
+    weights = torch.ones(8, 3, requires_grad=True)
+    net.bags({"t": ids_of(0)}, per_sample_weights={"t": weights}).sum().backward()
+    net.bags.optimizer.step()
+    expected = rows_of(net)[ids_of(0)].sum(-1)
+    torch.testing.assert_close(weights.grad, expected)
+    assert net.bags.touched_ids("t").numel() == 0
+
+
+# -- clipping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_clip_grad_norm_over_model_parameters_is_torchs(scaler: bool) -> None:
+    ours = Net()
+    peer = Plain(ours)
+    scale = torch.amp.GradScaler("cpu", init_scale=256.0) if scaler else None
+    dense, plain = torch.optim.SGD(ours.parameters(), 0.1), torch.optim.SGD(peer.parameters(), 0.1)
+    for step in range(5):
+        norms = []
+        for net, optimizers in ((ours, [dense, ours.bags.optimizer]), (peer, [plain])):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = net(ids_of(step)).square().mean() * 50
+            (loss if scale is None else scale.scale(loss)).backward()
+            if scale is not None:
+                for optimizer in optimizers:
+                    scale.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+            for optimizer in optimizers:
+                optimizer.step() if scale is None else scale.step(optimizer)
+            if scale is not None:
+                scale.update()
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=1e-6)
+        assert float(norms[0]) > 0.5
+    torch.testing.assert_close(rows_of(ours), peer.table.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.head.weight, peer.head.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_are_counted_twice_are_noticed() -> None:
+    net = Net()
+    backward(net, 0)
+    every = [*net.parameters(), *net.bags.optimizer.param_groups[0]["params"]]
+    nn.utils.clip_grad_norm_(every, 1e-3)
+    with pytest.warns(UserWarning, match="counts the rows already"):
+        net.bags.optimizer.step()
+
+
+def test_a_clip_by_another_gradient_that_is_not_finite_changes_no_row() -> None:
+    net = Net()
+    before = rows_of(net)
+    backward(net, 0)
+    net.head.weight.grad = torch.full_like(net.head.weight, float("nan"))
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    with pytest.raises(GradientError, match="no row was changed"):
+        net.bags.optimizer.step()
+    assert torch.equal(rows_of(net), before)
+
+
+# -- to, copies, averages ------------------------------------------------------------------------
+
+
+def test_to_moves_and_casts_outputs_and_trains_float32_rows() -> None:
+    net = Net().to(torch.bfloat16)
+    out = net.bags({"t": ids_of(0)})
+    assert out.dtype == torch.bfloat16
+    net(ids_of(0)).sum().backward()
+    net.bags.optimizer.step()
+    assert net.bags.rows("t", [0])["weight"].dtype == torch.float32
+    assert net.bags.touched_ids("t").numel() > 0
+    assert net.double()(ids_of(0)).dtype == torch.float64
+    assert net.float()(ids_of(0)).dtype == torch.float32
+    with pytest.raises(ConfigError, match="meta"):
+        net.to("meta")
+    with pytest.raises(ConfigError, match="servers"):
+        net.share_memory()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_copy_has_the_rows_and_goes_its_own_way(how: str, shards: int, tmp_path: Path) -> None:
+    net = Net(ek.Adam(lr=0.01), cluster=ek.local(shards=shards))
+
+    def train(net: Net, first: int) -> None:
+        for step in range(first, first + 3):
+            backward(net, step)
+            net.bags.optimizer.step()
+
+    train(net, 0)
+    net.bags.optimizer.param_groups[0]["lr"] = 0.02
+    if how == "deepcopy":
+        twin = copy.deepcopy(net)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(net))
+    else:
+        torch.save(net, tmp_path / "net.pt")
+        twin = torch.load(tmp_path / "net.pt", weights_only=False)
+    assert twin.bags.optimizer.param_groups[0]["lr"] == 0.02
+    before = rows_of(net)
+    train(twin, 3)
+    assert torch.equal(rows_of(net), before)
+    train(net, 3)
+    states = [
+        {k: v.numpy().tobytes() for k, v in n.bags.state_dict().items()} for n in (net, twin)
+    ]
+    assert states[0] == states[1]
+
+
+def test_a_copy_is_refused_where_rows_are_elsewhere(tmp_path: Path) -> None:
+    tier = ek.Tier(tmp_path, memory="1MB")
+    table = ek.Table("t", rows=ROWS, dim=DIM, tier=tier)
+    bags = ek.EmbeddingBags([table], optimizer=ek.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"below .*state_dict\(\) there"):
+        copy.deepcopy(bags)
+    bags.cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_an_average_of_models_averages_rows_as_torch_does(kind: str) -> None:
+    ours = Net()
+    peer = Plain(ours)
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9) if kind == "ema" else None
+    theirs = torch.optim.swa_utils.AveragedModel(peer, multi_avg_fn=average)
+    own = AveragedModel(ours, multi_avg_fn=average)
+    optimizers = [torch.optim.SGD(ours.head.parameters(), 0.1), ours.bags.optimizer]
+    plain = torch.optim.SGD(peer.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="EmbeddingBags of")
+        for step in range(5):
+            for net, some in ((ours, optimizers), (peer, [plain])):
+                for optimizer in some:
+                    optimizer.zero_grad()
+                backward(net, step)
+                for optimizer in some:
+                    optimizer.step()
+            own.update_parameters(ours)
+            theirs.update_parameters(peer)
+        torch.testing.assert_close(own(ids_of(9)), theirs(ids_of(9)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        rows_of(own.module), theirs.module.table.weight.detach(), rtol=1e-5, atol=1e-6
+    )
+    assert not torch.equal(rows_of(own.module), rows_of(ours))
+
+
+def test_torchs_own_average_says_that_rows_are_not_in_it() -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    average = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    for step in range(3):
+        backward(net, step)
+        optimizer.step()
+        net.bags.optimizer.step()
+        average.update_parameters(net)
+    with pytest.warns(UserWarning, match=r"emberkeep\.nn\.AveragedModel"):
+        average(ids_of(0))
+
+
+@pytest.mark.parametrize("edit", ["init", "data"])
+def test_an_init_of_all_parameters_says_that_it_changes_no_row(edit: str) -> None:
+    net = Net()
+    for parameter in net.parameters():
+        if edit == "init":
+            nn.init.normal_(parameter)
+        else:
+            parameter.data.add_(1.0)
+    with pytest.warns(UserWarning, match="changes no row"):
+        net(ids_of(0))
+
+
+# -- what comes out ------------------------------------------------------------------------------
+
+
+def test_an_output_by_name_in_any_case() -> None:
+    tables = [ek.Table("a", rows=5, dim=2), ek.Table("b", rows=5, dim=2)]
+    ids = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
+    by_name = ek.EmbeddingBags(tables, optimizer=ek.SGD(lr=0.1), output="dict")
+    stacked = ek.EmbeddingBags(tables, optimizer=ek.SGD(lr=0.1))
+    out = by_name(ids)
+    assert list(out) == ["a", "b"]
+    assert torch.equal(torch.stack(list(out.values()), 1), stacked(ids))
+    other = [ek.Table("a", rows=5, dim=2), ek.Table("b", rows=5, dim=3)]
+    with pytest.raises(ConfigError, match=r"the tables have \[2, 3\]: use 'dict'"):
+        ek.EmbeddingBags(other, optimizer=ek.SGD(lr=0.1), output="tensor")
+    with pytest.raises(ConfigError, match="'auto', 'tensor' or 'dict'"):
+        ek.EmbeddingBags(tables, optimizer=ek.SGD(lr=0.1), output="list")  # type: ignore[arg-type]
+
+
+def test_ddp_does_not_see_what_stands_for_rows() -> None:
+    net = Net()
+    assert "bags.stand_in" in dict(net.named_parameters())
+    own = [name for m in net.modules() for name, _ in m.named_parameters(recurse=False)]
+    assert own == ["weight", "bias"]
+    assert not any("stand_in" in key for key in net.state_dict())
+    net.load_state_dict(net.state_dict())
