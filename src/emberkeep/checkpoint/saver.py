@@ -26,8 +26,8 @@ from emberkeep.checkpoint.restore import (
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.target_view import TargetView
-from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
+from emberkeep.checkpoint.target_view import TargetView, view_of
+from emberkeep.checkpoint.targets import DENSE, NoticesEdits, Subject, WritesItself
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
 from emberkeep.errors import (
     CancelledError,
@@ -283,6 +283,9 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 draft.add(dense, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
+            for part in view_of(self.subject).parts:
+                if isinstance(part.target, NoticesEdits):
+                    part.target.check_edits()
             layout: Json = {
                 "kind": "full" if since is None else since,
                 "layout": save.spec.layout,

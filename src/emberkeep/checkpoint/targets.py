@@ -72,6 +72,15 @@ class LimitsRows(Protocol):
 
 
 @runtime_checkable
+class NoticesEdits(Protocol):
+    """Rows that others could change past those who track it."""
+
+    def check_edits(self) -> None:
+        """Raises `StateError` if that happened since they were frozen."""
+        ...
+
+
+@runtime_checkable
 class LoadsItself(Protocol):
     """A subject whose rows are in other processes: they read the version themselves."""
 

@@ -453,7 +453,7 @@ class Keeper:
 
     def mark_all_changed(self) -> None:
         """Call this before you change rows of torch's embeddings yourself, past the optimizer."""
-        self._parts.tables.change_all()
+        self._parts.tables.announce()
 
     def costs(self) -> Costs:
         """What this process has spent on versions so far."""

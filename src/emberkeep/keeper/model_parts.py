@@ -42,7 +42,7 @@ class Parts:
         self.tables.follow(self.optimizers, timed)
 
         def replaced(*_: Any) -> None:
-            self.tables.change_all()
+            self.tables.announce()
 
         handles = [
             module.register_load_state_dict_pre_hook(replaced)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from emberkeep._types import I64, U64, Planes
+from emberkeep._types import I64, U64, Bools, Planes
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
@@ -30,6 +30,8 @@ Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 # Rows that are handed to a snapshot at once where all of them are about to change.
 _SLICE_ROWS = 65536
+# Rows whose bits are compared from save to save: what changed past every version counter.
+_SAMPLED_ROWS = 256
 
 
 class TorchTable:
@@ -37,6 +39,11 @@ class TorchTable:
 
     Every row counts as trained: its first value is torch's and can be had from nowhere else. Row i
     is id i.
+
+    Changes that no optimizer made are noticed. In-place operations (`nn.init`, `copy_` under
+    `no_grad`) by the version counters of the tensors, with certainty; what goes past these
+    (`.data`, `.numpy()`) by a sample of the rows, which is compared from save to save: with
+    certainty where all rows change, with a chance of 256 in `rows` for each row alone.
     """
 
     def __init__(
@@ -61,6 +68,15 @@ class TorchTable:
         self.planes: Planes = self._views()
         self._addresses = self._where()
         self._warned = False
+        # None while an optimizer steps, which changes them.
+        self._expected: list[int] | None = self._versions()
+        self._announced = self._warned_of_edits = False
+        self._edits = self._edits_frozen = 0
+        self._sampled: I64 = np.arange(self.rows)
+        if self.rows > _SAMPLED_ROWS:
+            drawn = np.random.default_rng(self.rows).choice(self.rows, _SAMPLED_ROWS, replace=False)
+            self._sampled = np.sort(drawn).astype(np.int64)
+        self._sample = b""
 
     def ranges(self) -> Sequence[TableRange]:
         return (TableRange(self.name, 0, self.rows, tuple(self.planes)),)
@@ -105,18 +121,97 @@ class TorchTable:
     def look_again(self) -> None:
         """Follows tensors that others were put in the place of, as `load_state_dict` does."""
         if self._where() == self._addresses:
+            self._notice_edits()
             return
         # A snapshot under way holds on to the tensors that it froze, which nobody changes any more.
         with self.lock:
             np.bitwise_or(self.dirty, self.touched, out=self.dirty)
             self.planes = self._views()
             self._addresses = self._where()
+        self._expected = self._versions()
+
+    # -- changes past the optimizer --------------------------------------------------------------
+
+    def _versions(self) -> list[int]:
+        state = self._state()
+        tensors = [self.weight, *(state[name] for name in self.state_names if name in state)]
+        return [tensor._version for tensor in tensors]
+
+    def announce(self) -> None:
+        """Somebody is about to change rows past the optimizer, and says so."""
+        self.change_all()
+        self._announced = True
+
+    def _notice_edits(self) -> None:
+        """Has all rows count as changed if some were, by somebody who did not say so."""
+        now, expected = self._versions(), self._expected
+        self._expected = now
+        if expected is None or now == expected:
+            return
+        if self._announced:
+            self.change_all()
+        else:
+            self._edited()
+
+    def _edited(self) -> None:
+        self._edits += 1
+        self.change_all()
+        if not self._warned_of_edits:
+            self._warned_of_edits = True
+            warnings.warn(
+                f"rows of table {self.name!r} were changed in place past its optimizer (nn.init, "
+                "copy_, .data): all of them count as changed from here on. Call "
+                "keeper.mark_all_changed() before you change rows yourself",
+                stacklevel=2,
+            )
+
+    def check_edits(self) -> None:
+        """Raises `StateError` if rows were changed past the optimizer since they were frozen: a
+        copy of them may be of before or after. From any thread."""
+        first = self._expected
+        now = self._versions()
+        # An optimizer that steps meanwhile makes it None, or another list.
+        changed = first is not None and first is self._expected and now != first
+        if self._edits != self._edits_frozen or (changed and not self._announced):
+            raise StateError(
+                f"rows of table {self.name!r} were changed in place while a version of them was "
+                "written: it is given up, and its rows go with the next; call "
+                "keeper.mark_all_changed() before you change rows yourself"
+            )
+
+    def before_freeze(self) -> None:
+        """The dirty rows are about to be taken: sampled rows that are not must be as they were."""
+        self.look_again()
+        if self._sample:
+            dirty = np.empty(self._sampled.size, np.bool_)
+            bits.test_bits(self.dirty, self._sampled, dirty)
+            if self._sampled_bits(~dirty) != self._sampled_then(~dirty):
+                self._edited()
+        self.take_sample()
+        self._announced, self._edits_frozen = False, self._edits
+
+    def take_sample(self) -> None:
+        self._sample = self._sampled_bits(np.ones(self._sampled.size, np.bool_))
+
+    def _sampled_bits(self, chosen: Bools) -> bytes:
+        rows = self._sampled[chosen]
+        return b"".join(plane[rows].tobytes() for plane in self.planes.values())
+
+    def _sampled_then(self, chosen: Bools) -> bytes:
+        parts, at = [], 0
+        for plane in self.planes.values():
+            nbytes = plane[:1].nbytes * self._sampled.size
+            then = np.frombuffer(self._sample[at : at + nbytes], np.uint8)
+            parts.append(then.reshape(self._sampled.size, -1)[chosen].tobytes())
+            at += nbytes
+        return b"".join(parts)
 
     # -- changes ---------------------------------------------------------------------------------
 
     def before_step(self, group: dict[str, Any], *, blind: bool) -> None:
         """Called with the gradient in place; `blind` if it will be computed within the step."""
         self.look_again()
+        self._expected = None
         gradient = self.weight.grad
         reason = followable.moves_others(type(self.optimizer).__name__, group)
         if blind:
@@ -130,6 +225,9 @@ class TorchTable:
             self.change_all()
         elif gradient is not None:
             self.change(followable.changed_rows(gradient).numpy())
+
+    def after_step(self) -> None:
+        self._expected = self._versions()
 
     def change(self, rows: I64) -> None:
         """These rows are about to change: a copy under way takes them as they are first."""
@@ -178,6 +276,7 @@ class TorchTable:
         if self.tracker is not None:
             self.tracker.reset(self.dirty if keep_since_baseline else None)
         self.dirty = _no_rows(self.dirty.size)
+        self.take_sample()
 
 
 def _no_rows(words: int) -> U64:
@@ -210,15 +309,20 @@ class TorchTables:
             if followed:
                 hook = timed(_Before(followed))
                 self._handles.append(optimizer.register_step_pre_hook(hook))
+                self._handles.append(optimizer.register_step_post_hook(_After(followed)))
 
     def stop_following(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def change_all(self) -> None:
+    def announce(self) -> None:
         for table in self.tables.values():
-            table.change_all()
+            table.announce()
+
+    def check_edits(self) -> None:
+        for table in self.tables.values():
+            table.check_edits()
 
     def look_again(self) -> None:
         for table in self.tables.values():
@@ -252,8 +356,9 @@ class TorchTables:
             table.track()
 
     def freeze(self, since: str | None, buffer_nbytes: int) -> Cut[Sequence[FrozenRows]]:
-        self.look_again()
         tables = list(self.tables.values())
+        for table in tables:
+            table.before_freeze()
         return Cut([freeze(tables, since=since, room=CopyRoom(buffer_nbytes))], {})
 
     def load_table_state(self, state: dict[str, Any]) -> None:
@@ -303,6 +408,19 @@ class _Before:
                 table = self._tables.get(id(parameter))
                 if table is not None:
                     table.before_step(group, blind=blind)
+
+
+class _After:
+    """What an optimizer calls when it has stepped."""
+
+    def __init__(self, tables: Mapping[int, TorchTable]) -> None:
+        self._tables = tables
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for table in self._tables.values():
+            table.after_step()
 
 
 def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
