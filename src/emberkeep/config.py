@@ -33,6 +33,7 @@ from emberkeep.errors import ConfigError, EmberkeepError
 _Settings = TypeVar("_Settings")
 _Table = dict[str, Any]
 
+_UNSET = object()
 _UNITS = {
     "s": 1.0, "sec": 1.0, "second": 1.0,
     "m": 60.0, "min": 60.0, "minute": 60.0,
@@ -98,7 +99,8 @@ def absolute(settings: _Settings) -> _Settings:
 
 
 def load(kind: type[_Settings], path: str | Path, overrides: Iterable[str] = ()) -> _Settings:
-    """Reads a TOML file; `overrides` are `section.key=value`, applied after the file."""
+    """Reads a TOML file; `overrides` are `section.key=value`, applied after the file, or
+    `section.key=`, which leaves the key out."""
     text = read_text(path, "TOML", ConfigError)
     return parse(kind, text, source=str(path), overrides=overrides)
 
@@ -182,6 +184,8 @@ def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
             if not isinstance(inner, dict):
                 raise ConfigError(f"{source}: {label} is a section: write [{label}] and its keys")
             values[name] = _build(hint, inner, source, label + ".")  # type: ignore[arg-type]
+        elif name in table and get_origin(_required(hint)) is Mapping:
+            values[name] = _named(table[name], get_args(_required(hint))[1], source, label)
         elif name in table:
             values[name] = _converted(table[name], hint, f"{source}: {label}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -192,6 +196,20 @@ def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"{source}: {prefix}{error}") from None
+
+
+def _named(given: Any, kind: Any, source: str, label: str) -> _Table:
+    """Values, or sections, by names that the user chooses."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source}: {label} is a section: write [{label}] and its keys")
+    if not dataclasses.is_dataclass(kind):
+        return {k: _converted(v, kind, f"{source}: {label}.{k}") for k, v in given.items()}
+    built: _Table = {}
+    for key, inner in given.items():
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{source}: {label}.{key} is a section: write [{label}.{key}]")
+        built[key] = _build(kind, inner, source, f"{label}.{key}.")  # type: ignore[arg-type]
+    return built
 
 
 def _converted(value: Any, hint: Any, label: str) -> Any:
@@ -246,13 +264,16 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _override(text: str) -> _Table:
-    """`section.key=value` as a nested table; the value is TOML, or else a string as it stands."""
+    """`section.key=value` as a nested table; the value is TOML, or else a string as it stands; none
+    unsets the key."""
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set takes section.key=value, not {text!r}")
+        raise ConfigError(
+            f"--set takes section.key=value, or section.key= to leave a key out, not {text!r}"
+        )
     try:
-        table: Any = tomllib.loads(f"value = {value}")["value"]
+        table: Any = tomllib.loads(f"value = {value}")["value"] if value.strip() else _UNSET
     except tomllib.TOMLDecodeError:
         table = value.strip()
     for key in reversed(keys):
@@ -264,9 +285,12 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Table:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = (
-            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+        if value is _UNSET:
+            merged.pop(key, None)
+        elif isinstance(value, dict):
+            merged[key] = _merged(old if isinstance(old, dict) else {}, value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -277,6 +301,12 @@ def _write(settings: Any, prefix: str, lines: list[str]) -> None:
         if dataclasses.is_dataclass(value):
             lines += ["", *(f"# {line}" for line in _summary(value)), f"[{prefix}{field.name}]"]
             _write(value, f"{prefix}{field.name}.", lines)
+            continue
+        if isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, value.values())):
+            lines.append(f"# {field.metadata['text']}")
+            for key, one in value.items():
+                lines += ["", f"[{prefix}{field.name}.{_literal(key)}]"]
+                _write(one, "", lines)
             continue
         choices = _choices(hints[field.name])
         text = field.metadata["text"] + (f": {', '.join(choices)}" if choices else "")
@@ -293,6 +323,9 @@ def _literal(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)  # JSON's escapes are TOML's
+    if isinstance(value, Mapping):
+        pairs = [f"{_literal(key)} = {_literal(item)}" for key, item in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
     return repr(value)

@@ -112,7 +112,7 @@ def test_overrides_come_after_the_file() -> None:
         ("inner = 3\n" + GOOD, [], r"inner is a section: write \[inner\]"),
         ("[way]\nkind='lef'", [], r"way.kind must be one of left, right.*did you mean left\?"),
         (GOOD, ["inner.count=0"], "run.toml with --set inner.count=0: inner.count must be 1 or"),
-        (GOOD, ["inner.count"], "--set takes section.key=value, not 'inner.count'"),
+        (GOOD, ["inner.count"], "--set takes section.key=value, .* not 'inner.count'"),
         (GOOD, ["inner..count=1"], "--set takes section.key=value"),
         (GOOD, ["=1"], "--set takes section.key=value"),
     ],

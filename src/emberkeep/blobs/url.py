@@ -30,6 +30,8 @@ def open_store(
       The environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) fills in the rest.
     """
     text = os.fspath(url)
+    if not text.strip():
+        raise ConfigError("an empty path would be the current directory: name one, or '.'")
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in _REMOTE:
         return _open_remote(text, options, clock)

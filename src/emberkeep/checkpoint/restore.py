@@ -45,9 +45,17 @@ def load(
 ) -> Restored:
     """Replaces every row of the subject by those of a version. What can, loads itself; rows of
     servers that another process coordinates are left to that one."""
+    check_schema(repository.tables, subject.schema())
+    view = TargetView([p for p in view_of(subject).parts if getattr(p.target, "coordinates", True)])
+    return load_into(repository, version, view, pool, fits)
+
+
+def load_into(
+    repository: Repository, version: VersionId, view: TargetView, pool: Pool, fits: Fits | None
+) -> Restored:
+    """`load` into whatever is given, fitting or made to."""
     chain = repository.chain(version)
     manifest = chain[-1]
-    check_schema(repository.tables, subject.schema())
     for earlier in chain:
         earlier.described.text("kind")
     table_state(manifest)
@@ -55,7 +63,6 @@ def load(
     restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
     if fits is not None:
         fits(restored)
-    view = TargetView([p for p in view_of(subject).parts if getattr(p.target, "coordinates", True)])
     for part in view.parts:
         part.check_room(manifest.layout["tables"])
     rest = _load_by_holders(view, repository, chain)
@@ -250,5 +257,6 @@ def check_schema(saved: Json, present: Json) -> None:
         raise StateError(
             "the model does not fit the repository: "
             + shortened(wrong)
-            + "; build the model as it was saved, or use another repository"
+            + "; build the model as it was saved, or start in another repository from what fits of "
+            "this one: keeper.resume(source=..., partial=True)"
         )

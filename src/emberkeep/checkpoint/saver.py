@@ -460,13 +460,23 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 if not self.repository.manifest(target).whole:
                     continue
                 restored = self._restore(target, fits)
-            except DamageError:
-                if not fall_back or not versions:
+            except DamageError as error:
+                if not fall_back and versions:
+                    raise DamageError(
+                        f"{error}; fall_back=True takes the newest intact version before it",
+                        name=error.name,
+                    ) from error
+                if not versions:
                     raise
                 lost.append(target)
                 continue
             return replace(restored, lost=tuple(lost))
         return None
+
+    def forget_chain(self) -> None:
+        """Rows have changed in ways that nobody followed: the next version is a baseline."""
+        self.join()
+        self._chain = _Chain()
 
     def _restore(self, target: VersionId, fits: Fits | None) -> Restored:
         start = self._clock.monotonic()

@@ -93,6 +93,13 @@ class _Telling(Hook):
         if event == "resumed":
             version = details["version"]
             source = "the tier" if version is None else f"version {version}"
+            if "source" in details:
+                source = f"version {details['version']} of {details['source']}"
+                rows = sum(details["rows"].values())
+                say(f"started from {source}, after step {details['step']}: {rows:,} rows")
+                for line in details["skipped"]:
+                    say(f"not taken along: {line}")
+                return
             say(f"resumed from {source}, after step {details['step']}")
         elif event == "recovered":
             say(recovery_line(details))

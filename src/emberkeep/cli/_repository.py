@@ -46,13 +46,7 @@ def choose(repository: Repository, wanted: str | None) -> VersionId:
         if newest is None:
             raise NoVersionError(f"{repository.store.url} has no version yet: save one first")
         return newest
-    if wanted.isdigit():
-        return repository.version(int(wanted))
-    tags = repository.tags()
-    if wanted not in tags:
-        have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
-        raise NoVersionError(f"{repository.store.url} has no tag {wanted!r}: {have}")
-    return repository.version(tags[wanted].number)
+    return repository.named(wanted)
 
 
 def print_json(value: Any) -> None:

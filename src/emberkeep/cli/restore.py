@@ -18,7 +18,7 @@ from emberkeep.cli._repository import (
 from emberkeep.cli._shell import command, say
 from emberkeep.cli._work import progress
 from emberkeep.cli.export import print_exported
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, StorageError
 
 
 @command
@@ -61,6 +61,12 @@ def restore(
             say(f"version {chosen.number} is the newest undamaged one; lost: {lost}")
     else:
         chosen = choose(repository, version)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{output.parent} cannot be made: {error.strerror}; nothing was written"
+        ) from error
     total = sum(file.size for file in files_of(repository, [chosen]))
     with progress(f"restoring version {chosen.number}", total) as store.advance:
         exported = to_directory(repository, chosen, output, pool.shared(), force=force)

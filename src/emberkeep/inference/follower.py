@@ -43,6 +43,8 @@ from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.tables import Normal, origin_from
 
 _ATTEMPTS = 5
+# Where a keeper puts what a model has beside rows.
+_MODEL = "dense.model."
 _LEAST_SLOTS = 4096
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -163,9 +165,21 @@ class View:
         """How many rows of a table the version holds."""
         return self._rows[table].count
 
-    def dense(self) -> dict[str, Array]:
-        """The dense state by name, read-only; empty if the version has none."""
-        return dict(self._arrays)
+    def dense(self, *, whole: bool = False) -> dict[str, Array]:
+        """The model's parameters and buffers by their own names, as `load_state_dict` takes them,
+        read-only; empty if the version has none.
+
+        With `whole` everything that is stored beside rows, optimizers too, by its place there; so
+        also of a version that no keeper wrote.
+        """
+        kept = all(name.partition(".")[0] in ("dense", "reader") for name in self._arrays)
+        if whole or not kept:
+            return dict(self._arrays)
+        return {
+            name.removeprefix(_MODEL): array
+            for name, array in self._arrays.items()
+            if name.startswith(_MODEL)
+        }
 
     @cached_property
     def _arrays(self) -> dict[str, Array]:
@@ -222,9 +236,9 @@ class Follower:
         """`View.lookup` of the version that is served now."""
         return self.view().lookup(table, ids)
 
-    def dense(self) -> dict[str, Array]:
+    def dense(self, *, whole: bool = False) -> dict[str, Array]:
         """`View.dense` of the version that is served now."""
-        return self.view().dense()
+        return self.view().dense(whole=whole)
 
     def refresh(self) -> int | None:
         """Moves to the newest version; its number, or None if there is nothing new.

@@ -7,7 +7,7 @@ in place. What does not fit is named, all of it at once; nothing is ever loaded 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,9 @@ from emberkeep.checkpoint.restore import shortened
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.keeper.plain_state import Packed, pack, reading_state, unpack
 from emberkeep.nn.row_module import RowModule
+from emberkeep.nn.row_optimizer import RowOptimizer
+
+Rename = Callable[[str], str]
 
 
 class Stateful(Protocol):
@@ -103,7 +106,7 @@ class Dense:
             raise StateError(
                 "the model does not fit the version, nothing was loaded: "
                 + shortened(wrong, most=20)
-                + "; build the model as it was saved, or use another repository"
+                + "; build the model as it was saved, or load what fits with resume(partial=True)"
             )
         return saved
 
@@ -138,6 +141,83 @@ class Dense:
             optimizer.zero_grad()
         for name, state in self._states.items():
             state.load_state_dict(saved["states"][name])
+
+    # -- in part ---------------------------------------------------------------------------------
+
+    def names(self) -> set[str]:
+        """What of the model can be named where names of a version are mapped to it."""
+        return {*self._tensors(), *dict(self._with_extra_state()), *self._states}
+
+    @torch.no_grad()
+    def load_partly(self, saved: Json, rename: Rename, *, same_rows: bool) -> list[str]:
+        """Loads what fits of a version; returns what does not, and stays as it is.
+
+        Unless rows are the `same_rows` to their optimizer, its settings stay as they are, too.
+        """
+        notes: list[str] = []
+        with reading_state("dense state"):
+            tensors = {rename(name): tensor for name, tensor in saved["model"].items()}
+            extra = {rename(path): state for path, state in saved["extra"].items()}
+            states = {rename(name): state for name, state in saved["states"].items()}
+            here, there = _shapes(self._tensors()), _shapes(tensors)
+            notes += _differences("tensor", there, here)
+            notes += _differences("extra state of module", _set(extra), _set(self._extra()))
+            notes += _differences("state", _set(states), _set(self._states))
+            for name, tensor in self._tensors().items():
+                if here[name] == there.get(name):
+                    tensor.copy_(tensors[name])
+            notes += self._load_optimizers_partly(saved["optimizers"], rename, same_rows=same_rows)
+        loads = [
+            *(("extra state of module", path, module.set_extra_state, extra)
+              for path, module in self._with_extra_state()),
+            *(("state", name, state.load_state_dict, states)
+              for name, state in self._states.items()),
+        ]  # fmt: skip
+        for what, name, load, given in loads:
+            if name in given:
+                try:
+                    load(given[name])
+                except Exception as error:  # the user's own, which may refuse what has changed
+                    notes.append(f"{what} {name!r} was not taken ({type(error).__name__}: {error})")
+        return notes
+
+    def _load_optimizers_partly(
+        self, saved: Sequence[Json], rename: Rename, *, same_rows: bool
+    ) -> Iterator[str]:
+        left = dict(enumerate(saved))
+        for i, optimizer in enumerate(self._optimizers):
+            kind, rows = type(optimizer).__name__, isinstance(optimizer, RowOptimizer)
+            label = "the optimizer of rows" if rows else f"optimizer {i} ({kind})"
+            same = sorted((j for j, one in left.items() if one["kind"] == kind),
+                          key=lambda j: j != i)  # fmt: skip
+            if not same:
+                yield f"{label} starts as new: the version has none of its kind"
+                continue
+            found = left.pop(same[0])
+            optimizer.zero_grad()
+            if len(found["groups"]) == len(optimizer.param_groups) and (same_rows or not rows):
+                for group, saved_group in zip(optimizer.param_groups, found["groups"], strict=True):
+                    settings = {k: v for k, v in saved_group["settings"].items() if k != "tables"}
+                    _set_settings(group, settings)
+            else:
+                yield f"{label}: settings such as lr stay as they are"
+            state = {rename(name): value for name, value in found["state"].items()}
+            names = self._names(optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names.get(id(parameter))
+                    if name is None or name not in state:
+                        continue
+                    if _fits(state[name], parameter):
+                        for key, value in state[name].items():
+                            _set_state(optimizer.state[parameter], key, value, parameter, group)
+                    else:
+                        yield f"{label}: what it remembers of {name!r} has another shape"
+        for one in left.values():
+            yield f"optimizer {one['kind']} of the version is not in the model"
+
+    def _extra(self) -> dict[str, nn.Module]:
+        return dict(self._with_extra_state())
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -180,7 +260,8 @@ class Dense:
             "groups": [
                 {
                     "parameters": [
-                        names[id(parameter)] for parameter in group["params"]
+                        names[id(parameter)]
+                        for parameter in group["params"]
                         if id(parameter) in names
                     ],
                     "settings": {key: value for key, value in group.items() if key != "params"},
@@ -201,11 +282,7 @@ class Dense:
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Json) -> None:
         names = self._names(optimizer)
         for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in saved_group["settings"].items():
-                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
+            _set_settings(group, saved_group["settings"])
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     continue
@@ -218,6 +295,20 @@ class Dense:
                     _set_state(live, key, value, parameter, group)
                 if not live:
                     del optimizer.state[parameter]
+
+
+def _set_settings(group: Json, saved: Json) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+            group[key].copy_(value)
+        else:
+            group[key] = value
+
+
+def _fits(state: Json, parameter: Tensor) -> bool:
+    """Whether what an optimizer remembers of a parameter is of one of that shape."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return all(tensor.shape == parameter.shape for tensor in tensors)
 
 
 def _set_state(live: Json, key: str, value: Any, parameter: Tensor, group: Json) -> None:

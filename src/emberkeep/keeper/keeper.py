@@ -23,12 +23,13 @@ from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
-from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_beside, kept_nbytes
-from emberkeep.keeper.run_saver import Kept, RunSaver, save_until, version_number
+from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together, kept_nbytes
+from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
-from emberkeep.repository import Manifest, VersionId
+from emberkeep.keeper.warm_start import Resumed, WarmStart, check_partial, warm_start
+from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import MetricsServer
 from emberkeep.strategies import Strategy, incremental
@@ -151,13 +152,7 @@ class Keeper:
         self._exact_step = 0
         self._server = None
         if metrics_port is not None and self._ranks.leads:
-            try:
-                self._server = MetricsServer(self.metrics, metrics_port, not_ready=self._not_ready)
-            except OSError as error:
-                raise ConfigError(
-                    f"metrics cannot be served on port {metrics_port}: {error.strerror}; choose "
-                    "another metrics_port, or 0 for any free one"
-                ) from None
+            self._server = MetricsServer.open(self.metrics, metrics_port, not_ready=self._not_ready)
         self._unfollow = (
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
@@ -341,38 +336,40 @@ class Keeper:
             return
         start = self._clock.monotonic()
         state = self._capture()  # of every rank, whichever writes
-        if self._saver is None:
-            return
-        clusters = [home.cluster for home in self._parts.subject.homes()]
-        fresh = all(
-            cluster.digest(table.name).rows == 0  # counted where they live
-            for cluster in clusters
-            for table in cluster.tables
-        )
-        while True:
-            try:
-                self._cut(state, start, whole=True)
-                self._saver.wait()
-                return
-            except ShardLostError:
-                if not fresh:
-                    raise
-                for cluster in clusters:  # an empty shard is what there was
-                    lost = cluster.lost()
-                    cluster.renew(*lost)
-                    cluster.serve(*lost)
+        if self._saver is not None:
+            clusters = [home.cluster for home in self._parts.subject.homes()]
+            save_first(self._saver, clusters, lambda: self._cut(state, start, whole=True))
 
     # -- resuming --------------------------------------------------------------------------------
 
-    def resume(self, version: int | None = None, *, fall_back: bool = False) -> Kept | None:
-        """Brings back the newest version, or the one named; None if there is none yet.
+    def resume(
+        self,
+        version: int | str | None = None,
+        *,
+        fall_back: bool = False,
+        partial: bool = False,
+        map: Mapping[str, str] | None = None,
+        source: str | os.PathLike[str] | BlobStore | None = None,
+    ) -> Resumed | None:
+        """Brings back the newest version, or the one of a number or tag; None if there is none yet.
 
         A version that does not fit the model is refused, every difference named, before anything
         has changed. A damaged one is `DamageError`, unless `fall_back` allows the newest intact
         one before it, which is warned of. A tier has one durable step, and nothing before it.
+
+        With `partial` what fits is loaded, and the `WarmStart` that is returned names everything
+        else in `skipped`. `map` gives names of the version those of the model: tables, modules,
+        tensors. `source` is another repository to start from: tables of one repository never
+        change, so that a run with others needs its own. It is used while this run has no version
+        yet, and ignored from then on, so that a job may start with the same call every time.
         """
         with self._ledger.stalling():
-            kept = self._resume(version, fall_back)
+            check_partial(partial, map, source, self._store)
+            (begun,) = self._ranks.largest([self._holds_run()])
+            if (partial and source is None and begun) or (source is not None and not begun):
+                kept: Resumed | None = self._start_from(version, partial, map or {}, source)
+            else:
+                kept = self._resume(version if source is None else None, fall_back)
             self._started = True
             if kept is not None and self.reader is None and not self._warned_of_data:
                 self._warned_of_data = True
@@ -382,11 +379,37 @@ class Keeper:
                     "from the start to go on where the version ends",
                     stacklevel=2,
                 )
-            if kept is None:
+            if kept is None or isinstance(kept, WarmStart):
                 self._first_version()
             self._pace.restart(self.steps)
             self._pace.look_ahead(self.steps)
             return kept
+
+    def _start_from(
+        self, version: int | str | None, partial: bool, renamed: Mapping[str, str], source: Any
+    ) -> WarmStart:
+        where = self._store if source is None else source
+        with self._ranks.agreeing("another rank could not start from the version"):
+            assert where is not None
+            started = warm_start(
+                where, version, self._parts.subject,
+                self._state, renamed=renamed, partial=partial, threads=self._settings.threads,
+                clock=self._clock,
+            )  # fmt: skip
+        if source is None and isinstance(self._saver, RepositorySaver):
+            self._saver.went_back_to(started.version)
+        self.steps = self._ledger.step = started.step
+        self._exact_step = -1  # no version of this run holds it
+        self._ledger.resumed += 1
+        self._tell("resumed", started.to_dict())
+        return started
+
+    def tag(self, name: str, version: int | str | None = None) -> Manifest | None:
+        """Names a version, which is then kept, and `resume(name)` brings it back: the newest one,
+        the save under way included, unless another is given. The name moves if another version has
+        it. None on ranks that do not write."""
+        with self._ledger.stalling():
+            return None if self._saver is None else self._saver.tag(name, version)
 
     def start_over(self) -> Kept | None:
         """Starts over in a repository that has versions: the present state becomes the newest."""
@@ -398,32 +421,21 @@ class Keeper:
         self._started = True
         (beside,) = self._ranks.largest([self._holds_run()])
         if not beside:
-            return self.resume()
+            self.resume()  # there is none, so it begins
+            return None
         self.save()
         self._pace.look_ahead(self.steps)
         return self.wait()
 
-    def _resume(self, version: int | None, fall_back: bool, *, tell: bool = True) -> Kept | None:
-        returned = None
-        with self._ranks.agreeing("rank 0 could not bring a version back"):
-            if self._saver is not None:
-                returned = self._saver.bring_back(
-                    version, fall_back=fall_back, fits=self._state.fit
-                )
-        chosen = [0, 0]
-        if returned is not None and isinstance(returned.kept, Manifest):
-            chosen = [returned.kept.version.number, returned.kept.version.epoch]
-        found, number, epoch = self._ranks.largest([returned is not None, *chosen])
-        if not found:
+    def _resume(
+        self, version: int | str | None, fall_back: bool, *, tell: bool = True
+    ) -> Kept | None:
+        returned, number = bring_back_together(
+            self._ranks, self._saver, self._store, version, fall_back, self._parts.subject,
+            self._settings.threads, self._state, self._clock,
+        )  # fmt: skip
+        if returned is None:
             return None
-        with self._ranks.agreeing("another rank could not bring the version back"):
-            if returned is None:
-                assert self._store is not None
-                returned = bring_back_beside(
-                    self._store, VersionId(number, epoch), self._parts.subject,
-                    self._settings.threads, self._state.fit, self._clock,
-                )  # fmt: skip
-            self._state.load()
         kept, passed_over = returned.kept, list(returned.passed_over)
         self.steps = self._exact_step = self._ledger.step = kept.step
         self._ledger.resumed += 1

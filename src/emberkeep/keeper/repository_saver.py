@@ -15,8 +15,9 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.plain_state import Packed, pack, unpack
-from emberkeep.keeper.run_saver import Hear, Returned
-from emberkeep.keeper.run_state import Captured
+from emberkeep.keeper.ranks import Ranks
+from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
+from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
@@ -89,9 +90,29 @@ class RepositorySaver(Checkpointer):
         dense = Packed(state.dense.plain, {**state.dense.tensors, **reader.tensors})
         return Extras(dense=dense.encode, reader=reader.plain, user=self._about, counters=counters)
 
-    def bring_back(self, version: int | None, *, fall_back: bool, fits: Fits) -> Returned | None:
+    def tag(self, name: str, version: int | str | None = None) -> Manifest:
+        """Names a version, the newest unless another is given; the name moves."""
+        if version is None:
+            self.wait()
+            chosen = self.repository.newest_whole()
+            if chosen is None:
+                raise NoVersionError(f"{self.url} has no version yet: save one first")
+        else:
+            chosen = self.repository.named(version)
+        self.repository.tag(name, chosen, move=True)
+        return self.repository.manifest(chosen)
+
+    def went_back_to(self, version: VersionId) -> None:
+        """The run goes on from a version that not all of it came from."""
+        self.writer.resume(version)
+        self.forget_chain()
+
+    def bring_back(
+        self, version: int | str | None, *, fall_back: bool, fits: Fits
+    ) -> Returned | None:
+        number = None if version is None else self.repository.named(version).number
         restored = self.restore(
-            version, fall_back=fall_back, fits=lambda found: fits(_captured(found))
+            number, fall_back=fall_back, fits=lambda found: fits(captured_in(found))
         )
         return None if restored is None else _returned(restored)
 
@@ -106,15 +127,43 @@ def kept_nbytes(store: BlobStore) -> int:
     return sum(info.size for info in store.list(names.DATA))
 
 
-def bring_back_beside(
+def bring_back_together(
+    ranks: Ranks, saver: RunSaver | None, store: BlobStore | None, version: int | str | None,
+    fall_back: bool, subject: Subject, threads: int, state: RunState, clock: Clock,
+) -> tuple[Returned | None, int]:  # fmt: skip
+    """Has all ranks bring back the version that the writing one chooses, everything but rows
+    included; with its number, 0 for a tier. None if there is nothing to bring back."""
+    returned = None
+    with ranks.agreeing("rank 0 could not bring a version back"):
+        if saver is not None:
+            returned = saver.bring_back(version, fall_back=fall_back, fits=state.fit)
+    chosen = [0, 0]
+    if returned is not None and isinstance(returned.kept, Manifest):
+        chosen = [returned.kept.version.number, returned.kept.version.epoch]
+    found, number, epoch = ranks.largest([returned is not None, *chosen])
+    if not found:
+        return None, 0
+    with ranks.agreeing("another rank could not bring the version back"):
+        if returned is None:
+            assert store is not None
+            returned = _bring_back_beside(
+                store, VersionId(number, epoch), subject, threads, state.fit, clock
+            )
+        state.load()
+    return returned, number
+
+
+def _bring_back_beside(
     store: BlobStore, version: VersionId, subject: Subject, threads: int, fits: Fits, clock: Clock
 ) -> Returned:
     """The version that the writing rank has brought back, into another rank."""
     repository, pool = Repository.open(store, clock=clock), Pool(threads)
-    return _returned(load(repository, version, subject, pool, lambda found: fits(_captured(found))))
+    return _returned(
+        load(repository, version, subject, pool, lambda found: fits(captured_in(found)))
+    )
 
 
-def _captured(restored: Restored) -> Captured:
+def captured_in(restored: Restored) -> Captured:
     if restored.dense is None:
         raise StateError("the version has no dense state: it was not written by a keeper")
     dense = Packed.decode(restored.dense)

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeAlias
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.save import Counters, Saving
+from emberkeep.cluster.base import Cluster
+from emberkeep.errors import ShardLostError
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import Clock
@@ -23,7 +25,7 @@ class DurableStep(int):
         return int(self)
 
 
-Kept: TypeAlias = "Manifest | DurableStep"
+Kept: TypeAlias = Manifest | DurableStep
 Hear: TypeAlias = Callable[[str, Json], object]
 
 
@@ -78,9 +80,12 @@ class RunSaver(Protocol):
         """A last save, exact and durable."""
 
     def bring_back(
-        self, version: int | None, *, fall_back: bool, fits: Callable[[Captured], object]
+        self, version: int | str | None, *, fall_back: bool, fits: Callable[[Captured], object]
     ) -> Returned | None:
         """The rows as they were saved; `fits` refuses what does not before any row has changed."""
+
+    def tag(self, name: str, version: int | str | None = None) -> Manifest:
+        """Names a version, the newest unless another is given; the name moves."""
 
     def recover_shards(self, home: Home, shards: Sequence[int]) -> Kept | None:
         """Brings lost shards back with what is saved of them; the others go on."""
@@ -100,6 +105,28 @@ class RunSaver(Protocol):
     def wait(self) -> Kept | None: ...
 
     def close(self) -> Kept | None: ...
+
+
+def save_first(saver: RunSaver, clusters: Sequence[Cluster], cut: Callable[[], object]) -> None:
+    """A version of the very beginning, durable. Shards that are lost meanwhile were empty, and are
+    replaced by empty ones."""
+    fresh = all(
+        cluster.digest(table.name).rows == 0  # counted where they live
+        for cluster in clusters
+        for table in cluster.tables
+    )
+    while True:
+        try:
+            cut()
+            saver.wait()
+            return
+        except ShardLostError:
+            if not fresh:
+                raise
+            for cluster in clusters:
+                lost = cluster.lost()
+                cluster.renew(*lost)
+                cluster.serve(*lost)
 
 
 def save_until(

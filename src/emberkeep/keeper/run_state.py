@@ -9,8 +9,8 @@ from typing import Any
 import xxhash
 
 from emberkeep._types import Json
-from emberkeep.errors import DamageError, StateError
-from emberkeep.keeper.dense import Dense, check_stateful, generators, set_generators
+from emberkeep.errors import DamageError, EmberkeepError, StateError
+from emberkeep.keeper.dense import Dense, Rename, check_stateful, generators, set_generators
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 
@@ -80,6 +80,28 @@ class RunState:
             )
         if self._ranks.rank < ranks:
             set_generators(saved["generators"][self._ranks.rank])
+
+    def load_partly(self, saved: Captured, rename: Rename, *, same_rows: bool) -> list[str]:
+        """Loads what fits of a version; returns what does not."""
+        dense = unpack(saved.dense)
+        notes = self._dense.load_partly(dense, rename, same_rows=same_rows)
+        if self._reader is None or not saved.reader:
+            if self._reader is not None:
+                notes.append("the version holds no place of a reader: the data starts over")
+            elif saved.reader:
+                notes.append("the place of a reader was left out: the keeper has no reader=")
+        else:
+            try:
+                self._reader.load_state_dict(saved.reader)
+            except (EmberkeepError, LookupError, TypeError, ValueError) as error:
+                notes.append(f"the data starts over: {error}")
+        generators = dense.get("generators", [])
+        if self._ranks.rank < len(generators):
+            set_generators(generators[self._ranks.rank])
+        return notes
+
+    def names(self) -> set[str]:
+        return self._dense.names()
 
     def _place(self) -> Json:
         return {} if self._reader is None else self._reader.state_dict()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, Losses, steps_of
@@ -201,7 +201,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
     # -- going back ------------------------------------------------------------------------------
 
     def bring_back(
-        self, version: int | None, *, fall_back: bool, fits: Callable[[Captured], object]
+        self, version: int | str | None, *, fall_back: bool, fits: Callable[[Captured], object]
     ) -> Returned | None:
         """The durable step, to which opening the tier has brought the rows already."""
         if version is not None:
@@ -225,6 +225,11 @@ class TierSaver(BackgroundSaver[DurableStep]):
         fits(Captured(dense=dense, reader=beside["reader"]))
         self._saving = None
         return Returned(kept=durable, counters=beside["losses"])
+
+    def tag(self, name: str, version: int | str | None = None) -> NoReturn:
+        raise ConfigError(
+            f"{self.url} is a tier, which has one durable step and no versions that could be named"
+        )
 
     def recover_shards(self, home: Home, shards: Sequence[int]) -> None:
         """Brings lost shards back from their own files, at the durable step."""

@@ -380,6 +380,10 @@ class TorchTables:
             some = {name: values[start:stop] for name, values in planes.items()}
             self.tables[table].install(ids[start:stop], some)
 
+    def read(self, table: str, ids: I64) -> Planes:
+        """A copy of all planes of rows."""
+        return {name: plane[ids] for name, plane in self.tables[table].planes.items()}
+
     def delete(self, table: str, ids: I64) -> int:
         raise StateError(f"the version deletes rows of table {table!r}, whose rows are all kept")
 

@@ -45,5 +45,5 @@ class AveragedModel(swa_utils.AveragedModel):
         if self.avg_fn is not None:
             averaged.copy_(self.avg_fn(averaged, current, before))
             return
-        average = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
+        average = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         average([averaged], [current], before)

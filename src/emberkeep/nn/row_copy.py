@@ -45,8 +45,8 @@ class CopiedRows:
         if tiers:
             assert tiers[0].tier is not None
             raise ConfigError(
-                f"{kind} cannot be copied or pickled: rows of table {tiers[0].name!r} live in files "
-                f"below {tiers[0].tier.path}, which one module uses at a time{recipe}"
+                f"{kind} cannot be copied or pickled: rows of table {tiers[0].name!r} live in "
+                f"files below {tiers[0].tier.path}, which one module uses at a time{recipe}"
             )
         return cls(
             tables=cluster.tables,

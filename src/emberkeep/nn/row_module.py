@@ -44,7 +44,9 @@ class _Rows(torch.autograd.Function):
         scale_grads = module._accumulate(pulled, grads, needs[handles:], train=needs[0])
         # The value is of no importance: a hook on each handle replaces it by the norm.
         device = module.stand_in.device
-        handle_grads = [torch.zeros((), device=device) if need else None for need in needs[:handles]]
+        handle_grads = [
+            torch.zeros((), device=device) if need else None for need in needs[:handles]
+        ]
         shaped = [
             None if grad is None else grad.to(scale.device, scale.dtype).reshape(scale.shape)
             for grad, scale in zip(scale_grads, ctx.scales, strict=True)
@@ -435,7 +437,7 @@ class RowModule(nn.Module):
                 f"{type(self).__name__} cannot be moved to the meta device: its rows take no "
                 "memory before they are trained; build it where it is used"
             )
-        if probe.device.type == "cpu" and probe.is_shared():
+        if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"share_memory() does not share the rows of {type(self).__name__}: each process "
                 "would train rows of its own; put them on servers with cluster=emberkeep.servers()"
@@ -467,7 +469,7 @@ class RowModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied: CopiedRows = state.pop("_copied")
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.cluster = copied.open()
         self._made()
         for group, lr in zip(self.optimizer.param_groups, copied.rates, strict=True):
@@ -483,7 +485,6 @@ class RowModule(nn.Module):
             f"{table.dim}"
             for table in self.tables
         )
-
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -77,7 +77,7 @@ class FileRef:
             raise fields.wrong("blocks", f"what belongs to the file ({error})") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Manifest:
     """One version, complete and immutable; to put it under its name is the commit.
 
@@ -101,6 +101,15 @@ class Manifest:
     user: Json = field(default_factory=dict, hash=False)
     counters: Json = field(default_factory=dict, hash=False)
     files: tuple[FileRef, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line: all of it may be many kilobytes, and is in the object named."""
+        kind = self.layout.get("kind", "")
+        return (
+            f"<Manifest of version {self.version.number}, step {self.step}, "
+            f"{self.created:%Y-%m-%d %H:%M:%S} UTC{f', {kind}' if kind else ''}, "
+            f"{len(self.files)} files of {self.nbytes:,} bytes>"
+        )
 
     def __post_init__(self) -> None:
         if not _NONCE.match(self.nonce):

@@ -363,14 +363,29 @@ class Repository:
                 found[tag] = version
         return found
 
-    def tag(self, name: str, version: VersionId | int) -> None:
-        """Names a version, so that `KeepNamed` keeps it. A name is given once until `untag`."""
+    def named(self, wanted: int | str) -> VersionId:
+        """The version of a number or a tag; `NoVersionError` if there is none."""
+        if isinstance(wanted, int) or wanted.isdigit():
+            return self.version(int(wanted))
+        tags = self.tags()
+        if wanted not in tags:
+            have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
+            raise NoVersionError(f"{self.store.url} has no tag {wanted!r}: {have}")
+        return self.version(tags[wanted].number)
+
+    def tag(self, name: str, version: VersionId | int, *, move: bool = False) -> None:
+        """Names a version, so that `KeepNamed` keeps it. A name is given once until `untag`, unless
+        it may `move`."""
+        if name.isdigit():
+            raise ConfigError(f"{name} would be taken for a version's number: begin with a letter")
         if isinstance(version, int):
             version = self.version(version)
         path = names.tag_name(name)
         content = self.encode(path, "tag", {"tag": name, "version": str(version)})
+        if move:
+            self.ensure_kept(version)
         found = create_or_read(self.store, path, content)
-        if is_torn(found, content):
+        if is_torn(found, content) or (move and found != content):
             self.store.put(path, content)
         elif found != content:
             held = self.tags().get(name)
@@ -378,7 +393,10 @@ class Repository:
         try:
             self.ensure_kept(version)
         except NoVersionError:
-            self.store.delete([path])
+            if found == content or is_torn(found, content):
+                self.store.delete([path])
+            else:
+                self.store.put(path, found)  # it stays where it was
             raise
 
     def untag(self, name: str) -> None:

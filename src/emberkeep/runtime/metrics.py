@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from emberkeep.errors import ConfigError
 from emberkeep.runtime.background import Retry, Worker, end_all
 
 if TYPE_CHECKING:
@@ -130,6 +131,19 @@ class MetricsServer:
     With `tls` it speaks https. With `admits` a request brings a token, as `Authorization: Bearer`,
     or is refused.
     """
+
+    @classmethod
+    def open(
+        cls, read: Callable[[], str], port: int, *, not_ready: Callable[[], str | None]
+    ) -> MetricsServer:
+        """On the loopback interface; `ConfigError` if the port cannot be had."""
+        try:
+            return cls(read, port, not_ready=not_ready)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be served on port {port}: {error.strerror}; choose another "
+                "metrics_port, or 0 for any free one"
+            ) from None
 
     def __init__(
         self,

@@ -98,6 +98,12 @@ def embeddings(
     # DeepFM reads the first-order weight of an id from one more column of its row.
     dim = given.dim + 1 if settings.model.kind == "deepfm" else given.dim
     tier = settings.tier.spec()
+    own = settings.optimizer.tables or {}
+    unknown = sorted({*own} - {*rows})
+    if unknown:
+        raise ConfigError(
+            f"optimizer.tables names {', '.join(unknown)}; the tables are {', '.join(rows)}"
+        )
     tables = [
         Table(
             name,
@@ -106,6 +112,8 @@ def embeddings(
             dim=dim,
             on_full=given.on_full,
             tier=tier,
+            pooling=given.pooling or "sum",
+            optimizer=own[name].spec() if name in own else None,
         )
         for name, ids in rows.items()
     ]

@@ -19,6 +19,7 @@ from emberkeep.errors import StateError
 from emberkeep.keeper import Costs, Keeper, Recoveries
 from emberkeep.keeper.dense import Stateful
 from emberkeep.keeper.run_saver import version_number
+from emberkeep.keeper.warm_start import WarmStart
 from emberkeep.repository import Repository
 from emberkeep.strategies import partial
 from emberkeep.train.hooks import Hook
@@ -103,8 +104,13 @@ class Keeping:
             keeper.start_over()
             self._tell("started_over", {})
             return keeper
-        kept = keeper.resume()
-        if kept is not None:
+        kept = keeper.resume(
+            source=given.start_from, partial=given.start_from is not None, map=given.map
+        )
+        if isinstance(kept, WarmStart):
+            if reader.samples == 0:  # other data: the pass over it begins
+                progress.load_state_dict({"steps": 0, "losses": np.empty(0)})
+        elif kept is not None:
             progress.resumed_step = kept.step
             if progress.steps >= progress.total:
                 details = {

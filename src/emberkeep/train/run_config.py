@@ -6,7 +6,7 @@ Nothing here imports torch: settings are checked, printed and refused before it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +78,8 @@ class TableSettings:
         "most rows that each table holds (dynamic)", default=None, least=1)
     on_full: Literal["error", "evict_oldest"] = setting(
         "what a full dynamic table does with a new id", default="error")
+    pooling: Literal["sum", "mean", "max"] | None = setting(
+        "how several ids of one sample become one vector; sum if not set", default=None)
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -108,8 +110,8 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptimizerSettings:
-    """How rows of the tables are updated."""
+class TableOptimizerSettings:
+    """How rows of one table are updated."""
 
     kind: Literal["sgd", "momentum", "adagrad", "row_wise_adagrad", "adam"] = setting(
         "which rule", default="row_wise_adagrad")
@@ -125,11 +127,21 @@ class RowOptimizerSettings:
 
     def spec(self) -> Optimizer:
         """The optimizer; a setting that it does not have is refused."""
-        given = {key: value for key, value in asdict(self).items() if value is not None}
+        given = {key: value for key, value in asdict(self).items()
+                 if value is not None and key != "tables"}
         try:
             return optimizer_from({"optimizer": given.pop("kind"), **given})
         except ConfigError as error:
             raise ConfigError(f"kind: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptimizerSettings(TableOptimizerSettings):
+    """How rows of the tables are updated."""
+
+    tables: Mapping[str, TableOptimizerSettings] | None = setting(
+        "of single tables, others than these: a section [optimizer.tables.NAME] each",
+        default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +177,11 @@ class CheckpointSettings:
         default=None, path=True)
     must_exist: bool = setting(
         "refuse to start over where there is no version: a mount may be missing", default=False)
+    start_from: str | None = setting(
+        "a repository whose newest version the run starts from while it has none of its own: what "
+        "fits of it, the rest is named", default=None, path=True)
+    map: Mapping[str, str] | None = setting(
+        "names of tables and tensors there that are others here (start_from)", default=None)
     every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
     layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
         "what a version holds", default="intermittent")
@@ -199,6 +216,10 @@ class CheckpointSettings:
             raise ConfigError("recovery needs versions: set path")
         elif self.must_exist:
             raise ConfigError("must_exist needs versions: set path")
+        elif self.start_from is not None:
+            raise ConfigError("start_from needs a place for the versions of this run: set path")
+        if self.map and self.start_from is None:
+            raise ConfigError("map is for start_from: set that, or leave map out")
 
     def strategy(self) -> Strategy:
         """What these settings mean; a combination that cannot work is refused."""

@@ -1,4 +1,4 @@
-"""What torch users do to a model without thinking: it works as in torch, or one line says why not."""
+"""What torch users do to a model without thinking: as in torch, or one line says why not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_an_optimizer_of_the_rest_alone_is_noticed_at_once(given: str) -> None:
             optimizer.step()
     assert torch.equal(rows_of(net), before)
     (line,) = said(caught)
-    assert "'t'" in line and "they do not train" in line and ".optimizer.step()" in line
+    assert "'t'" in line
+    assert "they do not train" in line
+    assert ".optimizer.step()" in line
 
 
 def test_gradients_that_are_always_dropped_are_noticed() -> None:
@@ -251,9 +253,7 @@ def test_a_copy_has_the_rows_and_goes_its_own_way(how: str, shards: int, tmp_pat
     train(twin, 3)
     assert torch.equal(rows_of(net), before)
     train(net, 3)
-    states = [
-        {k: v.numpy().tobytes() for k, v in n.bags.state_dict().items()} for n in (net, twin)
-    ]
+    states = [{k: v.numpy().tobytes() for k, v in n.bags.state_dict().items()} for n in (net, twin)]
     assert states[0] == states[1]
 
 
