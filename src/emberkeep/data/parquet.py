@@ -62,9 +62,11 @@ class Category:
 @dataclass(frozen=True, slots=True, init=False)
 class Parquet:
     """Rows of one file or of several in order; any row is reached without reading those before
-    its row group.
+    its row group. A directory stands for all Parquet files below it, a pattern such as
+    `day-*/part*` for what matches, in the order of names, numbers by their value.
 
-    A dense value that is null or NaN becomes 0; columns named in `log` become log(1 + max(x, 0)).
+    Numbers may be stored as strings; an empty one is null. A dense value that is null or NaN
+    becomes 0; columns named in `log` become log(1 + max(x, 0)).
     Without a label column labels are NaN; a label that is null is an error.
     """
 
@@ -88,7 +90,7 @@ class Parquet:
             raise ConfigError(f"features must have different names, not {names}")
         if not set(log) <= set(dense):
             raise ConfigError(f"log={list(log)} names columns that are not among the dense ones")
-        object.__setattr__(self, "files", existing_files(files))
+        object.__setattr__(self, "files", existing_files(files, (".parquet", ".parq", ".pq")))
         object.__setattr__(self, "label", label)
         object.__setattr__(self, "dense", tuple(dense))
         object.__setattr__(self, "log", frozenset(log))
@@ -162,15 +164,15 @@ class _RowCursor:
         rows = len(arrow)
         dense = np.empty((rows, len(source.dense)), np.float32)
         for j, name in enumerate(source.dense):
-            dense[:, j] = _dense(path, name, arrow.column(name), name in source.log)
+            dense[:, j] = _dense(path, row, name, arrow.column(name), name in source.log)
         if source.label is None:
             labels = np.full(rows, np.nan, np.float32)
         else:
-            column = arrow.column(source.label)
+            column = _blank_as_null(arrow.column(source.label))
             if column.null_count:
                 first = row + int(np.argmax(_nulls(column)))
                 raise DataError(f"{path}, row {first}: column {source.label!r} has no label")
-            labels = _numbers(path, source.label, column).astype(np.float32)
+            labels = _numbers(path, row, source.label, column).astype(np.float32)
         ids = {
             category.name: _ids(path, row, category, arrow.column(category.column))
             for category in source.categories
@@ -227,9 +229,44 @@ def _nulls(column: pa.Array) -> Bools:
     return nulls
 
 
-def _numbers(path: Path, name: str, column: pa.Array) -> F64:
-    """A numeric or boolean column as float64, nulls as NaN."""
+def _blank_as_null(column: pa.Array) -> pa.Array:
+    """A column of text without the empty ones; any other as it is."""
+    if pa.types.is_dictionary(column.type) and _is_text(column.type.value_type):
+        column = column.dictionary_decode()
+    if not _is_text(column.type):
+        return column
+    text = pc.utf8_trim_whitespace(column.cast(pa.large_string()))
+    return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
+
+
+def _first_wrong(column: pa.Array, kind: Any) -> int:
+    """Where text stands that is no number of that kind."""
+    for at, text in enumerate(column.to_pylist()):
+        try:
+            pa.scalar(text, pa.large_string()).cast(kind)
+        except pa.ArrowException:
+            return at
+    return 0
+
+
+def _parsed(path: Path, row: int, name: str, column: pa.Array, kind: Any) -> pa.Array:
+    """Text as numbers; what is none is named by its row."""
     try:
+        return column.cast(kind)
+    except pa.ArrowException as error:
+        at = _first_wrong(column, kind)
+        raise DataError(
+            f"{path}, row {row + at}: column {name!r} holds {column[at].as_py()!r}, which is no "
+            f"{'whole ' if pa.types.is_integer(kind) else ''}number"
+        ) from error
+
+
+def _numbers(path: Path, row: int, name: str, column: pa.Array) -> F64:
+    """A column of numbers, booleans, or text that says numbers, as float64; nulls as NaN."""
+    column = _blank_as_null(column)
+    try:
+        if _is_text(column.type):
+            column = _parsed(path, row, name, column, pa.float64())
         if pa.types.is_boolean(column.type):
             column = column.cast(pa.uint8())
         numbers: F64 = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -240,8 +277,10 @@ def _numbers(path: Path, name: str, column: pa.Array) -> F64:
     return numbers
 
 
-def _dense(path: Path, name: str, column: pa.Array, log: bool) -> F64:
-    numbers = np.nan_to_num(_numbers(path, name, column), nan=0.0, posinf=np.inf, neginf=-np.inf)
+def _dense(path: Path, row: int, name: str, column: pa.Array, log: bool) -> F64:
+    numbers = np.nan_to_num(
+        _numbers(path, row, name, column), nan=0.0, posinf=np.inf, neginf=-np.inf
+    )
     return np.log1p(np.maximum(numbers, 0.0)) if log else numbers
 
 
@@ -264,6 +303,8 @@ def _single(path: Path, row: int, category: Category, column: pa.Array) -> Ids:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     size = category.size or 0
+    if category.how == "mod" and _is_text(column.type):
+        column = _parsed(path, row, category.column, _blank_as_null(column), pa.int64())
     ids = np.empty(len(column), np.int64)
     if pa.types.is_integer(column.type):
         # 64-bit ids above 2^63 wrap to negative ones: they stay distinct.

@@ -7,8 +7,10 @@ that the source defines, by any reader and in batches of whatever size.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,17 +163,44 @@ def split(source: Source, *, test: int | float) -> tuple[Window, Window]:
 
 
 def existing_files(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffixes: tuple[str, ...] = ()
 ) -> tuple[Path, ...]:
-    """One path or several in order, each checked to be a file."""
+    """One path or several in order: files, directories and patterns such as `day-*/part*`.
+
+    A directory stands for all files below it that end in one of `suffixes`, a pattern for the files
+    and directories that match. Within one, files are in the order of their names, numbers by their
+    value; names that begin with a dot or an underscore are passed over.
+    """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise ConfigError("a source needs at least one file")
-    files = tuple(Path(path) for path in given)
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{file}: no such file")
-    return files
+    return tuple(file for path in given for file in _files_of(Path(path), suffixes))
+
+
+def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        below = [
+            found for found in path.rglob("*")
+            if found.is_file() and found.name.endswith(suffixes or ("",))
+            and not any(part[0] in "._" for part in found.relative_to(path).parts)
+        ]  # fmt: skip
+        if not below:
+            wanted = f"no file that ends in {' or '.join(suffixes)}" if suffixes else "no file"
+            raise DataError(f"{path} is a directory with {wanted} below it")
+        return sorted(below, key=_by_number)
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)), key=_by_number)
+    if not matches:
+        pattern = any(mark in str(path) for mark in "*?[")
+        raise DataError(f"{path}: {'nothing matches' if pattern else 'no such file'}")
+    return [file for match in matches for file in _files_of(match, suffixes)]
+
+
+def _by_number(path: Path) -> list[tuple[int, int, str]]:
+    """Sorts part-2 before part-10."""
+    parts = re.findall(r"\d+|\D+", str(path))
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 def files_fingerprint(kind: str, files: Sequence[Path], options: Mapping[str, Any]) -> str:

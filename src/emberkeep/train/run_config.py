@@ -33,8 +33,8 @@ class DataSettings:
 
     source: Literal["synthetic", "criteo", "parquet"] = setting("where samples come from")
     paths: tuple[str, ...] = setting(
-        "files in reading order, relative to the working directory (criteo, parquet)", default=(),
-        path=True)
+        "files in reading order, directories or patterns, relative to the working directory "
+        "(criteo, parquet)", default=(), path=True)
     samples: int | None = setting("use so many samples, all if not set", default=None, least=2)
     test_fraction: float = setting(
         "the share held out at the end for AUC and log-loss", default=0.1, above=0, below=1)

@@ -232,7 +232,7 @@ def test_wrong_files_and_columns_are_named(tmp_path: Path) -> None:
         DataError, match=r"a.parquet: no columns \['z'\]; the file has \['y', 's'\]"
     ):
         read_all(Parquet(path, label="z"))
-    with pytest.raises(DataError, match="column 's' is string, numbers are needed"):
+    with pytest.raises(DataError, match="row 0: column 's' holds 'x', which is no number"):
         read_all(Parquet(path, label="y", dense=["s"]))
     with pytest.raises(DataError, match="column 'y' is double; a category"):
         read_all(Parquet(path, label=None, categories=[Category(column="y")]))
@@ -263,3 +263,62 @@ def test_the_mapping_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert Parquet(path, label="y").fingerprint() != known
     sized = Parquet(path, label="y", categories=[Category(column="c", size=9)])
     assert sized.fingerprint() != known
+
+
+def test_directories_and_patterns_stand_for_their_files_in_order(tmp_path: Path) -> None:
+    for day in ("day=1", "day=2"):
+        (tmp_path / day).mkdir()
+        for part in (10, 2, 1):
+            number = 100 * int(day[-1]) + part
+            write(tmp_path / day / f"part-{part}.parquet", {"x": [float(number)]})
+        (tmp_path / day / "_SUCCESS").touch()
+        (tmp_path / day / ".part-1.parquet.crc").touch()
+        (tmp_path / day / "notes.txt").touch()
+    (tmp_path / "_temporary").mkdir()
+    write(tmp_path / "_temporary" / "part-9.parquet", {"x": [0.0]})
+
+    def numbers(*paths: Path) -> list[float]:
+        return list(read_all(Parquet(paths, label=None, dense=["x"])).dense[:, 0])
+
+    assert numbers(tmp_path) == [101, 102, 110, 201, 202, 210]
+    assert numbers(tmp_path / "day=*" / "part-1*") == [101, 110, 201, 210]
+    assert numbers(tmp_path / "day=*") == [101, 102, 110, 201, 202, 210]
+    assert numbers(tmp_path / "day=2", tmp_path / "day=1" / "part-2.parquet") == [
+        201,
+        202,
+        210,
+        102,
+    ]
+    with pytest.raises(DataError, match="nothing matches"):
+        numbers(tmp_path / "*.orc")
+    with pytest.raises(DataError, match="no such file"):
+        numbers(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"a directory with no file that ends in \.parquet"):
+        numbers(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_numbers_may_be_strings_and_empty(kind: Any, tmp_path: Path) -> None:
+    texts = pa.array(["1.5", "", None, " -2 ", "1e3"]).cast(kind)
+    ids = pa.array(["7", "8", "9", "17", "3"])
+    path = write(tmp_path / "t.parquet", {"x": texts, "y": ["0", "1", "1", "0", "1"], "c": ids})
+    source = Parquet(
+        path, label="y", dense=["x"], categories=[Category(column="c", size=10, how="mod")]
+    )
+    batch = read_all(source)
+    assert batch.dense[:, 0].tolist() == [1.5, 0.0, 0.0, -2.0, 1000.0]
+    assert batch.labels.tolist() == [0, 1, 1, 0, 1]
+    assert batch.ids["c"].tolist() == [7, 8, 9, 7, 3]
+
+
+def test_text_that_is_no_number_is_named_by_its_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"x": ["1", "", "two", "3"], "y": ["1", "", "0", "1"]})
+    with pytest.raises(DataError, match=r"t\.parquet, row 2: column 'x' holds 'two', which is no"):
+        read_all(Parquet(path, label=None, dense=["x"]))
+    with pytest.raises(DataError, match="row 1: column 'y' has no label"):
+        read_all(Parquet(path, label="y"))
+    with pytest.raises(DataError, match=r"row 2: column 'x' holds 'two', which is no whole number"):
+        read_all(Parquet(path, label=None, categories=[Category(column="x", size=9, how="mod")]))
