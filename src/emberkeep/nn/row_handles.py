@@ -31,8 +31,10 @@ _DROPPED = 3
 class RowHandles:
     """Handles and stand-in of one module, their norms, and what others have done to them."""
 
-    def __init__(self, groups: int, owner: nn.Module) -> None:
-        self.stand_in = nn.Parameter(torch.zeros(()))
+    def __init__(self, groups: int, owner: nn.Module, *, copied: bool) -> None:
+        # Any value that nobody would write. That of a copy is another, so that an average of the
+        # two differs from both; those of the ranks of a job are the same, as DDP makes them.
+        self.stand_in = nn.Parameter(torch.tensor(-0.375 if copied else 0.375))
         self.handles = [nn.Parameter(torch.zeros(())) for _ in range(groups)]
         self._norms = [0.0] * groups
         self._total = 0.0
@@ -136,11 +138,11 @@ class RowHandles:
 
     def seal(self) -> None:
         """From here on a change of the stand-in is one that was meant for the rows."""
-        self._version, self._value = self.stand_in._version, self._read()
+        self._value = self._read()
 
     def check(self) -> None:
         """Warns if the stand-in was written by something else than an optimizer."""
-        if self.stand_in._version == self._version and self._read() == self._value:
+        if self._read() == self._value:
             return
         self.seal()
         self._warn(
@@ -150,9 +152,9 @@ class RowHandles:
             "rows by load_state_dict",
         )
 
-    def _read(self) -> float:
-        # What is on a device would have to be waited for; its version says the most of it.
-        return float(self.stand_in.detach()) if self.stand_in.device.type == "cpu" else 0.0
+    def _read(self) -> float | None:
+        # What is on a device would have to be waited for in every forward pass.
+        return float(self.stand_in.detach()) if self.stand_in.device.type == "cpu" else None
 
     def _warn(self, what: str, text: str) -> None:
         if what in self._warned:

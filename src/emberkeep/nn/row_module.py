@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
-from emberkeep.errors import ConfigError, GradientError, IdError, StateError
+from emberkeep.errors import ConfigError, GradientError, IdError, StateError, TableFullError
 from emberkeep.nn.jagged import Features, Ids, by_feature, to_ids
 from emberkeep.nn.row_copy import CopiedRows
 from emberkeep.nn.row_handles import RowHandles
@@ -113,7 +113,7 @@ class RowModule(nn.Module):
         self.features = tuple(name for table in self.tables for name in table.features)
         self._made()
 
-    def _made(self) -> None:
+    def _made(self, *, copied: bool = False) -> None:
         """What goes with the cluster: layouts, the optimizer, and what torch sees of the rows."""
         groups = self.cluster.groups
         self._layouts = self._make_layouts(groups)
@@ -125,7 +125,7 @@ class RowModule(nn.Module):
         specs = list(dict.fromkeys(own))
         # Of each slab: the group of the optimizer that trains it.
         self._group_S = [specs.index(spec) for spec in own]
-        handles = RowHandles(len(specs), self)
+        handles = RowHandles(len(specs), self, copied=copied)
         self._handles = [handles]  # in a list: its parameters are not the module's
         # What other optimizers train of it changes nothing; DDP does not see it.
         self.stand_in = handles.stand_in
@@ -375,7 +375,11 @@ class RowModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Replaces all rows of every table that the state holds; a table that does not fit is
-        left alone and named in the error."""
+        left alone and named in the error.
+
+        Ids and weights alone will do, as they come from elsewhere: what is not given starts as new,
+        and is named as missing, so that `strict=False` is needed.
+        """
         taken: set[str] = set()
         for table in self.tables:
             at = f"{prefix}rows.{table.name}."
@@ -383,8 +387,14 @@ class RowModule(nn.Module):
                 key[len(at) :]: value for key, value in state_dict.items() if key.startswith(at)
             }
             taken.update(at + key for key in saved)
-            absent = [key for key in ("origin", "steps", "ids", "weight") if key not in saved]
-            if absent:
+            planes = list(self.cluster.schema()["tables"][table.name]["planes"])
+            absent = [key for key in ("origin", "steps", "ids", *planes) if key not in saved]
+            if "origin" not in saved or "steps" not in saved:
+                missing_keys.extend(at + key for key in absent)
+                if "ids" in saved and "weight" in saved:
+                    self._take_rows(table, saved, error_msgs)
+                continue
+            if "ids" in absent or "weight" in absent:
                 missing_keys.extend(at + key for key in absent)
                 continue
             if not torch.equal(saved.pop("origin"), self._origin(table)):
@@ -396,7 +406,7 @@ class RowModule(nn.Module):
             steps, ids = int(saved.pop("steps")), saved.pop("ids").numpy()
             try:
                 self._replace_rows(table.name, ids, {k: v.numpy() for k, v in saved.items()})
-            except (StateError, IdError) as error:
+            except (StateError, IdError, TableFullError) as error:
                 error_msgs.append(str(error))
                 continue
             self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
@@ -405,6 +415,23 @@ class RowModule(nn.Module):
             unexpected_keys.extend(
                 key for key in state_dict if key.startswith(prefix) and key not in taken
             )
+
+    def _take_rows(self, table: Table, saved: dict[str, Tensor], error_msgs: list[str]) -> None:
+        """Rows from elsewhere: ids, weights, and planes or not."""
+        ids = torch.as_tensor(saved["ids"]).to("cpu", torch.int64).numpy().reshape(-1)
+        if np.unique(ids).size != ids.size:
+            error_msgs.append(f"table {table.name!r}: the state names an id twice")
+            return
+        planes = {
+            name: value.detach().to("cpu").numpy() for name, value in saved.items()
+            if name not in ("ids", "origin", "steps")
+        }  # fmt: skip
+        try:
+            whole = {**self.cluster.read(table.name, ids), **planes}
+            whole["weight"] = np.ascontiguousarray(whole["weight"], np.float32)
+            self._replace_rows(table.name, ids, whole)
+        except (StateError, IdError, TableFullError) as error:
+            error_msgs.append(str(error))
 
     def _replace_rows(self, table: str, ids: I64, planes: dict[str, Any]) -> None:
         before = self.cluster.read_all(table)
@@ -471,7 +498,7 @@ class RowModule(nn.Module):
         copied: CopiedRows = state.pop("_copied")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.cluster = copied.open()
-        self._made()
+        self._made(copied=True)
         for group, lr in zip(self.optimizer.param_groups, copied.rates, strict=True):
             group["lr"] = lr
         self.stand_in.requires_grad_(copied.trains)

@@ -295,7 +295,7 @@ def test_an_average_of_models_averages_rows_as_torch_does(kind: str) -> None:
 
 def test_torchs_own_average_says_that_rows_are_not_in_it() -> None:
     net = Net()
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = torch.optim.Adam(net.head.parameters())
     average = torch.optim.swa_utils.AveragedModel(
         net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
@@ -313,7 +313,7 @@ def test_an_init_of_all_parameters_says_that_it_changes_no_row(edit: str) -> Non
     net = Net()
     for parameter in net.parameters():
         if edit == "init":
-            nn.init.normal_(parameter)
+            nn.init.zeros_(parameter)
         else:
             parameter.data.add_(1.0)
     with pytest.warns(UserWarning, match="changes no row"):
@@ -345,3 +345,52 @@ def test_ddp_does_not_see_what_stands_for_rows() -> None:
     assert own == ["weight", "bias"]
     assert not any("stand_in" in key for key in net.state_dict())
     net.load_state_dict(net.state_dict())
+
+
+# -- rows from elsewhere -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_ids_and_weights_alone_can_be_loaded(shards: int) -> None:
+    net = Net(ek.Adagrad(lr=0.1), cluster=ek.local(shards=shards))
+    backward(net, 0)
+    net.bags.optimizer.step()
+    before = rows_of(net)
+    ids, weight = torch.tensor([5, 2, 30], dtype=torch.int32), torch.randn(3, DIM).double()
+    result = net.load_state_dict(
+        {"bags.rows.t.ids": ids, "bags.rows.t.weight": weight}, strict=False
+    )
+    rows = net.bags.rows("t", ids)
+    assert torch.equal(rows["weight"], weight.float())
+    assert not rows["accumulator"].any()
+    assert net.bags.touched_ids("t").tolist() == [2, 5, 30]
+    assert not torch.equal(rows_of(net), before)
+    assert [key for key in result.missing_keys if key.startswith("bags.")] == [
+        "bags.rows.t.origin", "bags.rows.t.steps", "bags.rows.t.accumulator",
+    ]  # fmt: skip
+    for state, text in (
+        ({"ids": torch.tensor([1, 1]), "weight": torch.ones(2, DIM)}, "names an id twice"),
+        ({"ids": torch.tensor([ROWS]), "weight": torch.ones(1, DIM)}, f"id {ROWS} is outside"),
+        ({"ids": torch.tensor([1]), "weight": torch.ones(1, 2)}, "plane 'weight'"),
+    ):
+        held = rows_of(net)
+        with pytest.raises(RuntimeError, match=text):
+            net.bags.load_state_dict({f"rows.t.{k}": v for k, v in state.items()}, strict=False)
+        assert torch.equal(rows_of(net), held)
+
+
+def test_ddp_trains_rows_as_they_are() -> None:
+    import torch.distributed as dist
+
+    plain, wrapped = Net(), Net()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    warnings.simplefilter("error")  # restored by pytest
+    try:
+        ddp = nn.parallel.DistributedDataParallel(wrapped)
+        for net, forward in ((plain, plain), (wrapped, ddp)):
+            for step in range(3):
+                backward(forward, step)
+                net.bags.optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(rows_of(plain), rows_of(wrapped))
