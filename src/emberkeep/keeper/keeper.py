@@ -25,7 +25,7 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together, kept_nbytes
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
-from emberkeep.keeper.run_state import Captured, RunState, check_reader
+from emberkeep.keeper.run_state import Captured, RunState, check_reader, warn_of_data
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
 from emberkeep.keeper.warm_start import Resumed, WarmStart, check_partial, warm_start
@@ -365,20 +365,15 @@ class Keeper:
         """
         with self._ledger.stalling():
             check_partial(partial, map, source, self._store)
-            (begun,) = self._ranks.largest([self._holds_run()])
-            if (partial and source is None and begun) or (source is not None and not begun):
+            (goes_on,) = self._ranks.largest([self._holds_run()])
+            if (partial or source is not None) and goes_on == (source is None):
                 kept: Resumed | None = self._start_from(version, partial, map or {}, source)
             else:
                 kept = self._resume(version if source is None else None, fall_back)
             self._started = True
             if kept is not None and self.reader is None and not self._warned_of_data:
                 self._warned_of_data = True
-                warnings.warn(
-                    f"step {kept.step} was resumed and the keeper has no reader: the data "
-                    "starts over, unless you see to its place yourself; give the keeper reader= "
-                    "from the start to go on where the version ends",
-                    stacklevel=2,
-                )
+                warn_of_data(kept.step)
             if kept is None or isinstance(kept, WarmStart):
                 self._first_version()
             self._pace.restart(self.steps)
@@ -388,11 +383,9 @@ class Keeper:
     def _start_from(
         self, version: int | str | None, partial: bool, renamed: Mapping[str, str], source: Any
     ) -> WarmStart:
-        where = self._store if source is None else source
         with self._ranks.agreeing("another rank could not start from the version"):
-            assert where is not None
             started = warm_start(
-                where, version, self._parts.subject,
+                self._store if source is None else source, version, self._parts.subject,
                 self._state, renamed=renamed, partial=partial, threads=self._settings.threads,
                 clock=self._clock,
             )  # fmt: skip
@@ -405,9 +398,8 @@ class Keeper:
         return started
 
     def tag(self, name: str, version: int | str | None = None) -> Manifest | None:
-        """Names a version, which is then kept, and `resume(name)` brings it back: the newest one,
-        the save under way included, unless another is given. The name moves if another version has
-        it. None on ranks that do not write."""
+        """Names a version, the newest, a save under way included, unless another is given: it is
+        kept, and `resume(name)` brings it back. The name moves. None on ranks that do not write."""
         with self._ledger.stalling():
             return None if self._saver is None else self._saver.tag(name, version)
 

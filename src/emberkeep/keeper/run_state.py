@@ -33,6 +33,16 @@ def check_reader(reader: Any) -> None:
         )  # fmt: skip
 
 
+def warn_of_data(step: int) -> None:
+    """A resume without a reader, said where the user called it."""
+    warnings.warn(
+        f"step {step} was resumed and the keeper has no reader: the data starts over, unless you "
+        "see to its place yourself; give the keeper reader= from the start to go on where the "
+        "version ends",
+        stacklevel=3,
+    )
+
+
 class RunState:
     """Captures that state on all ranks together; checks it before anything changes, then loads it.
 

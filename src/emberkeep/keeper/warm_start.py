@@ -46,7 +46,7 @@ class WarmStart:
         return self.manifest.version
 
     def to_dict(self) -> Json:
-        """For whoever hears of events."""
+        """For those who hear of events."""
         return {
             "version": self.version.number, "step": self.step, "lost": [],
             "source": self.source, "rows": dict(self.rows), "skipped": list(self.skipped),
@@ -73,7 +73,7 @@ def check_partial(
 
 
 def warm_start(
-    source: Source,
+    source: Source | None,
     version: int | str | None,
     subject: Subject,
     state: RunState,
@@ -85,6 +85,7 @@ def warm_start(
 ) -> WarmStart:
     """Loads what fits of a version of a repository; unless `partial` all of it must. Nothing has
     changed if the version is refused."""
+    assert source is not None
     store = open_store(source, clock=clock) if isinstance(source, str | os.PathLike) else source
     repository = Repository.open(store, clock=clock)
     chosen = repository.newest_whole() if version is None else repository.named(version)

@@ -116,6 +116,10 @@ class _Announcer(event.Listener):  # type: ignore[misc]
         pass
 
 
+KERNELS: list[Any] = []
+"""Every kernel of the modules that are imported, in this order; `signatures` of each are the types
+that it was called with so far."""
+
 announcer = _Announcer()
 event.register("numba:compile", announcer)
 
@@ -125,6 +129,7 @@ def kernel(function: _Function) -> _Function:
     compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
     with contextlib.suppress(RuntimeError):  # no directory at all: compiled in every process
         compiled._cache = _KernelCache(function)
+    KERNELS.append(compiled)
     return cast(_Function, compiled)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -14,6 +16,7 @@ from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.server.server_warmup import OPTIMIZERS
 from emberkeep.server.server_warmup import warm_up as serve_once
 from emberkeep.tables import SGD, Adam, Normal, Optimizer, Table
+from emberkeep.train.work_warmup import warm_work
 
 _OPTIMIZERS: tuple[Optimizer, ...] = (*OPTIMIZERS, Adam(lr=0.1, step="row"))
 
@@ -39,6 +42,8 @@ def warm_up() -> None:
         rows.optimizer.step()
     for kind in get_args(Kind):
         _rank(Priority(kind=kind, fraction=0.5, period=1))
+    with tempfile.TemporaryDirectory() as directory:
+        warm_work(Path(directory))
 
 
 def _rank(priority: Priority) -> None:
