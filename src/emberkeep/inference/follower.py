@@ -44,7 +44,7 @@ from emberkeep.tables import Normal, origin_from
 
 _ATTEMPTS = 5
 # Where a keeper puts what a model has beside rows.
-_MODEL = "dense.model."
+_MODEL = "dense/model/"
 _LEAST_SLOTS = 4096
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -172,7 +172,7 @@ class View:
         With `whole` everything that is stored beside rows, optimizers too, by its place there; so
         also of a version that no keeper wrote.
         """
-        kept = all(name.partition(".")[0] in ("dense", "reader") for name in self._arrays)
+        kept = all(name.partition("/")[0] in ("dense", "reader") for name in self._arrays)
         if whole or not kept:
             return dict(self._arrays)
         return {

@@ -64,6 +64,8 @@ Resumed = Kept | WarmStart
 def check_partial(
     partial: bool, renamed: Mapping[str, str] | None, source: Source | None, own: BlobStore | None
 ) -> None:
+    if renamed is not None and not isinstance(renamed, Mapping):
+        raise ConfigError(f"map= is {{old name: new name}}, not a {type(renamed).__name__}")
     if renamed and not partial:
         raise ConfigError("map= is for a resume in part: add partial=True")
     if partial and source is None and own is None:

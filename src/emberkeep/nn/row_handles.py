@@ -51,7 +51,7 @@ class RowHandles:
                     own._show_norm(handle, index)
 
             handle.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._waits = False
+        self._waits = self._shown = False
         self._squares: Callable[[], Sequence[float]] = list
         self.seal()
         _listen(self)
@@ -66,7 +66,7 @@ class RowHandles:
         self._norms[index] = _norm(squares[index])
         assert handle.grad is not None
         handle.grad.fill_(self._norms[index])
-        self._total = _norm(sum(squares))
+        self._total, self._shown = _norm(sum(squares)), True
         if self.stand_in.requires_grad:
             self.stand_in.grad = torch.full_like(self.stand_in, self._total)
 
@@ -96,11 +96,17 @@ class RowHandles:
 
     # -- gradients that nobody applies -----------------------------------------------------------
 
+    @property
+    def zeroed(self) -> bool:
+        """Whether somebody has zeroed the gradients of all parameters, and no optimizer has stepped
+        since they came: then they are not wanted."""
+        return self._shown and self.stand_in.grad is None and not self._foreign
+
     def arrived(self, *, again: bool) -> None:
         """Gradients have come; `again` if others of a pass before are still waiting."""
         if again and self._foreign >= _FOREIGN_STEPS:
             self._warn_untrained()
-        self._waits = True
+        self._waits, self._shown = True, False
 
     def dropped(self, *, trained: bool) -> None:
         """No gradient waits any more: `trained` if a step has applied them."""
@@ -110,7 +116,7 @@ class RowHandles:
             self._dropped += 1
             if self._dropped >= _DROPPED:
                 self._warn_untrained()
-        self._waits, self._foreign = False, 0
+        self._waits, self._shown, self._foreign = False, False, 0
         for handle in self.handles:
             handle.grad = None
         self.stand_in.grad = None

@@ -305,8 +305,10 @@ class RowModule(nn.Module):
 
     def _collect(self, pulled: Pulled, slab_grads: Sequence[F32]) -> None:
         """Adds the gradients of one backward pass to those that wait for a step."""
-        self._scale_pending()
         waiting = self._waiting
+        if waiting.passes and self._handles[0].zeroed:
+            self._drop_gradients()
+        self._scale_pending()
         self._handles[0].arrived(again=waiting.passes > 0)
         for g, (lookup, grads_GD) in enumerate(zip(pulled.lookups, slab_grads, strict=True)):
             rows_UD, square = lookup.gradients(grads_GD)

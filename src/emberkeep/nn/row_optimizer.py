@@ -7,9 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from emberkeep.errors import ConfigError
+
 
 class TrainsRows(Protocol):
     """A module whose row gradients wait for a step."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     def _step(self, lr_G: Sequence[float]) -> None: ...
     def _drop_gradients(self) -> None: ...
@@ -25,7 +30,31 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init__(self, module: TrainsRows, groups: Sequence[dict[str, Any]]) -> None:
         self._rows = [module]  # in a list: the optimizer must not own the module's submodules
+        self._complete = False
         super().__init__(groups, {})
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_complete", False):
+            raise ConfigError(
+                "the optimizer of rows trains rows alone: give other parameters to an optimizer of "
+                "torch's, and a table its own by Table(optimizer=)"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": self._rows, "rates": [group["lr"] for group in self.param_groups]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy trains the copy of the module, which brings groups of its own."""
+        if "rows" not in state:
+            super().__setstate__(state)
+            return
+        (module,) = state["rows"]
+        groups = [dict(group) for group in module.optimizer.param_groups]
+        for group, lr in zip(groups, state["rates"], strict=True):
+            group["lr"] = lr
+        self.__init__(module, groups)  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -164,7 +164,7 @@ def _parity() -> None:
         for background in (False, True):
             parity = Parity(k=2, r=r, background=background)
             bags = EmbeddingBags(
-                [Table("fixed", rows=600, dim=4), Table("dynamic", capacity=600, dim=4)],
+                [Table("fixed", rows=600, dim=4), Table("dynamic", capacity=6000, dim=4)],
                 optimizer=Adagrad(lr=0.1), cluster=local(shards=4, parity=parity), output="dict",
             )  # fmt: skip
             for step in range(3):
@@ -180,7 +180,7 @@ def _tier(directory: Path, optimizer: Optimizer) -> None:
     """Rows in files, more of them than fit in memory; committed, cleaned and opened again."""
     path = directory / f"tier-{optimizer.name}"
     for _ in range(2):
-        bags = _run(optimizer, Tier(path, memory="64kB"), shards=1)
+        bags = _run(optimizer, Tier(path, memory="800kB"), shards=1)
         keeper = Keeper(None, bags, bags.optimizer, strategy=incremental(every=10**9))
         keeper.resume()
         for step in range(6):

@@ -394,3 +394,39 @@ def test_ddp_trains_rows_as_they_are() -> None:
     finally:
         dist.destroy_process_group()
     assert torch.equal(rows_of(plain), rows_of(wrapped))
+
+
+@pytest.mark.parametrize("how", ["model.zero_grad", "none"])
+def test_zeroing_the_model_drops_the_gradients_of_a_skipped_step(how: str) -> None:
+    ours = Net()
+    peer = Plain(ours)
+    plain = torch.optim.SGD(peer.parameters(), 0.1)
+    for net in (ours, peer):
+        backward(net, 1)
+        if how == "model.zero_grad":
+            net.zero_grad()
+        backward(net, 2)
+    plain.step()
+    ours.bags.optimizer.step()
+    torch.testing.assert_close(rows_of(ours), peer.table.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_two_lookups_in_one_backward_pass_are_both_trained() -> None:
+    ours = Net()
+    peer = Plain(ours)
+    for net in (ours, peer):
+        (net(ids_of(1)) + net(ids_of(2))).square().mean().backward()
+    torch.optim.SGD(peer.parameters(), 0.1).step()
+    ours.bags.optimizer.step()
+    torch.testing.assert_close(rows_of(ours), peer.table.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_optimizer_goes_with_a_copy_and_takes_no_other_parameters() -> None:
+    net = Net()
+    twin, optimizer = copy.deepcopy((net, net.bags.optimizer))
+    backward(twin, 0)
+    optimizer.step()
+    assert twin.bags.touched_ids("t").numel() > 0
+    assert net.bags.touched_ids("t").numel() == 0
+    with pytest.raises(ConfigError, match="trains rows alone"):
+        net.bags.optimizer.add_param_group({"params": net.head.parameters(), "lr": 1.0})
