@@ -25,10 +25,11 @@ from emberkeep.inference.follower import Follower
 from emberkeep.inspect.difference import compare
 from emberkeep.inspect.summary import check
 from emberkeep.keeper.keeper import Keeper
+from emberkeep.kernels import galois, log_records
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import LAYOUTS
-from emberkeep.runtime.pool import Pool
+from emberkeep.runtime.pool import Job, Pool
 from emberkeep.strategies import Strategy, incremental
 from emberkeep.tables import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, Table, Tier
 
@@ -48,6 +49,7 @@ def warm_work(directory: Path) -> None:
         for optimizer in (Adam(lr=0.1, step="row"), SGD(lr=0.1)):
             _tier(directory, optimizer)
         _torch_tables()
+        _rare()
 
 
 def _samples(directory: Path) -> None:
@@ -203,3 +205,17 @@ def _torch_tables() -> None:
     optimizer.step()
     keeper.step()
     keeper.close()
+
+
+def _rare() -> None:
+    """Kernels for what tiny tables do not get to: segments that are cleaned, sums of many rows."""
+    target, rows, at = np.zeros((2, 4), np.uint32), np.zeros((2, 4), np.uint32), np.arange(2)
+    parts = [(0, 1), (1, 2)]
+    pool = Pool(2)
+    pool.together(Job(galois.write_add_product, parts, (target, at, 0, rows, np.uint32(1))))
+    bounds, table = np.zeros(3, np.int64), np.zeros((1, 8), np.int64)
+    pool.together(Job(galois.write_add_products, parts, (bounds, table)))
+    words, numbers = np.zeros(1024, np.uint64), np.zeros(2, np.int64)
+    positions = np.zeros(2, np.uint32)
+    log_records.list_live(words, 512, 1, 8, 0, numbers, 1, positions, numbers, numbers)
+    log_records.move_records(words, 512, 1, 8, 0, words, numbers[:1])
