@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -25,12 +26,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
+from emberkeep.blobs.direct_file import DirectFile
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
 from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-
-if sys.platform == "darwin":
-    import fcntl
 
 _Result = TypeVar("_Result")
 
@@ -67,6 +66,20 @@ class Disk:
     def write(self, handle: int, view: memoryview) -> None:
         while view:
             view = view[os.write(handle, view) :]
+
+    def set_direct(self, handle: int, on: bool) -> bool:
+        """Whether what is written from now on goes past the page cache."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return False
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False  # this file system has no such files
+        return on
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -373,13 +386,13 @@ class LocalStore:
         """The data as a synced file outside the name space."""
         self._ensure_directory(self._staging)
         staged = os.path.join(self._staging, f"{os.getpid()}-{secrets.token_hex(8)}")
-        size = 0
         handle = self._call(name, self._disk.create, staged)
         try:
             try:
+                file = DirectFile(self._disk, handle)
                 for view in as_buffers(data):
-                    self._call(name, self._disk.write, handle, view)
-                    size += view.nbytes
+                    self._call(name, file.write, view)
+                self._call(name, file.finish)
                 self._call(name, self._disk.sync, handle)
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to tell
@@ -389,7 +402,7 @@ class LocalStore:
         except BaseException:
             self._discard(staged)
             raise
-        return staged, size
+        return staged, file.size
 
     def _create(self, name: str, staged: str, target: str) -> bool:
         """Gives the staged file its name unless that is taken."""
