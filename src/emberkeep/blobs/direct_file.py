@@ -1,17 +1,15 @@
-"""A file written past the page cache, from one aligned buffer that is used again.
+"""Files written and read past the page cache, through aligned buffers that are used again.
 
-For every page that is written through the cache the kernel makes a page, copies into it, and later
-looks for somebody who no longer needs his. That takes ten times the processor time of writing the
-same bytes from the buffer where they are, and puts out of the cache what others read.
+For every page that goes through the cache the kernel makes a page, copies, and later looks for
+somebody who no longer needs his. That takes ten times the processor time of moving the same bytes
+from and to a buffer, and puts out of the cache what others read.
 """
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 
 BUFFER_NBYTES = 8 * 2**20
 BLOCK_NBYTES = 4096
@@ -40,7 +38,7 @@ class DirectFile:
             if self._buffer is None:
                 self._buffer = recycled(BUFFER_NBYTES)
             part = view[: BUFFER_NBYTES - self._filled]
-            _copy(self._buffer[self._filled : self._filled + len(part)], part)
+            copy_bytes(self._buffer[self._filled : self._filled + len(part)], part)
             self._filled += len(part)
             view = view[len(part) :]
             if self._filled == BUFFER_NBYTES:
@@ -89,7 +87,30 @@ class DirectFile:
         return False
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def read_long(disk: Disk, handle: int, start: int, length: int) -> memoryview:
+    """Bytes [start, start + length) of a file, cut off at its end; past the page cache, unless they
+    are in it."""
+    from emberkeep.runtime.memory import recycled  # as above
+
+    end = min(start + length, disk.size(handle))
+    if end <= start:
+        return memoryview(b"")
+    first = start // BLOCK_NBYTES * BLOCK_NBYTES
+    into = recycled(-(-(end - first) // BLOCK_NBYTES) * BLOCK_NBYTES)
+    found = None
+    if not disk.is_cached(handle, start) and disk.set_direct(handle, True):
+        try:
+            found = disk.read_blocks(handle, into, first, end - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise  # else this file system takes the flag and refuses to read
+        disk.set_direct(handle, False)
+    if found is None:
+        found = disk.read_into(handle, into[: end - first], first)
+    return into[start - first : min(found, end - first)]
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Without the interpreter's lock, which `target[:] = source` keeps."""
     import numpy as np
 
