@@ -148,7 +148,8 @@ class RowHandles:
 
     def check(self) -> None:
         """Warns if the stand-in was written by something else than an optimizer."""
-        if self._read() == self._value:
+        before, now = self._value, self._read()
+        if now == before or (now != now and before != before):  # NaN is as it was, too
             return
         self.seal()
         self._warn(
