@@ -62,7 +62,7 @@ from emberkeep.wire.security import Security
 from tests.contracts.engine import assert_same_bits, grads_of, state, tables, wanted_of
 from tests.waiting import until
 
-SECONDS = timedelta(seconds=5)
+SECONDS = timedelta(seconds=60)
 
 
 class Threads:
@@ -83,7 +83,7 @@ class Threads:
         **given: Any,
     ) -> FlightCluster:  # fmt: skip
         security = security or Security()
-        hosts = FixedAddresses(self.addresses, security, patience=SECONDS)
+        hosts = FixedAddresses(self.addresses, security, patience=timedelta(seconds=5))
         given.setdefault("timing", Timing(patience=timedelta(seconds=20)))
         cluster = FlightCluster(
             tables, optimizer, hosts, pool=pool.Pool(1), security=security, **given
