@@ -60,6 +60,7 @@ from emberkeep.wire.protocol import (
 )
 from emberkeep.wire.security import Security
 from tests.contracts.engine import assert_same_bits, grads_of, state, tables, wanted_of
+from tests.nightly import examples
 from tests.waiting import until
 
 SECONDS = timedelta(seconds=60)
@@ -318,7 +319,7 @@ def mutated(data: st.DataObject, blob: Any) -> Any:
     return out
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_a_malformed_message_is_refused_before_anything_is_allocated_for_it(
     data: st.DataObject,
@@ -439,7 +440,7 @@ def test_a_server_survives_hostile_messages_and_no_row_changes(data: st.DataObje
 
 
 @pytest.mark.soak
-@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(500), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_server_survives_ten_thousand_hostile_messages(data: st.DataObject) -> None:
     fuzz(data, 20)
