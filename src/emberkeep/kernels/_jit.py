@@ -139,7 +139,7 @@ def variant(
     """
     home = template if of is None else of.py_func
     # Python 3.10 takes the qualified name from the name.
-    qualified = {"co_qualname": name} if sys.version_info >= (3, 11) else {}
+    qualified: dict[str, Any] = {"co_qualname": name} if sys.version_info >= (3, 11) else {}
     code = template.__code__.replace(
         co_filename=home.__code__.co_filename,
         co_firstlineno=home.__code__.co_firstlineno,
