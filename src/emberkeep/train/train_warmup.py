@@ -72,7 +72,7 @@ def _save(spec: VersionSpec) -> None:
     tables = [Table("fixed", rows=64, dim=8), Table("dynamic", capacity=64, dim=8)]
     cluster = local(shards=2, threads=1).open(tables, Adagrad(lr=0.1), seed=0)
     repository = Repository.create(MemoryStore(), schema=cluster.schema())
-    settings = SaveSettings(retention=KeepAll(), grace=timedelta(0), threads=1)
+    settings = SaveSettings(retention=KeepAll(), grace=timedelta(0), threads=1, nice=0)
     keeper = Checkpointer(repository, cluster, spec=spec, settings=settings)
     random = np.random.default_rng(0)
     for step in range(1, 4):
@@ -92,12 +92,11 @@ def _tier() -> None:
     """Rows that are written to files and read from them."""
     with tempfile.TemporaryDirectory() as directory:
         table = Table("t", rows=20_000, dim=16, tier=Tier(directory, memory="600KB"))
-        bags = EmbeddingBags([table], optimizer=Adagrad(lr=0.1))
+        cluster = local(threads=1).open([table], Adagrad(lr=0.1), seed=0)
         for start in (0, 8_000, 4_000, 0):
-            bags({"t": torch.arange(start, start + 2_000)}).sum().backward()
-            bags.optimizer.step()
-            bags.optimizer.zero_grad()
-        bags.cluster.close()
+            ids = [RowIds(np.arange(start, start + 2_000), np.array([0, 2_000]))]
+            cluster.push(ids, [np.ones_like(cluster.pull(ids)[0])], lr=0.1)
+        cluster.close()
 
 
 def _rank(priority: Priority) -> None:
