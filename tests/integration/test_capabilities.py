@@ -18,7 +18,13 @@ from torch import nn
 
 import emberkeep as ek
 from emberkeep.checkpoint import targets
-from emberkeep.checkpoint.targets import InstallsScattered, LimitsRows, LoadsItself, WritesItself
+from emberkeep.checkpoint.targets import (
+    InstallsScattered,
+    LimitsRows,
+    LoadsItself,
+    NoticesEdits,
+    WritesItself,
+)
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteRows, RemoteShard
@@ -60,6 +66,12 @@ CAPABILITIES: dict[type, tuple[str, Strategy, dict[str, list[type]], dict[str, t
             "servers": [FlightCluster],
             "mixed": [LocalCluster, FlightCluster],
         },
+        {},
+    ),
+    NoticesEdits: (
+        "check_edits",
+        CHAIN,
+        {"local": [], "servers": [], "mixed": [TorchTables]},
         {},
     ),
 }

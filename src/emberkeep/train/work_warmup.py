@@ -4,9 +4,11 @@ the kernels behind versions, grids, tiers and files of samples."""
 from __future__ import annotations
 
 import gzip
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +39,28 @@ _BATCH = 300
 _NOW = SaveSettings(grace=timedelta(0))
 
 
-def warm_work(directory: Path) -> None:
-    """Whatever is written goes below `directory`."""
+def work_parts() -> Iterator[Callable[[], object]]:
+    """Parts of that work, which may run in any order."""
+    optimizers = (Adam(lr=0.1, step="row"), SGD(lr=0.1))
+    for part in (
+        _samples, _lookups, *(partial(_versions, spec) for spec in _specs()), _parity,
+        *(partial(_tier, optimizer) for optimizer in optimizers), _torch_tables, _rare,
+    ):  # fmt: skip
+        yield partial(_quietly, part)
+
+
+def _quietly(part: Callable[[], object]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a keeper without a reader, and the like
-        _samples(directory)
-        _lookups()
-        for spec in _specs():
-            _versions(spec)
-        _parity()
-        for optimizer in (Adam(lr=0.1, step="row"), SGD(lr=0.1)):
-            _tier(directory, optimizer)
-        _torch_tables()
-        _rare()
+        part()
 
 
-def _samples(directory: Path) -> None:
+def _samples() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        _read_samples(Path(directory))
+
+
+def _read_samples(directory: Path) -> None:
     Synthetic(samples=64, rows_total=2000).batch(0, 64)
     skewed_ids(100, 10)
     line = "\t".join(["1", *map(str, range(13)), *(f"{n:08x}" for n in range(26))])
@@ -178,22 +186,26 @@ def _parity() -> None:
             bags.cluster.close()  # type: ignore[attr-defined]
 
 
-def _tier(directory: Path, optimizer: Optimizer) -> None:
-    """Rows in files, more of them than fit in memory; committed, cleaned and opened again."""
-    path = directory / f"tier-{optimizer.name}"
-    for _ in range(2):
-        bags = _run(optimizer, Tier(path, memory="800kB"), shards=1)
-        keeper = Keeper(None, bags, bags.optimizer, strategy=incremental(every=10**9))
-        keeper.resume()
-        for step in range(6):
-            _train(bags, step)
-            bags.delete("dynamic", bags.touched_ids("dynamic")[:5])
-            keeper.step()
-            keeper.save()
-            keeper.wait()
-        bags.rows("fixed", torch.arange(2000))
-        keeper.close()
-        bags.cluster.close()  # type: ignore[attr-defined]
+def _tier(optimizer: Optimizer) -> None:
+    """Rows in files, more of them than fit in memory; committed, and opened again."""
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(2):
+            _train_in(Path(directory), optimizer)
+
+
+def _train_in(path: Path, optimizer: Optimizer) -> None:
+    bags = _run(optimizer, Tier(path, memory="800kB"), shards=1)
+    keeper = Keeper(None, bags, bags.optimizer, strategy=incremental(every=10**9))
+    keeper.resume()
+    for step in range(6):
+        _train(bags, step)
+        bags.delete("dynamic", bags.touched_ids("dynamic")[:5])
+        keeper.step()
+        keeper.save()
+        keeper.wait()
+    bags.rows("fixed", torch.arange(2000))
+    keeper.close()
+    bags.cluster.close()  # type: ignore[attr-defined]
 
 
 def _torch_tables() -> None:
