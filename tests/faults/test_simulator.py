@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, _base, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -194,6 +195,19 @@ def test_what_is_made_outside_is_real_and_nothing_stays_behind() -> None:
     run(lambda: None)
     assert not started_since(before)
     assert not isinstance(threading.Lock(), SimLock)
+
+
+def test_futures_are_waited_for_in_the_order_that_they_were_made() -> None:
+    """The library takes their locks in the order of their addresses, which no seed decides."""
+    orders: list[list[int]] = []
+
+    def main() -> None:
+        made = [Future[int]() for _ in range(50)]
+        held: Any = getattr(_base, "_AcquireFutures")(set(reversed(made)))  # noqa: B009
+        orders.append([made.index(future) for future in held.futures])
+
+    run(main)
+    assert orders == [[*range(50)]]
 
 
 # -- runs ----------------------------------------------------------------------------------------
