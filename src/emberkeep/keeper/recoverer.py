@@ -249,7 +249,8 @@ class Recoverer:
                 self._must_go_on(start, error)
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
-        """Raises when a recovery that began at `start` has lost shards for too long."""
+        """Raises when a recovery that began at `start` has lost shards for too long. One that is
+        only unreachable keeps its rows."""
         if self._clock.monotonic() - start > self._patience.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
@@ -257,6 +258,8 @@ class Recoverer:
                 f"the last time {named}: see why they end, then start the run again to resume its "
                 "newest version"
             ) from error
+        for home in self._homes:
+            home.cluster.await_silent()
 
     def _plan_once(self) -> Plan:
         whole = self._saver.whole
