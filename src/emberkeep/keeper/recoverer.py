@@ -160,10 +160,13 @@ class Recoverer:
                 return False  # a call of the recovery itself, which decides again
             if not self._lost():
                 return True  # another thread has met the same loss
-            if self._plan(self._clock.monotonic()).scope == "partial":
-                self.recover()
-                return not self._lost()
-            return False
+            if self._plan(self._clock.monotonic()).scope == "full":
+                return False
+            try:
+                self._recover(None, rewinds=False)
+            except ShardLostError:
+                return False  # more was lost meanwhile, and it is a full recovery by now
+            return not self._lost()
 
     def recover(self, lost_in: ShardLostError | None = None) -> Recovered | None:
         """Recovers what is lost, however often more is lost meanwhile; None if nothing is.
@@ -172,9 +175,11 @@ class Recoverer:
         model goes back even if the shards have returned since.
         """
         with self._lock:
-            return self._recover(lost_in)
+            return self._recover(lost_in, rewinds=self._go_back is not None)
 
-    def _recover(self, lost_in: ShardLostError | None) -> Recovered | None:
+    def _recover(self, lost_in: ShardLostError | None, *, rewinds: bool) -> Recovered | None:
+        """`rewinds` says whether the caller can go back to a version: one that is in the middle of
+        a pull or a push would go on from rows that are not those of its step."""
         if not self._lost() and not self._going_back:
             if lost_in is None:
                 return None
@@ -185,11 +190,23 @@ class Recoverer:
         losses_before = [len(home.cluster.losses) for home in self._homes]
         try:
             while True:
+                returned = not self._lost() and not self._going_back and lost_in is None
+                if returned and not [*self._found_lost(losses_before)]:
+                    return None  # with all their rows
                 decided = self._plan(start)
+                if decided.scope == "partial" and lost_in is not None:
+                    self._going_back = True
+                    decided = self._plan(start)
                 lost.update(decided.shards)
-                if decided.scope == "full" and self._go_back is None:
+                if decided.scope == "full" and not rewinds:
                     raise lost_in or ShardLostError(sorted(lost))
                 try:
+                    # A version under way may still be committed, and less would be lost.
+                    self._saver.join()
+                    if decided.scope == "partial":
+                        decided = self._plan(start)
+                        if decided.scope == "full":
+                            continue  # more was lost meanwhile
                     made = self._carry_out(decided, start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)
@@ -218,10 +235,7 @@ class Recoverer:
 
     def _carry_out(self, decided: Plan, start: float) -> Recovered:
         step, kept = self._steps(), None
-        # A version under way may still be committed, and less would be lost.
-        self._saver.join()
         if decided.scope == "partial":
-            decided = self._plan(start)
             exact = decided.losses == self.losses
             for home, first, shards in self._by_home(decided.shards):
                 if not exact:
