@@ -175,9 +175,10 @@ def recover_partially(
     start over.
     """
     cluster = home.cluster
+    # First, so that what the caller has counted as lost is: none of them returns from here on.
+    cluster.renew(*lost)
     steps = steps_of(cluster)
     manifest = None
-    cluster.renew(*lost)
     for shard in lost:
         view = shard_view(cluster, shard, home.names)
         manifest = checkpointer.restore_shard(view, shard, home.saved_by_same_shards)

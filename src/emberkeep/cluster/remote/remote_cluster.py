@@ -360,9 +360,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     if not self._recovered(protection, lost):
                         return False
                 except (ShardLostError, PeerError) as error:
-                    # One more was lost: the recovery of all that are not whole starts over.
-                    gone = error.shards if isinstance(error, ShardLostError) else ()
-                    self._give_up((*lost, *gone))
+                    # The recovery of all that are not whole starts over. Who did not answer is
+                    # not given up for that: no stream of it is sealed, and it may have its rows.
+                    self._give_up(lost)
                     for shard in self.handles:
                         if shard.state != "lost":
                             shard.alive()
@@ -379,6 +379,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         # A server that could not reach another is resting before it tries again:
                         # all attempts would be over before it does.
                         self._clock.sleep(_POLL_SECONDS)
+                    self._taken_back(error)
             return True
 
     @property
@@ -400,7 +401,11 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def _bring_back(self, lost: ShardLostError) -> bool:
         return self._taken_back(lost) or super()._bring_back(lost)
 
-    def _taken_back(self, lost: ShardLostError) -> bool:
+    def await_silent(self) -> None:
+        if newly_lost := [shard.index for shard in self.handles if shard.newly_lost]:
+            self._taken_back(ShardLostError(newly_lost))
+
+    def _taken_back(self, lost: ShardLostError | PeerError) -> bool:
         """Whether all lost shards are back with the rows that they had: their servers had been cut
         off or stopped, or had not heard of this process.
 
