@@ -237,6 +237,9 @@ class Rebuilder(Generic[AnyMember]):
             for shard in shards:
                 for host in self.placement.hosts(shard):
                     if host not in shards:
+                        # First: the server may live, and would fill what starts over with rows
+                        # that are about to be replaced.
+                        self.members[host].host.seal(shard)
                         self.members[host].host.refill(shard)
             for shard in shards:
                 self.members[shard] = replace(shard, 0, Point({}, ()))

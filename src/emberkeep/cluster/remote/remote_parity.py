@@ -179,7 +179,9 @@ class RemoteParity:
             for host in [int(host) for host, _, answers in out if answers]:
                 with suppress(EmberkeepError), self.rebuilder.lock:
                     members = self.rebuilder.members
-                    # First: from here on nobody asks this host, whose parity is behind.
+                    # First: what was sent before it was left out may yet arrive, and from here on
+                    # nobody asks this host, whose parity is behind.
+                    members[host].host.seal(source)
                     members[host].host.refill(source)
                     number, point = members[source].attach(host)
                     members[host].host.follow(source, members[source].source.epoch, number, point)
