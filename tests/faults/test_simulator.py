@@ -21,6 +21,7 @@ from emberkeep.runtime.background import Worker
 from emberkeep.runtime.crew import Crew
 from emberkeep.testing.simulation import simulate, simulated_run
 from emberkeep.testing.simulation.row_model import RowModel
+from emberkeep.testing.simulation.scenarios import SCENARIOS, run_of
 from emberkeep.testing.simulation.scheduler import (
     Process,
     Scheduler,
@@ -29,7 +30,7 @@ from emberkeep.testing.simulation.scheduler import (
     current_task,
 )
 from emberkeep.testing.simulation.sim_network import SimulatedClock
-from emberkeep.testing.simulation.sim_options import KINDS, options_of
+from emberkeep.testing.simulation.sim_options import KINDS
 from emberkeep.testing.simulation.sim_threading import SimLock, patched
 from tests.threads import started_since
 
@@ -203,7 +204,7 @@ def test_futures_are_waited_for_in_the_order_that_they_were_made() -> None:
 
     def main() -> None:
         made = [Future[int]() for _ in range(50)]
-        held: Any = getattr(_base, "_AcquireFutures")(set(reversed(made)))  # noqa: B009
+        held: Any = getattr(_base, "_AcquireFutures")(set(made))  # noqa: B009
         orders.append([made.index(future) for future in held.futures])
 
     run(main)
@@ -236,7 +237,8 @@ def test_a_seed_run_twice_is_the_same_run() -> None:
 
 
 def test_seeds_cover_what_there_is() -> None:
-    drawn = [options_of(seed) for seed in range(200)]
+    drawn = [run_of(seed) for seed in range(300)]
+    assert {options.scenario for options in drawn} == {"", *SCENARIOS}
     assert {options.recovers for options in drawn} == {"full", "partial", "parity"}
     assert {options.workers for options in drawn} == {"one", "synchronous", "asynchronous"}
     assert {options.launches for options in drawn} == {"fixed", "spawned", "moved"}

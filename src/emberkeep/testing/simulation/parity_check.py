@@ -26,9 +26,7 @@ def check_parity(network: SimulatedNetwork, cluster: FlightCluster) -> int:
     return len(whole)
 
 
-def _service(
-    network: SimulatedNetwork, cluster: FlightCluster, shard: int
-) -> ParityService | None:
+def _service(network: SimulatedNetwork, cluster: FlightCluster, shard: int) -> ParityService | None:
     """The parity service that a coordinator means, if its server is there and serves."""
     handle = cluster.handles[shard]
     server = network.servers.get(handle.address)

@@ -1,7 +1,7 @@
 """Runs that lead straight to one rule of the protocols: chosen faults, and chance for the rest.
 
 A seed that is drawn at random comes across some of these once in thousands of runs. They are runs
-like all others; `options_of` draws some of them, too.
+like all others: a part of all seeds is one of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,23 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.tables import SGD, RowWiseAdagrad
 from emberkeep.testing.simulation.sim_options import (
     COORDINATOR,
+    KINDS,
     LEASE,
     Fault,
+    FaultKind,
     Options,
     options_of,
 )
 
 _LEASE = LEASE.total_seconds()
+
+
+def run_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
+    """The run of a seed: one in five is a scenario, if all faults may happen."""
+    random = Random(f"scenario {seed}")
+    if kinds == KINDS and random.random() < 0.2:
+        return scenario_of(random.choice(list(SCENARIOS)), seed)
+    return options_of(seed, kinds)
 
 
 def scenario_of(name: str, seed: int) -> Options:
@@ -72,9 +82,11 @@ def _late(random: Random) -> dict[str, Any]:
 
 def _unheard(random: Random) -> dict[str, Any]:
     """A server applies a push, its hosts hold it, and it dies before it can say so."""
-    ats = [random.uniform(1, 6), random.uniform(8, 14)]
-    faults = tuple(_kill(at, random.randrange(3), inward=True, unheard=True) for at in ats)
-    return _parity(random, k=random.choice((1, 2)), faults=faults, dynamic=random.random() < 0.5)
+    ats = [random.uniform(1, 6), random.choice((random.uniform(8, 14), random.uniform(30, 34)))]
+    faults = tuple(_kill(at, random.randrange(2), inward=True, unheard=True) for at in ats)
+    return _parity(
+        random, k=random.choice((1, 2)), faults=faults, dynamic=random.random() < 0.5, steps=16
+    )
 
 
 def _behind(random: Random) -> dict[str, Any]:
@@ -119,10 +131,10 @@ def _together(random: Random) -> dict[str, Any]:
     at, r = random.uniform(2, 14), random.choice((1, 1, 2))
     lost = random.sample(range(3), random.choice((2, 2, 3)))
     later = [random.choice((0.0, 0.0, 0.6, 1.2)) for _ in lost]
+    faults = tuple(_kill(at + t, shard) for t, shard in zip(later, lost, strict=True))
     return _parity(
-        random, r=r, shards=4, faults=tuple(_kill(at + t, s) for t, s in zip(later, lost, strict=True)),
-        dynamic=random.random() < 0.5, prefetches=False,
-    )  # fmt: skip
+        random, r=r, shards=4, faults=faults, dynamic=random.random() < 0.5, prefetches=False
+    )
 
 
 def _unchanged(random: Random) -> dict[str, Any]:

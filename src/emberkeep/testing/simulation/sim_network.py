@@ -262,7 +262,7 @@ class SimulatedNetwork:
                 strike, unheard = self.after_push.pop(address)
                 strike()
             if kind == "admit":
-                self.probe_later()
+                self.probe_later(0.05)
             if not unheard:
                 arrives = scheduler.seconds + self._delay()
                 if stream is not None:
@@ -322,10 +322,9 @@ class SimulatedNetwork:
         if (asked, server) not in known:
             known.append((asked, server))
 
-
-    def probe_later(self) -> None:
-        """Has somebody ask servers, soon, what they may not answer."""
-        seconds = self.scheduler.random.random() ** 2 * 30
+    def probe_later(self, most: float = 30.0) -> None:
+        """Has somebody ask servers, within so many seconds, what they may not answer."""
+        seconds = self.scheduler.random.random() ** 2 * most
         self.scheduler.at(
             seconds, lambda: self.scheduler.spawn("probe", self._probe, self._harness)
         )

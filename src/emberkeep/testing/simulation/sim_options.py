@@ -116,17 +116,19 @@ class Options:
                 f"{' in the background' if self.parity.background else ''}"
             )
         )
+        scenario = f"{self.scenario}: " if self.scenario else ""
+        tables = "tight" if self.tight else "dynamic" if self.dynamic else "fixed"
         return (
-            f"{self.scenario + ': ' if self.scenario else ''}{self.shards} servers ({self.launches}), {self.recovers}{parity}, "
+            f"{scenario}{self.shards} servers ({self.launches}), {self.recovers}{parity}, "
             f"{self.workers} worker{'' if self.workers == 'one' else 's'}, "
-            f"{'tight' if self.tight else 'dynamic' if self.dynamic else 'fixed'} tables, {type(self.optimizer).__name__}, "
+            f"{tables} tables, {type(self.optimizer).__name__}, "
             f"{self.layout}{' by servers' if self.servers_write else ''}, {self.steps} steps, "
             f"a version every {self.every}, {len(self.faults)} faults"
         )
 
 
 def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
-    """The run of a seed, with faults of these kinds."""
+    """A run that is drawn at random, with faults of these kinds."""
     random = Random(f"options {seed}")
     recovers: Recovers = random.choice(("full", "partial", "parity", "parity"))
     shards = random.randint(1, 4)

@@ -18,6 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from emberkeep.cluster.remote import remote_cluster
 from emberkeep.runtime import background, crew, pool
 from emberkeep.runtime.background_failures import BackgroundFailures
 from emberkeep.runtime.pool import be_nice
@@ -345,6 +346,8 @@ def patched(*modules: str) -> Iterator[None]:
         (Future, "__init__", _make_future),
         (_AcquireFutures, "__init__", _acquire_futures),
         (background, "be_nice", _be_nice),
+        # Asking ten times a second is cheap but for who simulates it.
+        (remote_cluster, "_POLL_SECONDS", 0.5),
         # What threads of a simulation meet is no news of this process.
         (background, "_threads", set()),
         *((module, "background_failures", failures) for module in (background, crew, pool)),

@@ -14,9 +14,10 @@ from emberkeep.errors import EmberkeepError, FencedError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing.simulation.row_model import RowModel, differences, rows_of
+from emberkeep.testing.simulation.scenarios import run_of
 from emberkeep.testing.simulation.scheduler import Process, Scheduler, SimulationError
 from emberkeep.testing.simulation.sim_job import Follower, Job, Leader
-from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options, options_of
+from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
 from emberkeep.testing.simulation.sim_world import World, address_of, stores_of
 
@@ -43,7 +44,7 @@ class Outcome:
 
 def simulate(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Outcome:
     """Runs a seed to its end. The same seed is the same run, message by message."""
-    return run_options(options_of(seed, kinds))
+    return run_options(run_of(seed, kinds))
 
 
 def run_options(options: Options) -> Outcome:
