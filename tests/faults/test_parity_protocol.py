@@ -541,6 +541,27 @@ def test_parity_that_starts_over_takes_nothing_of_a_server_that_is_replaced() ->
     assert not all(machine.rebuilder.members[h].host.complete for h in machine.place.hosts(0))
 
 
+def test_rows_whose_parity_is_out_of_reach_are_not_taken_for_untrained_ones() -> None:
+    """A replacement that does not reach the host of its parity goes on without it: what it has
+    lost cannot be decoded then, and must not be found to be nothing."""
+    machine = ParityProtocol()
+    machine.start((3, 1, 1))
+    machine.draining = True
+    machine.push(Random(1), 40)
+    machine.deliver_all()
+    assert machine.rows(0).trained(0, 0, 0, 99).size
+    machine.dead = {0}
+    for (source, host), queue in machine.queues.items():
+        if 0 in (source, host):
+            queue.clear()
+    machine.notice()
+    (host,) = machine.place.hosts(0)
+    machine.rebuilder.members[0].leave_out(host)
+    with pytest.raises(StreamError, match="none can be decoded"):
+        machine.rebuilder.recover_marks()
+    assert machine.rows(0).blind
+
+
 def _live(size: tuple[int, int, int], lives: int) -> None:
     for seed in range(lives):
         machine = ParityProtocol()

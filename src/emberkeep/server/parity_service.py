@@ -110,7 +110,8 @@ class ParityService:
         self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
         self._streams = ParityStreams(
             self._source, spec, self.placement, lock=shard.lock,
-            leave_out=lambda host: self.member.leave_out(host), security=security,
+            leave_out=lambda host: self.member.leave_out(host), needs_hosts=self._rows.lost,
+            security=security,
             deadline=deadline, transport=transport, clock=clock, tell=tell,
         )  # fmt: skip
         self.member = ParityMember(

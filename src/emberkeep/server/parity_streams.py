@@ -55,6 +55,7 @@ class ParityStreams:
         *,
         lock: ForkLock,
         leave_out: Callable[[int], object],
+        needs_hosts: Callable[[], bool] = lambda: False,
         security: Security,
         deadline: timedelta,
         transport: Transport = FLIGHT,
@@ -66,6 +67,8 @@ class ParityStreams:
         self._placement = placement
         self._lock = lock
         self._leave_out = leave_out
+        # Whether rows are to come back from the hosts: one that was left out would be of no use.
+        self._needs_hosts = needs_hosts
         self._security = security
         self._deadline = deadline
         self._transport = transport
@@ -201,7 +204,7 @@ class ParityStreams:
 
     def _leave_out_silent(self) -> None:
         """Goes on without hosts that hold nothing for the deadline. With no lock held."""
-        if self._spec.unprotected == "stop":
+        if self._spec.unprotected == "stop" or self._needs_hosts():
             return
         for sender in self._silent():
             host, cause = sender.peer.index, sender.trouble or "it does not answer"

@@ -465,9 +465,19 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return True
         # A server drops a host of its parity that is silent for a deadline: then it answers.
         if seconds > 3 * self.timing.deadline.total_seconds():
-            raise error
+            # Rows that do not come back, because a host of their parity is out of reach, are lost.
+            waiting = [shard.index for shard in self.handles if self._waits_for_rows(shard)]
+            if not waiting or not self.coordinates:
+                raise error
+            self._give_up(waiting)
+            if not self._bring_back(ShardLostError(waiting)):
+                raise ShardLostError(waiting) from error
+            return True
         self._clock.sleep(_POLL_SECONDS / 5)
         return False
+
+    def _waits_for_rows(self, shard: RemoteShard) -> bool:
+        return bool(shard.status().get("parity", {}).get("missing_rows"))
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

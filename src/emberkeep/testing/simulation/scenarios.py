@@ -126,6 +126,28 @@ def _wave(random: Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _busy(random: Random) -> dict[str, Any]:
+    """Rows are decoded while others push many times a second, and another server dies then."""
+    at = random.uniform(1, 3)
+    faults = [_kill(at, 0), _kill(at + random.uniform(0.5, 1.5), 1)]
+    storm = Fault(at=at, kind="storm", seconds=6.0, shares={"slow": random.choice((0.05, 0.2))})
+    return _parity(
+        random, r=random.choice((1, 2)), faults=(*faults, storm), workers="asynchronous",
+        optimizer=SGD(lr=0.5), steps=40, pace=0.2, every=30, background=random.random() < 0.5,
+    )  # fmt: skip
+
+
+def _sealed(random: Random) -> dict[str, Any]:
+    """What a server had sent before it was stopped arrives while it is being replaced."""
+    at = random.uniform(2, 6)
+    lasting = random.uniform(33, 46)
+    cuts = [Fault(at=at, kind="cut", target=0, other=o, seconds=lasting) for o in (1, 2)]
+    return _parity(
+        random, k=1, background=True, shards=3, launches="moved", prefetches=False,
+        faults=(*cuts, Fault(at=at + 3, kind="pause", seconds=100.0)),
+    )  # fmt: skip
+
+
 def _together(random: Random) -> dict[str, Any]:
     """More die at once than parity can bear, or as many as it just can."""
     at, r = random.uniform(2, 14), random.choice((1, 1, 2))
@@ -160,11 +182,11 @@ def _parted(random: Random) -> dict[str, Any]:
 
 def _tight(random: Random) -> dict[str, Any]:
     """Pushes are refused, while others that were acknowledged are held by no host yet."""
-    at = random.uniform(8, 14)
+    at = random.uniform(3, 8)
     cuts = [Fault(at=at, kind="cut", target=0, other=o, seconds=6.0) for o in (1, 2, 3)]
     return _parity(
-        random, background=True, dynamic=True, tight=True, shards=4, steps=16,
-        faults=(*cuts, _kill(at + random.uniform(2, 5.5), 0)),
+        random, background=True, dynamic=True, tight=True, shards=4, steps=30, pace=1.0,
+        prefetches=False, faults=(*cuts, _kill(at + random.uniform(2, 5.5), 0)),
     )  # fmt: skip
 
 
@@ -196,6 +218,8 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "behind": _behind,
     "acknowledged": _acknowledged,
     "wave": _wave,
+    "busy": _busy,
+    "sealed": _sealed,
     "together": _together,
     "unchanged": _unchanged,
     "parted": _parted,

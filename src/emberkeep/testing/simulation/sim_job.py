@@ -24,7 +24,6 @@ from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, 
 from emberkeep.testing.simulation.sim_world import World
 
 TIMING = Timing(deadline=DEADLINE, lease=LEASE, bulk=timedelta(minutes=2), patience=PATIENCE)
-_STEP_SECONDS = 4.0
 
 
 class Job:
@@ -127,7 +126,7 @@ class Leader:
             job.model.check_pull(wanted, pulled)
         if job.options.prefetches and step < job.options.steps:
             self.cluster.prefetch(job.model.batch(step + 1)[0])
-        self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
+        self._clock.sleep(job.world.scheduler.random.random() * job.options.pace)
         try:
             self.cluster.push(wanted, grads, lr=LR)
         except TableFullError:
@@ -249,7 +248,7 @@ class Follower:
             cluster.pull(wanted)
             if job.options.prefetches and step < job.options.steps:
                 cluster.prefetch(job.model.batch(step + 1, 1)[0])
-            self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
+            self._clock.sleep(job.world.scheduler.random.random() * job.options.pace)
             job.pending = (wanted, grads)
             cluster.push(wanted, grads, lr=LR)
             job.pending = None

@@ -90,6 +90,8 @@ class Options:
     """Whether the dynamic table has room for few ids, so that pushes are refused."""
     scope: Literal["full", "partial"] = "full"
     """What is done about more losses than parity can bear."""
+    pace: float = 4.0
+    """How long a step takes at most, in seconds."""
     scenario: str = ""
     faults: tuple[Fault, ...] = ()
 
@@ -105,7 +107,7 @@ class Options:
 
     @property
     def _capacity(self) -> int:
-        return 12 * self.shards if self.tight else 64
+        return 5 * self.shards if self.tight else 64
 
     def __str__(self) -> str:
         parity = (
