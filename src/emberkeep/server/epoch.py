@@ -103,6 +103,13 @@ class Epoch:
             else:
                 self._ledger.note(int(worker, 16), number)
 
+    def serve(self, after: int) -> None:
+        """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
+        answer to one, when the shard before was lost, hears that it is done."""
+        with self._push_lock:
+            self._applied_together = max(self._applied_together, after)
+        self.shard.serve()
+
     def store(self, url: str) -> BlobStore:
         """The store of this epoch's versions: the first that is asked for, and no other. A client
         must not have files written and read wherever this process can."""
@@ -226,8 +233,8 @@ class Epoch:
         return done
 
     def _came_back(self, request: Request) -> bool:
-        """Whether parity has brought back a step of all ranks: it was checked by the server that
-        was lost, and rows hold it."""
+        """Whether a step of all ranks, checked by a server that was lost, is over: parity has
+        brought it back and rows hold it, or the recovery has counted it as lost."""
         held = self._held.get(0)
         checked = held is not None and held.number == request.number
         return request.world > 1 and not checked and request.number <= self._applied_together

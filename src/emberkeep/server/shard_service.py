@@ -296,7 +296,7 @@ class ShardService:
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        epoch.shard.serve()
+        epoch.serve(int(header.get("after", 0)))
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
 

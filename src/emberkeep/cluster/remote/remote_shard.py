@@ -205,8 +205,10 @@ class RemoteShard:
                 self.lose()
             return same
 
-    def serve(self) -> None:
-        self._act("serve")
+    def serve(self, after: int = 0) -> None:
+        """The server answers from here on. Of ranks that push together, the steps up to `after` are
+        over, whether its rows have them or not."""
+        self._act("serve", {"after": after})
         self.state = "serving"
 
     def release(self, coordinator: str) -> None:
