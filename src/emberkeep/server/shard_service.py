@@ -282,7 +282,12 @@ class ShardService:
         epoch = self._of(header)
         epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
         self.metrics.follow(header.get("run", {}))
-        yield {"state": epoch.shard.state, "clock": self._clock.monotonic()}, _NONE
+        left_out: dict[int, int] = {}
+        if epoch.parity_service is not None:
+            known = {int(host): int(number) for host, number in header.get("left_out", ())}
+            left_out = epoch.parity_service.known_left_out(known)
+        clock = self._clock.monotonic()
+        yield {"state": epoch.shard.state, "clock": clock, "left_out": [*left_out.items()]}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The run is over: the rows are let go, and the next coordinator need not wait."""

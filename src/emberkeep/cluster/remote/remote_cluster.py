@@ -334,6 +334,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             parity.check_shards(len(self.handles))
 
     def _new_protection(self, parity: Parity) -> RemoteParity:
+        assert self._leases is not None
         n = len(self.handles)
         rows = [
             max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
@@ -342,6 +343,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
+            left_out=self._leases.left_out,
             **self._over,
         )  # fmt: skip
 
