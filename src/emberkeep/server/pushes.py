@@ -6,7 +6,7 @@ Pure bookkeeping over locks: nothing here knows of Flight or of rows on disk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,11 +29,21 @@ class Ledger:
 
     Numbers of an incarnation are contiguous. A number that was applied is never applied again; one
     that comes too early means that a push was lost on the way, and is refused. After a recovery
-    from a repository the ledger is new: the first number that comes is as good as any.
+    from a repository the ledger is new: the first number that comes is as good as any that the
+    version does not hold (`start_after`).
     """
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def start_after(self, numbers: Mapping[int, int]) -> None:
+        """The rows are those of a version, which holds the pushes up to these numbers."""
+        self._before = dict(numbers)
+
+    def numbers(self) -> dict[int, int]:
+        """The last number of each incarnation that the rows hold."""
+        return {**self._before, **self._last}
 
     def applied(self, incarnation: int, number: int) -> bool:
         """Whether that push was applied already; `ProtocolError` if one before it is missing."""
@@ -42,6 +52,8 @@ class Ledger:
             raise ProtocolError(
                 f"push {number} of worker {incarnation:x} comes after {last}: one was lost"
             )
+        if last is None:
+            return number <= self._before.get(incarnation, 0)
         return last is not None and number <= last
 
     def note(self, incarnation: int, number: int) -> None:
@@ -52,7 +64,7 @@ class Ledger:
 
     def last(self, incarnation: int) -> int:
         """The last number applied, 0 for an incarnation that never pushed."""
-        return self._last.get(incarnation, 0)
+        return self._last.get(incarnation, self._before.get(incarnation, 0))
 
 
 RowGradients = tuple[Sequence[RowIds], Sequence[F32]]

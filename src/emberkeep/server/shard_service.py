@@ -301,7 +301,11 @@ class ShardService:
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        epoch.serve(int(header.get("after", 0)))
+        pushes = header.get("pushes", {})
+        epoch.serve(
+            int(header.get("after", 0)),
+            {int(worker, 16): int(number) for worker, number in pushes.items()},
+        )
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
 
@@ -391,11 +395,11 @@ class ShardService:
             if self._snapshot_epoch == epoch.number:
                 for snapshot in self._snapshots:
                     snapshot.close(())
-            cut = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
+            cut, pushes = epoch.freeze(header["since"], int(header["buffer_nbytes"]))
             self._snapshots = cut
             self._snapshot_epoch = epoch.number
             self._cancelled = threading.Event()
-        yield {"tables": cut.tables}, _NONE
+        yield {"tables": cut.tables, "pushes": pushes}, _NONE
 
     def _chunks(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The frozen rows themselves, for a coordinator whose store is its own."""
