@@ -14,7 +14,7 @@ from tests.faults.test_servers_return import CODED, SHARDS, World
 
 
 class Troubled:
-    """A call that meets what it is told to, one after the other; each wait takes a second."""
+    """A call that meets the given errors, one after the other; each wait takes a second."""
 
     lost_since: float | None = None
 

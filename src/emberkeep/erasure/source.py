@@ -77,8 +77,8 @@ class Source:
         """Forgets hosts that all others, or the coordinator, know to be left out."""
         others = [held for host, held in self._held.items() if host not in self._leaving]
         for host, number in list(self._leaving.items()):
-            told = bool(others) and all(held >= number for held in others)
-            if told or host in self._known:
+            heard = bool(others) and all(held >= number for held in others)
+            if heard or host in self._known:
                 del self._leaving[host], self._held[host]
 
     def known_left_out(self, hosts: Iterable[int]) -> None:
