@@ -196,6 +196,10 @@ class ParityService:
         """After a push: see `ParityStreams.settle`."""
         return self._streams.settle()
 
+    def known_left_out(self, known: Mapping[int, int]) -> dict[int, int]:
+        """See `ParityStreams.known_left_out`."""
+        return self._streams.known_left_out(known)
+
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""
         settled = self._source.settled

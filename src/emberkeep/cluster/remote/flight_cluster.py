@@ -139,6 +139,9 @@ class FlightCluster(RemoteCluster):
         ]
         self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
         self._reader = transport.executor(1, "emberkeep-prefetch")
+        # A rank that follows is answered sooner than the one that coordinates, at times. If a shard
+        # is lost in between, the step is not over there: so such a rank keeps its last one.
+        self._follows = world > 1 and not coordinate
         # A push leaves when it is settled on every shard, was refused before any shard applied it,
         # or a full recovery goes behind it, and for no other reason.
         self._unsettled: deque[_Sent] = deque()
@@ -274,6 +277,8 @@ class FlightCluster(RemoteCluster):
                 raise PeerError(f"push {number} is not settled: a host of its parity is silent")
             self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
+            if self._follows:
+                settled = min(settled, number - 1)
             if settled < number:
                 self._keep(sent)
             while (
@@ -389,13 +394,14 @@ class FlightCluster(RemoteCluster):
     def unfinished(self, shard: int) -> int:
         given_up = sum(bool(sent.missing) and shard not in sent.missing for sent in self._unsettled)
         sent = self._applying
-        # Another rank may have been answered before the shard was lost: it does not send its part
-        # again, and the step counts as lost.
-        if sent is None or self.world > 1:
+        if sent is None:
             return given_up
         about = {"incarnation": sent.incarnation, "world": self.world}
         applied = int(self.handles[shard].ask("status", about)["applied"])
         return given_up + (applied >= sent.number)
+
+    def _last_together(self) -> int:
+        return self._number if self.world > 1 else 0
 
     def _serving(self) -> list[ShardHandle]:
         """All shards, each with every push that was sent to it."""
@@ -410,7 +416,8 @@ class FlightCluster(RemoteCluster):
         """Has a shard that is back apply what it may be without: the pushes that it did not answer,
         and, where it goes on from parity, those that not every host held.
 
-        Of a shard whose rows came from a repository, those that it had answered are lost.
+        Of a shard whose rows came from a repository, those that it had answered are lost. Of the
+        steps of several ranks these are the ones that had ended on the rank that coordinates.
         """
         shard = self.handles[index]
         if shard.state != "serving":
@@ -422,7 +429,7 @@ class FlightCluster(RemoteCluster):
                 status_of[sent.incarnation] = shard.ask("status", about)
             status = status_of[sent.incarnation]
             needed = index in sent.missing or status["from_parity"]
-            if needed and sent.number > status["applied"]:
+            if (needed or self._follows) and sent.number > status["applied"]:
                 self._send_one(sent, index)
             sent.missing.discard(index)
 

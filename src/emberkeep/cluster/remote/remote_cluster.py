@@ -120,6 +120,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """Nothing of the pushes so far is left, or will be made again."""
         raise NotImplementedError
 
+    def _last_together(self) -> int:
+        """The last step of several ranks that has ended here; 0 for one that trains alone."""
+        raise NotImplementedError
+
     # -- beginning and ending --------------------------------------------------------------------
 
     def _take_over(self, parity: Parity | None) -> None:
@@ -278,7 +282,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
-            self.handles[index].serve()
+            # What this rank counts as lost is not made again by another, what it does not is.
+            self.handles[index].serve(self._last_together())
         if not self.lost():
             self._settle_writes()
 
@@ -329,6 +334,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             parity.check_shards(len(self.handles))
 
     def _new_protection(self, parity: Parity) -> RemoteParity:
+        assert self._leases is not None
         n = len(self.handles)
         rows = [
             max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
@@ -337,6 +343,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
+            left_out=self._leases.left_out,
             **self._over,
         )  # fmt: skip
 
