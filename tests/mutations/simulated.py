@@ -41,7 +41,7 @@ SCENARIOS_OF: dict[str, tuple[str, ...]] = {
     "S1-renewal": ("outlived",),
     "S1-seal": ("sealed",),
     "S1": ("late",),
-    "S2-ledger": ("ranks",),
+    "S2-ledger": ("unheard",),
     "S2-parity": ("unheard",),
     "S2-round": ("tight", "late"),
     "S3-settle": ("acknowledged",),
