@@ -146,7 +146,7 @@ def main() -> None:
             f"{len(failures)} of them failed. Mutations: "
             + "; ".join(
                 f"{each.mutation.rule} "
-                + (f"noticed by seed {each.seeds}" if each.how else f"missed by {each.seeds} seeds")
+                + (f"noticed by run {each.runs}" if each.how else f"missed by {each.runs} runs")
                 for each in found
             )
             + ".",

@@ -259,11 +259,11 @@ class Rank:
             )  # fmt: skip
             if decided.scope == "full":
                 return False
+            self.losses = decided.losses  # before: some may serve when it is interrupted
             try:
                 recover_partially(self.keeper, Home(self.cluster, NAMES), lost)
             except ShardLostError:
                 continue
-            self.losses = decided.losses
             print(f"{lost} recovered after step {self.step}: PLS {self.losses.pls}", flush=True)
         return True
 

@@ -24,6 +24,7 @@ class Leaving(ParityProtocol):
         member.leave_out(host)
         if not member.source.hosts:  # nobody else could tell of it
             self.rebuilder.left_out[source] = set(self.place.hosts(source))
+            member.source.known_left_out(self.place.hosts(source))
 
     def mend(self, source: int, host: int) -> None:
         """What a coordinator does when the host answers again."""
@@ -149,13 +150,17 @@ def test_settled_waits_until_all_others_know_who_is_left_out() -> None:
     assert source.settled == 6
 
 
-def test_a_stream_without_hosts_settles_what_nobody_holds() -> None:
+def test_a_stream_without_hosts_settles_when_the_coordinator_knows_that_nobody_holds_it() -> None:
     source = stream()
     source.message(NOTHING)
     for host in (1, 2, 3):
         source.leave_out(host)
         source.message(NOTHING)
-    assert (source.hosts, source.settled) == ([], 4)
+    assert (source.hosts, source.settled) == ([], 0)
+    source.known_left_out([1, 2])
+    assert source.settled == 0
+    source.known_left_out([1, 2, 3])
+    assert source.settled == 4
     assert source.attach(2)[0] == 4
     assert source.message(NOTHING).goes_to == (2,)
     assert source.settled == 4

@@ -21,7 +21,7 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import ParityService
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import Adagrad, Table
-from emberkeep.testing.local_transport import LocalNetwork, LocalServers, LocalTransport
+from emberkeep.testing.local_transport import LocalNetwork, LocalServers, LocalTransport, Rule
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import state, wanted_of
 
@@ -256,6 +256,41 @@ def test_a_shard_whose_pushes_nobody_holds_is_left_to_the_repository() -> None:
         run.network.cut((0, 1), (0, 2))
         run.push(2)
         assert run.status.left_out_hosts == 2
+        run.hosts.kill(0)
+        with pytest.warns(UserWarning, match="more than parity"), pytest.raises(ShardLostError):
+            push(run.cluster)
+
+
+def test_pushes_that_nobody_holds_are_kept_until_the_coordinator_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shard 0 has left out all its hosts, who think that they are whole, and so does the
+    coordinator: it brings the shard back from them, and what they lack is sent again."""
+    with scene() as run:
+        run.push(2)
+        run.network.rules = [Rule(how="refuse", kind="renew")]
+        monkeypatch.setattr(run.cluster._protection, "mend", lambda: None)
+        run.network.cut((0, 1), (0, 2))
+        run.push(3)
+        assert run.services()[0].status()["left_out_hosts"] == 2
+        run.network.cut()
+        run.hosts.kill(0)
+        run.network.rules = []
+        run.check()
+        run.push()
+        run.check()
+
+
+def test_pushes_that_nobody_holds_are_let_go_once_the_coordinator_knows() -> None:
+    with scene() as run:
+        run.push(2)
+        run.network.cut((0, 1), (0, 2))
+        for _ in range(30):
+            run.push()
+            run.pass_time(1)
+        assert run.services()[0].status()["left_out_hosts"] == 2
+        assert len(run.cluster._unsettled) < 10
+        run.cluster.install("fixed", *run.cluster.read_all("fixed"))  # nor do writes wait for them
         run.hosts.kill(0)
         with pytest.warns(UserWarning, match="more than parity"), pytest.raises(ShardLostError):
             push(run.cluster)

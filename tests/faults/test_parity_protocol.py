@@ -511,6 +511,57 @@ def test_a_host_that_was_filled_ahead_of_others_is_filled_again() -> None:
     machine.teardown()
 
 
+def test_parity_that_starts_over_takes_nothing_of_a_server_that_is_replaced() -> None:
+    """A host asks for rows as soon as its parity starts over. The server that still lives there in
+    its old epoch would fill it with rows that are about to be replaced."""
+    machine = ParityProtocol()
+    machine.start((3, 1, 1))
+    machine.draining = True
+    machine.push(Random(1), 40)
+    machine.deliver_all()
+    before = machine.rebuilder.members[0]
+    refused = 0
+
+    def replace(shard: int, number: int, point: Point) -> ParityMember:
+        nonlocal refused
+        for host in machine.place.hosts(shard):
+            held = machine.rebuilder.members[host].host
+            for p, slab, source, filled in held.to_fill():
+                if source == shard:
+                    before.send_fill(host, p, slab, filled, held.stripes[slab])
+            for message in machine.queues[shard, host]:
+                with pytest.raises(StreamError, match="was replaced and must stop"):
+                    held.receive(message)
+                refused += 1
+            machine.queues[shard, host].clear()
+        return machine.member(shard, before.source.epoch + 1, 0, point, lost=False)
+
+    machine.rebuilder.start_over([0], replace)
+    assert refused
+    assert not all(machine.rebuilder.members[h].host.complete for h in machine.place.hosts(0))
+
+
+def test_rows_whose_parity_is_out_of_reach_are_not_taken_for_untrained_ones() -> None:
+    """A replacement that does not reach the host of its parity goes on without it: what it has
+    lost cannot be decoded then, and must not be found to be nothing."""
+    machine = ParityProtocol()
+    machine.start((3, 1, 1))
+    machine.draining = True
+    machine.push(Random(1), 40)
+    machine.deliver_all()
+    assert machine.rows(0).trained(0, 0, 0, 99).size
+    machine.dead = {0}
+    for (source, host), queue in machine.queues.items():
+        if 0 in (source, host):
+            queue.clear()
+    machine.notice()
+    (host,) = machine.place.hosts(0)
+    machine.rebuilder.members[0].leave_out(host)
+    with pytest.raises(StreamError, match="none can be decoded"):
+        machine.rebuilder.recover_marks()
+    assert machine.rows(0).blind
+
+
 def _live(size: tuple[int, int, int], lives: int) -> None:
     for seed in range(lives):
         machine = ParityProtocol()

@@ -44,8 +44,8 @@ DYNAMIC = [Table("dynamic", rows=None, capacity=12, dim=3)]
 class Schedule(VirtualClock):
     """Virtual time with appointments."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, pace: float = 0.0) -> None:
+        super().__init__(pace=pace)
         self._calls: list[tuple[float, Callable[[], object]]] = []
 
     def at(self, seconds: float, call: Callable[[], object]) -> None:
@@ -65,9 +65,10 @@ class World:
     """Servers, a cluster over them, and its twin that never fails."""
 
     def __init__(
-        self, tables: Sequence[Table] = TABLES, *, fixed: bool = False, **more: Any
-    ) -> None:
-        self.clock = Schedule()
+        self, tables: Sequence[Table] = TABLES, *, fixed: bool = False, pace: float = 0.0,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        self.clock = Schedule(pace=pace)
         self.network = LocalNetwork(self.clock)
         self.tables = tables
         if fixed:

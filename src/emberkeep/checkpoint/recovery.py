@@ -175,9 +175,10 @@ def recover_partially(
     start over.
     """
     cluster = home.cluster
+    # First, so that what the caller has counted as lost is: none of them returns from here on.
+    cluster.renew(*lost)
     steps = steps_of(cluster)
     manifest = None
-    cluster.renew(*lost)
     for shard in lost:
         view = shard_view(cluster, shard, home.names)
         manifest = checkpointer.restore_shard(view, shard, home.saved_by_same_shards)
@@ -198,6 +199,9 @@ def steps_of(cluster: Cluster) -> dict[str, int]:
     counted is what lost shards will be sent once they are back."""
     for shard in cluster.handles:
         if shard.state == "serving":
-            state, unfinished = shard.table_state(), cluster.unfinished(shard.index)
+            before, state = -1, {}
+            while (unfinished := cluster.unfinished(shard.index)) != before:
+                # Again, if the push of another rank came in between.
+                before, state = unfinished, shard.table_state()
             return {name: table["steps"] - unfinished for name, table in state.items()}
     return {}

@@ -105,7 +105,7 @@ def serve(
     warm_up()
     served = ShardService(threads=threads, place=place, on_event=events)
     served.page.log = events.path
-    watch = ServerWatch(served)
+    watch = ServerWatch(served, upkeep=events.bound_stderr)
     server = ShardServer(served, host=host, port=port, socket=own, security=security)
     status = {"address": server.address, "pid": os.getpid(), "life": served.life, **status}
     status["log"] = events.path

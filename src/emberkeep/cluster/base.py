@@ -218,6 +218,10 @@ class Cluster:
         """How long a recovery may take that loses shards again and again."""
         return PATIENCE
 
+    def await_silent(self) -> None:
+        """Waits for shards that do not answer and may be alive, as a call that needs them would;
+        for a recovery that meets them: nobody has decided yet to renew them."""
+
     def _say(self, event: str, **details: Any) -> None:
         if self.on_event is not None:
             self.on_event(event, details)

@@ -55,6 +55,8 @@ class PeerMember:
         """Whether the shard had trained rows when a host was last attached."""
         self.hosts: dict[int, Peer] = {}
         """Where the hosts that may be attached are."""
+        self.attached: dict[int, int] = {}
+        """The number after which each host was last attached to the stream."""
         self._security = security
         self._deadline = deadline
         self._transport = transport
@@ -99,7 +101,8 @@ class PeerMember:
     def attach(self, host: int) -> tuple[int, Point]:
         reply, _ = self.ask("attach", {"host": self.hosts[host].to_json()})
         self.trained = bool(reply["trained"])
-        return int(reply["number"]), unpack_point(reply)
+        self.attached[host] = int(reply["number"])
+        return self.attached[host], unpack_point(reply)
 
     def send_values(self, wanted: Sequence[Wanted]) -> None:
         self.ask("values", *pack_wanted(wanted))

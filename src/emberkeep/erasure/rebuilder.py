@@ -237,6 +237,9 @@ class Rebuilder(Generic[AnyMember]):
             for shard in shards:
                 for host in self.placement.hosts(shard):
                     if host not in shards:
+                        # First: the server may live, and would fill what starts over with rows
+                        # that are about to be replaced.
+                        self.members[host].host.seal(shard)
                         self.members[host].host.refill(shard)
             for shard in shards:
                 self.members[shard] = replace(shard, 0, Point({}, ()))
@@ -291,6 +294,12 @@ class Rebuilder(Generic[AnyMember]):
             members = self.placement.members(group)
             most = sum(standings[member].lost_K[slot] for slot, member in enumerate(members))
             parities = self._parities(group, standings)[:most]
+            if len(parities) < most:
+                # To go on would be to take lost rows for rows that were never trained.
+                raise StreamError(
+                    f"rows of group {group} are lost on {most} shards, and {len(parities)} of its "
+                    "parity rows are whole: none can be decoded"
+                )
             wanted = Wanted(next(self._numbers), group, slab, layer, stripes)
             decode = Decode(wanted, tuple(self.placement.host(group, p) for p in parities))
             for host in decode.hosts:

@@ -16,7 +16,9 @@ class Source:
 
     A host that holds nothing can be left out (`leave_out`). What it lacks is settled once every
     other host holds a message that says so, and not before: if this shard is lost, the others
-    know that the stream went on without it.
+    know that the stream went on without it. Where there is no other, it is settled once the
+    coordinator knows (`known_left_out`): until then, that host would be taken for one that is
+    whole, and what it lacks would have to be sent again.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Source:
         self._held = dict.fromkeys(hosts, number)
         # Hosts that are left out, by the number of the first message that says so.
         self._leaving: dict[int, int] = {}
+        self._known: set[int] = set()
 
     @property
     def hosts(self) -> list[int]:
@@ -71,16 +74,24 @@ class Source:
                 self._let_leave()
 
     def _let_leave(self) -> None:
-        """Forgets hosts that all others know to be left out."""
+        """Forgets hosts that all others, or the coordinator, know to be left out."""
+        others = [held for host, held in self._held.items() if host not in self._leaving]
         for host, number in list(self._leaving.items()):
-            others = (held for h, held in self._held.items() if h not in self._leaving)
-            if all(held >= number for held in others):
+            heard = bool(others) and all(held >= number for held in others)
+            if heard or host in self._known:
                 del self._leaving[host], self._held[host]
+
+    def known_left_out(self, hosts: Iterable[int]) -> None:
+        """The coordinator does not count on these for what was said since they were left out."""
+        with self._lock:
+            self._known = set(hosts)
+            self._let_leave()
 
     def attach(self, host: int) -> tuple[int, Point]:
         """A new host takes part from the next message on; where the stream stands before it."""
         with self._lock:
             self._leaving.pop(host, None)
+            self._known.discard(host)
             self._held[host] = self.number
             return self.number, Point(dict(self.ledger), self.state)
 

@@ -16,6 +16,7 @@ from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.dense import Stateful
@@ -119,6 +120,8 @@ class Keeper:
         self._parts = find_parts(
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
         )
+        homes = self._parts.subject.homes()
+        self._ranks.meet(max((home.cluster.patience for home in homes), default=PATIENCE))
         self._state = RunState(self._parts.dense, reader, self._ranks)
         self._store = (
             open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
@@ -141,7 +144,7 @@ class Keeper:
                 on_event=self._hear, clock=clock,
             )  # fmt: skip
         self._recoverer = make_recoverer(
-            self._strategy, self._parts.subject.homes(), self._saver, total_steps=total_steps,
+            self._strategy, homes, self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
             tell=self._tell, clock=clock,
         )  # fmt: skip

@@ -16,17 +16,30 @@ import torch.distributed as dist
 
 from emberkeep.errors import StateError
 
-_PATIENCE = timedelta(minutes=30)
+_LEAST = timedelta(minutes=30)
+
+
+def collective_timeout(patience: timedelta) -> timedelta:
+    """How long ranks wait for each other: longer than one of them may take to bring a lost server
+    back, so that it is `patience` that ends a run, whatever it is set to."""
+    return max(_LEAST, 2 * patience)
 
 
 class Ranks:
-    """All ranks of the default process group, or one process alone."""
+    """All ranks of the default process group, or one process alone. They `meet` before anything
+    is agreed on."""
 
     def __init__(self) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self.world = dist.get_world_size() if joined else 1
         self.rank = dist.get_rank() if joined else 0
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.world > 1 else None
+        self._group: dist.ProcessGroup | None = None
+
+    def meet(self, patience: timedelta) -> None:
+        """Makes the group; every rank does, with the same patience."""
+        if self.world > 1:
+            timeout = collective_timeout(patience)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def leads(self) -> bool:

@@ -22,6 +22,7 @@ from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
+from emberkeep.runtime.pool import ForkLock
 from emberkeep.strategies import Strategy
 
 
@@ -112,6 +113,8 @@ class Recoverer:
         self._tell = tell
         self.losses = Losses()
         self._going_back = False
+        # One recovery at a time: threads that meet the same loss wait for it.
+        self._lock = ForkLock()
         self._busy = False
         self._patience = max((home.cluster.patience for home in homes), default=PATIENCE)
         self._failures_before = self._repeated_steps = 0
@@ -152,12 +155,18 @@ class Recoverer:
 
     def on_loss(self, lost: ShardLostError) -> bool:
         """Whether the shards serve again. A full recovery is left to the caller, who can rewind."""
-        if self._busy:
-            return False
-        if self._plan(self._clock.monotonic()).scope == "partial":
-            self.recover()
+        with self._lock:
+            if self._busy:
+                return False  # a call of the recovery itself, which decides again
+            if not self._lost():
+                return True  # another thread has met the same loss
+            if self._plan(self._clock.monotonic()).scope == "full":
+                return False
+            try:
+                self._recover(None, rewinds=False)
+            except ShardLostError:
+                return False  # more was lost meanwhile, and it is a full recovery by now
             return not self._lost()
-        return False
 
     def recover(self, lost_in: ShardLostError | None = None) -> Recovered | None:
         """Recovers what is lost, however often more is lost meanwhile; None if nothing is.
@@ -165,6 +174,12 @@ class Recoverer:
         `lost_in` is what has ended a step half-way: such a step can only be taken again, so the
         model goes back even if the shards have returned since.
         """
+        with self._lock:
+            return self._recover(lost_in, rewinds=self._go_back is not None)
+
+    def _recover(self, lost_in: ShardLostError | None, *, rewinds: bool) -> Recovered | None:
+        """`rewinds` says whether the caller can go back to a version: one that is in the middle of
+        a pull or a push would go on from rows that are not those of its step."""
         if not self._lost() and not self._going_back:
             if lost_in is None:
                 return None
@@ -175,11 +190,23 @@ class Recoverer:
         losses_before = [len(home.cluster.losses) for home in self._homes]
         try:
             while True:
+                returned = not self._lost() and not self._going_back and lost_in is None
+                if returned and not [*self._found_lost(losses_before)]:
+                    return None  # with all their rows
                 decided = self._plan(start)
+                if decided.scope == "partial" and lost_in is not None:
+                    self._going_back = True
+                    decided = self._plan(start)
                 lost.update(decided.shards)
-                if decided.scope == "full" and self._go_back is None:
+                if decided.scope == "full" and not rewinds:
                     raise lost_in or ShardLostError(sorted(lost))
                 try:
+                    # A version under way may still be committed, and less would be lost.
+                    self._saver.join()
+                    if decided.scope == "partial":
+                        decided = self._plan(start)
+                        if decided.scope == "full":
+                            continue  # more was lost meanwhile
                     made = self._carry_out(decided, start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)
@@ -208,13 +235,12 @@ class Recoverer:
 
     def _carry_out(self, decided: Plan, start: float) -> Recovered:
         step, kept = self._steps(), None
-        # A version under way may still be committed, and less would be lost.
-        self._saver.join()
         if decided.scope == "partial":
-            decided = self._plan(start)
-            for home, shards in self._by_home(decided.shards):
+            exact = decided.losses == self.losses
+            for home, first, shards in self._by_home(decided.shards):
+                if not exact:
+                    self._count([first + shard for shard in shards])
                 kept = self._saver.recover_shards(home, shards)
-            self.losses = decided.losses
         else:
             assert self._go_back is not None
             self._going_back = True
@@ -240,6 +266,22 @@ class Recoverer:
             reason=decided.reason,
         )
 
+    def _count(self, shards: Sequence[int]) -> None:
+        """Counts what a partial recovery takes from these shards, before it begins: if it ends
+        half-way, some of them serve, and nobody would know later what they are without. A shard
+        that is recovered again at the same step loses nothing more."""
+        whole = self._saver.whole
+        assert whole is not None
+        assert self._total_steps is not None
+        self.losses = self.losses.after(
+            shards, step=self._steps(), saved=whole.step, total=self._total_steps,
+            shards=self._shard_count,
+        )  # fmt: skip
+
+    @property
+    def _shard_count(self) -> int:
+        return sum(home.cluster.shard_count for home in self._homes)
+
     def _plan(self, start: float) -> Plan:
         while True:
             try:
@@ -249,7 +291,8 @@ class Recoverer:
                 self._must_go_on(start, error)
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
-        """Raises when a recovery that began at `start` has lost shards for too long."""
+        """Raises when a recovery that began at `start` has lost shards for too long. One that is
+        only unreachable keeps its rows."""
         if self._clock.monotonic() - start > self._patience.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
@@ -257,6 +300,8 @@ class Recoverer:
                 f"the last time {named}: see why they end, then start the run again to resume its "
                 "newest version"
             ) from error
+        for home in self._homes:
+            home.cluster.await_silent()
 
     def _plan_once(self) -> Plan:
         whole = self._saver.whole
@@ -264,7 +309,7 @@ class Recoverer:
             self._recovery,
             self.losses,
             self._lost(),
-            shards=sum(home.cluster.shard_count for home in self._homes),
+            shards=self._shard_count,
             step=self._steps(),
             saved=None if whole is None else whole.step,
             total=self._total_steps,
@@ -290,13 +335,15 @@ class Recoverer:
             first += home.cluster.shard_count
         return found
 
-    def _by_home(self, shards: Sequence[int]) -> list[tuple[Home, list[int]]]:
+    def _by_home(self, shards: Sequence[int]) -> list[tuple[Home, int, list[int]]]:
+        """Each cluster that has some of them, the number of its first shard, and its own
+        numbers of those."""
         found, first = [], 0
         for home in self._homes:
             count = home.cluster.shard_count
             own_shards = [shard - first for shard in shards if first <= shard < first + count]
             if own_shards:
-                found.append((home, own_shards))
+                found.append((home, first, own_shards))
             first += count
         return found
 

@@ -73,6 +73,24 @@ class EventLog:
             except (OSError, ValueError):
                 self.failed += 1
 
+    def bound_stderr(self) -> None:
+        """Keeps what this process prints beside its events within the bounds of the log itself:
+        libraries write to stderr what they like, for as long as the process lives. To be called
+        now and then; does nothing where stderr is not the file beside the log."""
+        if self.path is None:
+            return
+        path = stderr_beside(self.path)
+        try:
+            printed = os.fstat(_STDERR)
+            if printed.st_size <= self._most_nbytes or not os.path.samestat(printed, path.stat()):
+                return
+            os.replace(path, f"{path}.1")
+            file = _open(str(path))
+            os.dup2(file, _STDERR)
+            os.close(file)
+        except OSError:
+            self.failed += 1
+
     def close(self) -> None:
         with self._lock:
             if self._file != _STDERR:
@@ -107,6 +125,11 @@ class EventLog:
 
 def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def stderr_beside(log: str | os.PathLike[str]) -> Path:
+    """Where a process with that log has what it prints otherwise."""
+    return Path(log).with_suffix(".stderr")
 
 
 # -- where logs are ------------------------------------------------------------------------------

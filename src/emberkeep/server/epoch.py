@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
@@ -102,6 +103,22 @@ class Epoch:
                 self._applied_together = number
             else:
                 self._ledger.note(int(worker, 16), number)
+
+    def serve(self, after: int, pushes: Mapping[int, int]) -> None:
+        """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
+        answer to one, when the shard before was lost, hears that it is done. So does a worker
+        whose `pushes` are in the version that the rows came from."""
+        with self._push_lock:
+            self._applied_together = max(self._applied_together, after)
+            if self.parity_service is None or not self.parity_service.from_parity:
+                self._ledger.start_after(pushes)
+        self.shard.serve()
+
+    def freeze(self, since: str | None, buffer: int) -> tuple[Cut[FrozenRows], dict[str, int]]:
+        """Freezes the rows, and tells which pushes they hold: the last of each worker."""
+        with self._push_lock:
+            pushes = {f"{worker:x}": number for worker, number in self._ledger.numbers().items()}
+            return self.shard.freeze(since, buffer), pushes
 
     def store(self, url: str) -> BlobStore:
         """The store of this epoch's versions: the first that is asked for, and no other. A client
@@ -226,8 +243,8 @@ class Epoch:
         return done
 
     def _came_back(self, request: Request) -> bool:
-        """Whether parity has brought back a step of all ranks: it was checked by the server that
-        was lost, and rows hold it."""
+        """Whether a step of all ranks, checked by a server that was lost, is over: parity has
+        brought it back and rows hold it, or the recovery has counted it as lost."""
         held = self._held.get(0)
         checked = held is not None and held.number == request.number
         return request.world > 1 and not checked and request.number <= self._applied_together

@@ -110,7 +110,8 @@ class ParityService:
         self._source = Source(shard.index, shard.epoch, (), number=number, point=point)
         self._streams = ParityStreams(
             self._source, spec, self.placement, lock=shard.lock,
-            leave_out=lambda host: self.member.leave_out(host), security=security,
+            leave_out=lambda host: self.member.leave_out(host), needs_hosts=self._rows.lost,
+            security=security,
             deadline=deadline, transport=transport, clock=clock, tell=tell,
         )  # fmt: skip
         self.member = ParityMember(
@@ -194,6 +195,10 @@ class ParityService:
     def settle(self) -> bool:
         """After a push: see `ParityStreams.settle`."""
         return self._streams.settle()
+
+    def known_left_out(self, known: Mapping[int, int]) -> dict[int, int]:
+        """See `ParityStreams.known_left_out`."""
+        return self._streams.known_left_out(known)
 
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,6 +34,8 @@ class LeftOut:
     sender: Sender
     since: float
     """The time (Unix) since when it holds nothing."""
+    number: int
+    """Of the first message of the stream that does not go to it."""
 
 
 class ParityStreams:
@@ -55,6 +57,7 @@ class ParityStreams:
         *,
         lock: ForkLock,
         leave_out: Callable[[int], object],
+        needs_hosts: Callable[[], bool] = lambda: False,
         security: Security,
         deadline: timedelta,
         transport: Transport = FLIGHT,
@@ -66,6 +69,8 @@ class ParityStreams:
         self._placement = placement
         self._lock = lock
         self._leave_out = leave_out
+        # Whether rows are to come back from the hosts: one that was left out would be of no use.
+        self._needs_hosts = needs_hosts
         self._security = security
         self._deadline = deadline
         self._transport = transport
@@ -131,14 +136,24 @@ class ParityStreams:
         background, soon will.
 
         False where a host does not answer: the push must be sent again, until that host is replaced
-        or left out.
+        or left out. If all are left out, training goes on; what it does is not settled before the
+        coordinator knows that nobody holds it.
         """
         number = self._source.number
         if self._spec.background:
             return self._await(
                 lambda: self._waiting_nbytes() <= self._spec.window_nbytes and not self._silent()
             )
-        return self._await(lambda: self._source.settled >= number)
+        return self._await(lambda: self._source.settled >= number or not self._source.hosts)
+
+    def known_left_out(self, known: Mapping[int, int]) -> dict[int, int]:
+        """Hears which hosts the coordinator knows to be left out, since which number; returns
+        which are."""
+        with self._moved:
+            left_out = {host: out.number for host, out in self._left_out.items()}
+            self._source.known_left_out(dict(left_out.items() & known.items()))
+            self._moved.notify_all()
+            return left_out
 
     def make_room(self) -> None:
         """Before a write that is not a push: returns when no more than the window waits for hosts.
@@ -201,7 +216,7 @@ class ParityStreams:
 
     def _leave_out_silent(self) -> None:
         """Goes on without hosts that hold nothing for the deadline. With no lock held."""
-        if self._spec.unprotected == "stop":
+        if self._spec.unprotected == "stop" or self._needs_hosts():
             return
         for sender in self._silent():
             host, cause = sender.peer.index, sender.trouble or "it does not answer"
@@ -211,7 +226,7 @@ class ParityStreams:
                     if self._senders.get(host) is not sender:
                         continue  # left out, replaced or closed meanwhile
                     del self._senders[host]
-                    self._left_out[host] = LeftOut(sender, since)
+                    self._left_out[host] = LeftOut(sender, since, self._source.number + 1)
                 self._leave_out(host)
             sender.leave_out()
             with self._moved:

@@ -6,7 +6,7 @@ Pure bookkeeping over locks: nothing here knows of Flight or of rows on disk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,11 +29,21 @@ class Ledger:
 
     Numbers of an incarnation are contiguous. A number that was applied is never applied again; one
     that comes too early means that a push was lost on the way, and is refused. After a recovery
-    from a repository the ledger is new: the first number that comes is as good as any.
+    from a repository the ledger is new: the first number that comes is as good as any that the
+    version does not hold (`start_after`).
     """
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def start_after(self, numbers: Mapping[int, int]) -> None:
+        """The rows are those of a version, which holds the pushes up to these numbers."""
+        self._before = dict(numbers)
+
+    def numbers(self) -> dict[int, int]:
+        """The last number of each incarnation that the rows hold."""
+        return {**self._before, **self._last}
 
     def applied(self, incarnation: int, number: int) -> bool:
         """Whether that push was applied already; `ProtocolError` if one before it is missing."""
@@ -42,6 +52,8 @@ class Ledger:
             raise ProtocolError(
                 f"push {number} of worker {incarnation:x} comes after {last}: one was lost"
             )
+        if last is None:
+            return number <= self._before.get(incarnation, 0)
         return last is not None and number <= last
 
     def note(self, incarnation: int, number: int) -> None:
@@ -52,7 +64,7 @@ class Ledger:
 
     def last(self, incarnation: int) -> int:
         """The last number applied, 0 for an incarnation that never pushed."""
-        return self._last.get(incarnation, 0)
+        return self._last.get(incarnation, self._before.get(incarnation, 0))
 
 
 RowGradients = tuple[Sequence[RowIds], Sequence[F32]]
@@ -82,9 +94,9 @@ class _Step(Generic[_T]):
 class Meeting(Generic[_T]):
     """Where the ranks of a synchronous job meet: nobody goes on before all parts are there.
 
-    The rank that comes last does the work for all. After a partial recovery one rank may be a step
-    ahead, as some had been answered when the shard died: the earlier step is lost with the shard,
-    and a worker that sends it again hears that it is done.
+    The rank that comes last does the work for all. Steps up to `last` are over: a worker that sends
+    one again hears that it is done. No rank is ahead of another otherwise: one whose last step is
+    not over where it finds it, after a recovery, sends that one first.
     """
 
     def __init__(self, world: int, last: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -92,16 +104,15 @@ class Meeting(Generic[_T]):
         self._step = _Step[_T]()
         self._last = last
         self._clock = clock
-        self._passed: dict[int, int] = {}
         self._changed = threading.Condition()
 
     def bring(
         self, rank: int, number: int, part: RowGradients, work: Callable[[Sequence[RowGradients]],
         _T], patience_seconds: float,
     ) -> _T | None:  # fmt: skip
-        """What `work` made of the parts of all ranks; None for a step that is done already or was
-        passed over. What `work` raises, every rank gets, and the step may be brought again; so may
-        a part whose rank waited in vain (`RankError`): it stays, and is taken once."""
+        """What `work` made of the parts of all ranks; None for a step that is done already. What
+        `work` raises, every rank gets, and the step may be brought again; so may a part whose rank
+        waited in vain (`RankError`): it stays, and is taken once."""
         with self._changed:
             if number <= self._last:
                 return None
@@ -109,10 +120,7 @@ class Meeting(Generic[_T]):
             step.parts[rank] = (number, part)
             if len(step.parts) == self.world:
                 self._meet(step, work)
-            if not self._clock.wait_for(
-                self._changed, lambda: step.over or self._passed.get(rank, 0) >= number,
-                patience_seconds,
-            ):  # fmt: skip
+            if not self._clock.wait_for(self._changed, lambda: step.over, patience_seconds):
                 absent = sorted({*range(self.world)} - {*step.parts})
                 raise RankError(
                     f"step {number} waits for rank {', '.join(map(str, absent))} of {self.world}: "
@@ -120,19 +128,20 @@ class Meeting(Generic[_T]):
                 )
             if step.error is not None:
                 raise step.error
-            return step.value if step.over else None
+            return step.value
 
     def _meet(self, step: _Step[_T], work: Callable[[Sequence[RowGradients]], _T]) -> None:
-        newest = max(number for number, _ in step.parts.values())
-        behind = [rank for rank, (number, _) in step.parts.items() if number < newest]
-        for rank in behind:
-            self._passed[rank] = step.parts.pop(rank)[0]
-        if not behind:
-            try:
-                step.value = work([step.parts[rank][1] for rank in range(self.world)])
-                self._last = newest
-            except EmberkeepError as error:
-                step.error = error
-            step.over = True
-            self._step = _Step()
+        numbers = {number for number, _ in step.parts.values()}
+        try:
+            if len(numbers) > 1:
+                raise ProtocolError(
+                    f"ranks bring the steps {', '.join(map(str, sorted(numbers)))} where all bring "
+                    "one: start all of them again"
+                )
+            step.value = work([step.parts[rank][1] for rank in range(self.world)])
+            self._last = max(numbers)
+        except EmberkeepError as error:
+            step.error = error
+        step.over = True
+        self._step = _Step()
         self._changed.notify_all()

@@ -3,6 +3,7 @@ background threads that fail."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -30,11 +31,15 @@ class ServerWatch:
     """Looks at a server four times while a lease lasts, once a second at least.
 
     Events: "lease_expired" and "lease_resumed"; "unprotected" and "protected"; "recovering" and
-    "recovered" with the scope "parity"; "background_failed".
+    "recovered" with the scope "parity"; "background_failed". `upkeep` is called at each look.
     """
 
-    def __init__(self, served: ShardService, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, served: ShardService, clock: Clock = SYSTEM_CLOCK,
+        upkeep: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self._served = served
+        self._upkeep = upkeep
         self._clock = clock
         self._seen: _Seen | None = None
         self._failures: dict[str, ThreadFailures] = background_failures.by_thread()
@@ -48,6 +53,7 @@ class ServerWatch:
 
     def _look(self) -> float:
         self.look()
+        self._upkeep()
         epoch = self._served.epoch
         return _MOST_SECONDS if epoch is None else min(_MOST_SECONDS, epoch.lease_seconds / 4)
 

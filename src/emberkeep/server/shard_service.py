@@ -282,7 +282,12 @@ class ShardService:
         epoch = self._of(header)
         epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
         self.metrics.follow(header.get("run", {}))
-        yield {"state": epoch.shard.state, "clock": self._clock.monotonic()}, _NONE
+        left_out: dict[int, int] = {}
+        if epoch.parity_service is not None:
+            known = {int(host): int(number) for host, number in header.get("left_out", ())}
+            left_out = epoch.parity_service.known_left_out(known)
+        clock = self._clock.monotonic()
+        yield {"state": epoch.shard.state, "clock": clock, "left_out": [*left_out.items()]}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The run is over: the rows are let go, and the next coordinator need not wait."""
@@ -296,7 +301,11 @@ class ShardService:
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        epoch.shard.serve()
+        pushes = header.get("pushes", {})
+        epoch.serve(
+            int(header.get("after", 0)),
+            {int(worker, 16): int(number) for worker, number in pushes.items()},
+        )
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
 
@@ -386,11 +395,11 @@ class ShardService:
             if self._snapshot_epoch == epoch.number:
                 for snapshot in self._snapshots:
                     snapshot.close(())
-            cut = epoch.shard.freeze(header["since"], int(header["buffer_nbytes"]))
+            cut, pushes = epoch.freeze(header["since"], int(header["buffer_nbytes"]))
             self._snapshots = cut
             self._snapshot_epoch = epoch.number
             self._cancelled = threading.Event()
-        yield {"tables": cut.tables}, _NONE
+        yield {"tables": cut.tables, "pushes": pushes}, _NONE
 
     def _chunks(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The frozen rows themselves, for a coordinator whose store is its own."""

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from emberkeep import config
 from emberkeep._types import Json
 from emberkeep.keeper import Costs, Recoveries
+from emberkeep.keeper.ranks import collective_timeout
 from emberkeep.keeper.signals import EXIT_CODE
 from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
@@ -33,8 +33,6 @@ from emberkeep.wire.security import Security
 
 _WORKER_CPUS = 0.5
 _SERVER_CPUS = 0.1
-# Longer than any rank may take to bring a lost server back.
-_PATIENCE = timedelta(minutes=30)
 _TERMINATED = 128 + signal.SIGTERM  # as shells report it
 
 
@@ -93,7 +91,7 @@ def work(document: Json, place: Place, mailbox: Mailbox) -> Json:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"tcp://{place.meeting}", rank=place.rank, world_size=place.world,
-        timeout=_PATIENCE,
+        timeout=collective_timeout(settings.cluster.timing().patience),
     )  # fmt: skip
     try:
         result = run(settings, hooks=hooks, fresh=document["fresh"], rank=place.rank)

@@ -164,6 +164,14 @@ class FlightChannel:
             with suppress(pa.ArrowException):
                 self._client.close()
 
+    def __del__(self) -> None:
+        """A stream that is dropped, by a run that ends with an error say, is given up: Arrow would
+        wait for its server, and print what that comes to."""
+        with suppress(BaseException):  # also of an interpreter that is about to end
+            self.cancel()
+            self._due = 0.0
+            self.close()
+
     def _call_options(self, deadline: timedelta | None) -> Any:
         import pyarrow.flight as flight
 

@@ -216,6 +216,32 @@ def test_partial_recovery_that_would_lose_too_much_is_full(
     assert model.bits() == uninterrupted
 
 
+@pytest.mark.parametrize("when", ["pull", "push"])
+def test_a_call_that_turns_into_a_full_recovery_is_given_up_with_its_step(
+    when: Any, uninterrupted: dict[str, bytes]
+) -> None:
+    """The rest of that step would be trained on rows of the version."""
+    model, store = Model(failures=(ek.fail_at(1, step=6, when=when),)), HookedStore()
+    keeper = keeper_of(model, store, PARTIAL)
+    recovered: list[Any] = []
+    keeper._on_event = lambda name, details: (
+        recovered.append(details) if name == "recovered" else None
+    )
+
+    def lose_all(what: str, name: str) -> None:
+        if what == "get" and model.users.cluster.lost():
+            store.before = lambda what, name: None
+            model.kill(0, 1, 2, 3, 4)
+
+    def watch() -> None:
+        store.before = lose_all
+
+    seen = train(model, keeper, {6: watch})
+    assert [(it["scope"], it["step"]) for it in recovered] == [("full", 3)]
+    assert seen == [*range(1, 6), *range(4, STEPS + 1)]
+    assert model.bits() == uninterrupted
+
+
 @pytest.mark.parametrize("strategy", [FULL, PARTIAL, RANKED], ids=["full", "partial", "ranked"])
 @pytest.mark.parametrize("operation", ["put", "get"])
 def test_shards_die_at_every_operation_of_the_store(

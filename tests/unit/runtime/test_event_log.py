@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.errors import ConfigError
 from emberkeep.runtime import event_log
-from emberkeep.runtime.event_log import EventLog, last_line, new_log_directory
+from emberkeep.runtime.event_log import EventLog, last_line, new_log_directory, stderr_beside
 from emberkeep.testing.virtual_clock import VirtualClock
 
 
@@ -45,6 +45,29 @@ def test_a_file_never_takes_more_than_twice_its_size(tmp_path: Path) -> None:
     numbers = [line["number"] for line in found]
     assert numbers == list(range(100))[-len(numbers) :]  # the newest, none of them missing
     log.close()
+
+
+def test_what_else_a_process_prints_is_bounded_as_well(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "server-1.log", most_nbytes=1000)
+    beside = stderr_beside(tmp_path / "server-1.log")
+    stderr = os.dup(2)
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        log.bound_stderr()  # which is not that file: nothing happens
+        os.dup2(file, 2)
+        for line in range(100):
+            os.write(2, f"a library says {line:4}\n".encode())
+            log.bound_stderr()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(file)
+    log.close()
+    assert last_line(beside) == "a library says   99"
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {"server-1.log", "server-1.stderr", "server-1.stderr.1"}
+    assert all(size < 1100 for size in sizes.values())
+    assert log.failed == 0
 
 
 def test_a_flood_of_one_event_is_cut_and_counted(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -81,8 +81,13 @@ class _Sent:
     routed: Routed
     grads: Sequence[F32]
     lr: Rates
-    missing: set[int]
-    """The shards that have not answered it."""
+    answered: dict[int, int]
+    """The shards that have answered it, each with the epoch in which it did."""
+    missing: set[int] = field(default_factory=set)
+    """Of a push that was given up: the shards that have not answered it."""
+
+    def answer(self, shard: ShardHandle) -> None:
+        self.answered[shard.index] = shard.epoch
 
 
 class FlightCluster(RemoteCluster):
@@ -134,6 +139,9 @@ class FlightCluster(RemoteCluster):
         ]
         self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
         self._reader = transport.executor(1, "emberkeep-prefetch")
+        # A rank that follows is answered sooner than the one that coordinates, at times. If a shard
+        # is lost in between, the step is not over there: so such a rank keeps its last one.
+        self._follows = world > 1 and not coordinate
         # A push leaves when it is settled on every shard, was refused before any shard applied it,
         # or a full recovery goes behind it, and for no other reason.
         self._unsettled: deque[_Sent] = deque()
@@ -262,13 +270,15 @@ class FlightCluster(RemoteCluster):
             if self._refusable:
                 self._exchange_together(blobs)
                 blobs = self._requests(APPLY, routed, number=number, lr=lr)
-            sent = _Sent(self._incarnation, number, routed, grads, lr, set())
+            sent = _Sent(self._incarnation, number, routed, grads, lr, self._answered(number))
             self._applying = sent
-            replies = self._exchange_together(blobs)
+            replies = self._exchange_together(blobs, sent)
             if any(settled_of(blob)[1] for blob in replies):
                 raise PeerError(f"push {number} is not settled: a host of its parity is silent")
             self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
+            if self._follows:
+                settled = min(settled, number - 1)
             if settled < number:
                 self._keep(sent)
             while (
@@ -281,6 +291,14 @@ class FlightCluster(RemoteCluster):
             if self._protection is not None:
                 self._protection.mend()
 
+    def _answered(self, number: int) -> dict[int, int]:
+        """Who has answered the push under way in an earlier attempt."""
+        before = self._applying
+        same = before is not None and (before.incarnation, before.number) == (
+            self._incarnation, number
+        )  # fmt: skip
+        return before.answered if before is not None and same else {}
+
     def _keep(self, sent: _Sent) -> None:
         sent.grads = [rows_UD.copy() for rows_UD in sent.grads]  # the caller may write to its own
         self._unsettled.append(sent)
@@ -290,10 +308,12 @@ class FlightCluster(RemoteCluster):
         sent, self._applying = self._applying, None
         self._ahead = None  # rows that were pulled ahead are without it
         if sent is not None and not self._refused(error):
-            if isinstance(error, ShardLostError):
-                sent.missing = set(error.shards)
-            elif not isinstance(error, PeerError):  # who has answered is not known
-                sent.missing = set(range(len(self.handles)))
+            # Whatever the error names: each shard may have had a reason of its own.
+            sent.missing = {
+                shard.index
+                for shard in self.handles
+                if sent.answered.get(shard.index) != shard.epoch
+            }
             self._keep(sent)
         elif self._refusable:
             self._withdraw(self._number + 1)
@@ -315,13 +335,13 @@ class FlightCluster(RemoteCluster):
             with suppress(EmberkeepError):
                 shard.ask("withdraw", about)
 
-    def _exchange_together(self, blobs: Sequence[U8]) -> list[U8]:
+    def _exchange_together(self, blobs: Sequence[U8], sent: _Sent | None = None) -> list[U8]:
         """Sends a part of a push to each shard; as one rank of several, until all have sent theirs.
 
         A server does not let a rank wait for longer than half of a deadline at a time, so one that
         is silent does not pass for one that waits for others.
         """
-        return self._until_all_ranks(lambda: self._exchange(blobs, self.timing.deadline))
+        return self._until_all_ranks(lambda: self._exchange(blobs, self.timing.deadline, sent))
 
     def _until_all_ranks(self, send: Callable[[], _T]) -> _T:
         until = self._clock.monotonic() + self.patience.total_seconds()
@@ -374,13 +394,14 @@ class FlightCluster(RemoteCluster):
     def unfinished(self, shard: int) -> int:
         given_up = sum(bool(sent.missing) and shard not in sent.missing for sent in self._unsettled)
         sent = self._applying
-        # Another rank may have been answered before the shard was lost: it does not send its part
-        # again, and the step counts as lost.
-        if sent is None or self.world > 1:
+        if sent is None:
             return given_up
         about = {"incarnation": sent.incarnation, "world": self.world}
         applied = int(self.handles[shard].ask("status", about)["applied"])
         return given_up + (applied >= sent.number)
+
+    def _last_together(self) -> int:
+        return self._number if self.world > 1 else 0
 
     def _serving(self) -> list[ShardHandle]:
         """All shards, each with every push that was sent to it."""
@@ -395,7 +416,8 @@ class FlightCluster(RemoteCluster):
         """Has a shard that is back apply what it may be without: the pushes that it did not answer,
         and, where it goes on from parity, those that not every host held.
 
-        Of a shard whose rows came from a repository, those that it had answered are lost.
+        Of a shard whose rows came from a repository, those that it had answered are lost. Of the
+        steps of several ranks these are the ones that had ended on the rank that coordinates.
         """
         shard = self.handles[index]
         if shard.state != "serving":
@@ -407,7 +429,7 @@ class FlightCluster(RemoteCluster):
                 status_of[sent.incarnation] = shard.ask("status", about)
             status = status_of[sent.incarnation]
             needed = index in sent.missing or status["from_parity"]
-            if needed and sent.number > status["applied"]:
+            if (needed or self._follows) and sent.number > status["applied"]:
                 self._send_one(sent, index)
             sent.missing.discard(index)
 
@@ -468,8 +490,10 @@ class FlightCluster(RemoteCluster):
             blobs.append(pack_request(request, [parts[s][1] for parts in routed]))
         return blobs
 
-    def _exchange(self, blobs: Sequence[U8], deadline: timedelta) -> list[U8]:
-        """Sends one request to each shard, then takes all replies.
+    def _exchange(
+        self, blobs: Sequence[U8], deadline: timedelta, sent: _Sent | None = None
+    ) -> list[U8]:
+        """Sends one request to each shard, then takes all replies; `sent` hears who has answered.
 
         A request whose reply was lost is sent again if its server is still there. Errors come out
         once all shards have answered: streams stay in step.
@@ -500,6 +524,9 @@ class FlightCluster(RemoteCluster):
                 except EmberkeepError as error:
                     errors.append(error)
         finally:
+            for shard, reply in zip(self.handles, replies, strict=True):
+                if sent is not None and reply is not None:
+                    sent.answer(shard)
             self._settle()
         if lost:
             raise ShardLostError(lost)

@@ -20,6 +20,9 @@ class Leases:
     """Keeps the leases of all servers alive, one thread for each; knows nothing of the cluster, so
     that it can end.
 
+    With each renewal a server says which hosts of its parity it has left out, and hears that this
+    is known: a stream that nobody holds must not pass for settled before.
+
     A renewal that fails, whatever the error, is tried again for as long as the lease is wanted: if
     it stays without one, the next pull or push finds out, and has the shard replaced.
     """
@@ -48,6 +51,11 @@ class Leases:
         """Lets a shard's lease run out: its server is about to be replaced."""
         self._renewals[index].meant = None
 
+    def left_out(self, index: int) -> dict[int, int]:
+        """The hosts that a shard's stream was last known to go on without, each with the number of
+        the first message that does not go to it."""
+        return self._renewals[index].left_out
+
     def stop(self) -> None:
         for renewal in self._renewals.values():
             renewal.meant, renewal.over = None, True
@@ -63,6 +71,7 @@ class _Renewal:
     ) -> None:  # fmt: skip
         self.meant: tuple[str, int] | None = None
         self.over = False
+        self.left_out: dict[int, int] = {}
         self._header: Json = {"coordinator": coordinator, "run": run}
         self._dial = dial
         self._pause = pause
@@ -81,6 +90,7 @@ class _Renewal:
         if meant != self._known:
             self._disconnect()
             self._known, self._heard = meant, 0.0
+            self.left_out = {}
         if meant is None:
             if self.over:
                 self.worker.stop()
@@ -88,11 +98,17 @@ class _Renewal:
         address, epoch = meant
         if self._connection is None:
             self._connection = self._dial(address)
-        header = {**self._header, "epoch": epoch, "clock": self._heard}
+        known = self.left_out
+        header = {
+            **self._header, "epoch": epoch, "clock": self._heard, "left_out": [*known.items()]
+        }  # fmt: skip
         reply, _ = self._connection.act(
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
         before, self._heard = self._heard, float(reply["clock"])
+        self.left_out = {int(host): int(number) for host, number in reply["left_out"]}
+        if self.left_out.items() - known.items():
+            return 0  # it shall hear soon that this is known
         pause = self._pause.total_seconds()
         # After a silence the lease still runs from before it: it is renewed by the next message.
         return 0 if self._heard - before > 2 * pause else pause

@@ -29,7 +29,7 @@ from emberkeep.errors import ConfigError, DeadlineError, ServerError
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.event_log import last_line, new_log_directory
+from emberkeep.runtime.event_log import last_line, new_log_directory, stderr_beside
 from emberkeep.runtime.waiting import Waiting
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.private_socket import own_address
@@ -269,7 +269,7 @@ class _Process:
         """Its events; None where nothing can be kept. What else it prints is in the file beside."""
         self._directory = tempfile.mkdtemp(prefix="emberkeep-", dir=_short_directory())
         try:
-            stderr = subprocess.DEVNULL if self.log is None else self._stderr(self.log).open("ab")
+            stderr = subprocess.DEVNULL if self.log is None else stderr_beside(self.log).open("ab")
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "emberkeep.cli", "serve", "--threads", str(threads),
@@ -290,10 +290,6 @@ class _Process:
         if not isinstance(stderr, int):
             stderr.close()
         self._greeting: dict[str, Any] | None = None
-
-    @staticmethod
-    def _stderr(log: Path) -> Path:
-        return log.with_suffix(".stderr")
 
     @property
     def pid(self) -> int:
@@ -320,7 +316,7 @@ class _Process:
             line = self._process.stdout.readline()
             if not line:
                 code = self._ended()
-                said = "" if self.log is None else last_line(self._stderr(self.log))
+                said = "" if self.log is None else last_line(stderr_beside(self.log))
                 raise ServerError(
                     f"a shard server ended with {code} before it was ready: "
                     f"{said or 'it said nothing; run emberkeep serve to see why'}"

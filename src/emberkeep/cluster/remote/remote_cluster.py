@@ -120,6 +120,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """Nothing of the pushes so far is left, or will be made again."""
         raise NotImplementedError
 
+    def _last_together(self) -> int:
+        """The last step of several ranks that has ended here; 0 for one that trains alone."""
+        raise NotImplementedError
+
     # -- beginning and ending --------------------------------------------------------------------
 
     def _take_over(self, parity: Parity | None) -> None:
@@ -278,7 +282,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def serve(self, *shards: int) -> None:
         for index in self._named(shards):
-            self.handles[index].serve()
+            # What this rank counts as lost is not made again by another, what it does not is.
+            self.handles[index].serve(self._last_together())
         if not self.lost():
             self._settle_writes()
 
@@ -329,6 +334,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             parity.check_shards(len(self.handles))
 
     def _new_protection(self, parity: Parity) -> RemoteParity:
+        assert self._leases is not None
         n = len(self.handles)
         rows = [
             max(slab_rows([self.tables[t] for t in group], i, n) for i in range(n))
@@ -337,6 +343,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
+            left_out=self._leases.left_out,
             **self._over,
         )  # fmt: skip
 
@@ -360,9 +367,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     if not self._recovered(protection, lost):
                         return False
                 except (ShardLostError, PeerError) as error:
-                    # One more was lost: the recovery of all that are not whole starts over.
-                    gone = error.shards if isinstance(error, ShardLostError) else ()
-                    self._give_up((*lost, *gone))
+                    # The recovery of all that are not whole starts over. Who did not answer is
+                    # not given up for that: no stream of it is sealed, and it may have its rows.
+                    self._give_up(lost)
                     for shard in self.handles:
                         if shard.state != "lost":
                             shard.alive()
@@ -379,6 +386,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         # A server that could not reach another is resting before it tries again:
                         # all attempts would be over before it does.
                         self._clock.sleep(_POLL_SECONDS)
+                    self._taken_back(error)
             return True
 
     @property
@@ -400,7 +408,11 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def _bring_back(self, lost: ShardLostError) -> bool:
         return self._taken_back(lost) or super()._bring_back(lost)
 
-    def _taken_back(self, lost: ShardLostError) -> bool:
+    def await_silent(self) -> None:
+        if newly_lost := [shard.index for shard in self.handles if shard.newly_lost]:
+            self._taken_back(ShardLostError(newly_lost))
+
+    def _taken_back(self, lost: ShardLostError | PeerError) -> bool:
         """Whether all lost shards are back with the rows that they had: their servers had been cut
         off or stopped, or had not heard of this process.
 
@@ -460,9 +472,19 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return True
         # A server drops a host of its parity that is silent for a deadline: then it answers.
         if seconds > 3 * self.timing.deadline.total_seconds():
-            raise error
+            # Rows that do not come back, because a host of their parity is out of reach, are lost.
+            waiting = [shard.index for shard in self.handles if self._waits_for_rows(shard)]
+            if not waiting or not self.coordinates:
+                raise error
+            self._give_up(waiting)
+            if not self._bring_back(ShardLostError(waiting)):
+                raise ShardLostError(waiting) from error
+            return True
         self._clock.sleep(_POLL_SECONDS / 5)
         return False
+
+    def _waits_for_rows(self, shard: RemoteShard) -> bool:
+        return bool(shard.status().get("parity", {}).get("missing_rows"))
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -49,6 +49,7 @@ class RemoteParity:
         timing: Timing,
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
+        left_out: Callable[[int], Mapping[int, int]],
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -60,6 +61,7 @@ class RemoteParity:
         self._timing = timing
         self._stripes = stripes
         self._each = each
+        self._left_out = left_out
         self._transport = transport
         self._clock = clock
         self._peers: dict[int, Peer] = {}
@@ -124,6 +126,13 @@ class RemoteParity:
             renew(index)
             return self._protect(index, (number, point), lost=True, complete=False)
 
+        for index in lost:
+            attached = self.rebuilder.members[index].attached
+            self.rebuilder.left_out.setdefault(index, set()).update(
+                host
+                for host, number in self._left_out(index).items()
+                if number > attached.get(host, -1)  # and was not attached again since
+            )
         self.rebuilder.recover(lost, replace)
         self._send_directory()
         self._recover_marks()
@@ -179,7 +188,9 @@ class RemoteParity:
             for host in [int(host) for host, _, answers in out if answers]:
                 with suppress(EmberkeepError), self.rebuilder.lock:
                     members = self.rebuilder.members
-                    # First: from here on nobody asks this host, whose parity is behind.
+                    # First: what was sent before it was left out may yet arrive, and from here on
+                    # nobody asks this host, whose parity is behind.
+                    members[host].host.seal(source)
                     members[host].host.refill(source)
                     number, point = members[source].attach(host)
                     members[host].host.follow(source, members[source].source.epoch, number, point)

@@ -112,6 +112,8 @@ class RemoteShard:
         self._connection: Connection | None = None
         self._waiting = 0
         self._given_up = True
+        self.saved_pushes: dict[str, int] = {}
+        """The last push of each worker that the newest version of this process holds."""
         self._orders = itertools.count(1)
         self._lock = threading.RLock()
 
@@ -205,8 +207,11 @@ class RemoteShard:
                 self.lose()
             return same
 
-    def serve(self) -> None:
-        self._act("serve")
+    def serve(self, after: int = 0) -> None:
+        """The server answers from here on. Of ranks that push together, the steps up to `after` are
+        over, whether its rows have them or not; what workers had pushed before the newest version
+        was cut is in rows that come from it."""
+        self._act("serve", {"after": after, "pushes": self.saved_pushes})
         self.state = "serving"
 
     def release(self, coordinator: str) -> None:
@@ -324,7 +329,7 @@ class RemoteShard:
     def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]:
         header = {"since": since, "buffer_nbytes": buffer}
         reply, _ = self._act("freeze", header, serving=True)
-        return Cut([RemoteRows(self)], reply["tables"])
+        return Cut([RemoteRows(self, reply["pushes"])], reply["tables"])
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
@@ -448,9 +453,10 @@ class RemoteShard:
 class RemoteRows:
     """The frozen rows of a server: it writes them to the store itself, or sends them."""
 
-    def __init__(self, shard: RemoteShard) -> None:
+    def __init__(self, shard: RemoteShard, pushes: dict[str, int]) -> None:
         self._shard = shard
         self._epoch = shard.epoch
+        self._pushes = pushes
         self._names: dict[str, str] = {}
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -490,6 +496,8 @@ class RemoteRows:
 
     def close(self, advanced: Collection[str]) -> None:
         shard = self._shard
+        if advanced:  # the version is there, whatever has become of the server
+            shard.saved_pushes = self._pushes
         if shard.epoch != self._epoch or shard.state == "lost":
             return
         header = {"epoch": self._epoch, "advanced": list(advanced)}

@@ -12,6 +12,7 @@ from emberkeep._types import F32, I64, Json, Planes, RowIds
 from emberkeep.checkpoint.overheads import pls_of_loss
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.local.local_cluster import local
+from emberkeep.errors import TableFullError
 from emberkeep.server.pushes import RowGradients
 from emberkeep.testing.simulation.scheduler import SimulationError, undisturbed
 from emberkeep.testing.simulation.sim_options import Options
@@ -76,8 +77,21 @@ class RowModel:
         """One more step of the job was acknowledged."""
         self.step += 1
         parts = [self.batch(self.step, rank) for rank in range(ranks)]
-        self.push(*(parts[0] if ranks == 1 else _averaged(parts)))
+        try:
+            self.push(*(parts[0] if ranks == 1 else _averaged(parts)))
+        except TableFullError as error:
+            raise SimulationError(f"step {self.step} was not refused: {error}") from error
         self.applied = [count + 1 for count in self.applied]
+
+    @undisturbed()
+    def refuse_step(self) -> None:
+        """One more step of the job was refused, for want of room."""
+        self.step += 1
+        try:
+            self.push(*self.batch(self.step))
+        except TableFullError:
+            return
+        raise SimulationError(f"step {self.step} was refused, and there is room for it")
 
     @undisturbed()
     def check_pull(self, wanted: Sequence[RowIds], pulled: Sequence[F32]) -> None:

@@ -10,20 +10,20 @@ from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
-from emberkeep.errors import SaveError, ShardLostError
+from emberkeep.errors import SaveError, ShardLostError, TableFullError
 from emberkeep.keeper.recoverer import Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Manifest
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.pushes import RowGradients
 from emberkeep.strategies import Strategy, incremental, parity, partial
+from emberkeep.testing.simulation.parity_check import check_parity
 from emberkeep.testing.simulation.row_model import LR, RowModel, rows_of
 from emberkeep.testing.simulation.scheduler import Process, SimulationError
 from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, Options
 from emberkeep.testing.simulation.sim_world import World
 
 TIMING = Timing(deadline=DEADLINE, lease=LEASE, bulk=timedelta(minutes=2), patience=PATIENCE)
-_STEP_SECONDS = 4.0
 
 
 class Job:
@@ -38,6 +38,7 @@ class Job:
         """Whether the present leader has brought rows back, and others may push."""
         self.recoveries = 0
         self.resumes = 0
+        self.parities_checked = 0
         self.went_back = False
         """Whether rows came from a version: what asynchronous workers pushed is not known then."""
         self.followed = 0
@@ -66,7 +67,7 @@ class Job:
         return parity(
             k=options.parity.k, r=options.parity.r, background=options.parity.background,
             chunk_rows=options.parity.chunk_rows, rebuild_share=options.parity.rebuild_share,
-            every=every, layout=options.layout, keep="all",
+            every=every, layout=options.layout, keep="all", recovery=options.scope,
         )  # fmt: skip
 
     def open_cluster(self, process: Process, rank: int) -> FlightCluster:
@@ -125,13 +126,19 @@ class Leader:
             job.model.check_pull(wanted, pulled)
         if job.options.prefetches and step < job.options.steps:
             self.cluster.prefetch(job.model.batch(step + 1)[0])
-        self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
-        self.cluster.push(wanted, grads, lr=LR)
-        job.model.take_step(job.ranks)
+        self._clock.sleep(job.world.scheduler.random.random() * job.options.pace)
+        try:
+            self.cluster.push(wanted, grads, lr=LR)
+        except TableFullError:
+            job.model.refuse_step()
+        else:
+            job.model.take_step(job.ranks)
         self.steps += 1
         if self.steps % job.options.every == 0:
             self.saver.check()
             self._cut()
+        if job.options.parity is not None:
+            job.parities_checked += check_parity(job.world.network, self.cluster)
 
     def _cut(self) -> None:
         self.saver.cut(self.steps, None, self._counters)
@@ -155,6 +162,9 @@ class Leader:
         self.recoverer.recover()
         if self.steps < job.options.steps:
             return False
+        if job.options.parity is not None:
+            self.cluster.rebuild()
+            job.parities_checked += check_parity(job.world.network, self.cluster)
         if job.exact:
             wrong = job.model.wrong(rows_of(self.cluster), job.doubtful)
             if wrong:
@@ -238,7 +248,7 @@ class Follower:
             cluster.pull(wanted)
             if job.options.prefetches and step < job.options.steps:
                 cluster.prefetch(job.model.batch(step + 1, 1)[0])
-            self._clock.sleep(job.world.scheduler.random.random() * _STEP_SECONDS)
+            self._clock.sleep(job.world.scheduler.random.random() * job.options.pace)
             job.pending = (wanted, grads)
             cluster.push(wanted, grads, lr=LR)
             job.pending = None

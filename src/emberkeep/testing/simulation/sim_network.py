@@ -15,11 +15,13 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
-from emberkeep._types import U8
+import numpy as np
+
+from emberkeep._types import U8, RowIds
 from emberkeep.errors import ServerError
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.crew import Crew
-from emberkeep.server.epoch import Session
+from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.shard_service import ShardService
 from emberkeep.testing.simulation.scheduler import (
     Process,
@@ -35,8 +37,11 @@ from emberkeep.wire.protocol import (
     PULL,
     PUSH,
     REFUSED,
+    Request,
+    Shape,
     check_protocol,
     is_frame,
+    pack_request,
     refusal,
 )
 from emberkeep.wire.security import Security
@@ -138,16 +143,20 @@ class SimulatedNetwork:
     `sent` counts messages by kind and by what became of them.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, harness: Process) -> None:
         self.scheduler = scheduler
+        self._harness = harness
         self.weather = Weather()
         self.servers: dict[str, Server] = {}
         self.sent: Counter[str] = Counter()
         self._cuts: Counter[tuple[str, str]] = Counter()
         self._held: list[tuple[tuple[str, str], Callable[[], object]]] = []
         self._serving: dict[int, list[tuple[int, Server]]] = {}
-        self.after_push: dict[str, Callable[[], object]] = {}
-        """By address: what happens as soon as the next push there has been answered."""
+        self.after_push: dict[str, tuple[Callable[[], object], bool]] = {}
+        """By address: what happens as soon as the next push there has been answered, and whether
+        that answer is lost."""
+        self.late: Counter[str] = Counter()
+        """By address: whether what is sent there comes late."""
 
     # -- who is there ----------------------------------------------------------------------------
 
@@ -216,8 +225,8 @@ class SimulatedNetwork:
         server = self.servers.get(address) if stream is None else stream.server
         there, back = (sender.host, address), (address, sender.host)
         lot = scheduler.random.random()
-        fate = ""
-        for name in ("drop", "lose", "reset", "repeat"):
+        fate = "reset" if self.late[address] else ""
+        for name in () if fate else ("drop", "lose", "reset", "repeat"):
             share = getattr(weather, name)
             if lot < share:
                 fate = name
@@ -243,14 +252,18 @@ class SimulatedNetwork:
         delay = self._delay()
         if fate == "reset":
             scheduler.at(delay, partial(reply.set, error=f"{address}: {kind} failed: reset"))
-            if scheduler.random.random() < 0.5:
+            if scheduler.random.random() < (0.1 if self.late[address] else 0.5):
                 return reply
             delay += scheduler.random.random() ** 2 * _LATE_SECONDS
 
         def answered(answer: Any) -> None:
+            unheard = fate == "lose"
             if kind in ("push", "apply") and address in self.after_push:
-                self.after_push.pop(address)()
-            if fate != "lose":
+                strike, unheard = self.after_push.pop(address)
+                strike()
+            if kind == "admit":
+                self.probe_later(0.05)
+            if not unheard:
                 arrives = scheduler.seconds + self._delay()
                 if stream is not None:
                     arrives = stream.returns = max(stream.returns, arrives)
@@ -308,6 +321,47 @@ class SimulatedNetwork:
                 )
         if (asked, server) not in known:
             known.append((asked, server))
+
+    def probe_later(self, most: float = 30.0) -> None:
+        """Has somebody ask servers, within so many seconds, what they may not answer."""
+        seconds = self.scheduler.random.random() ** 2 * most
+        self.scheduler.at(
+            seconds, lambda: self.scheduler.spawn("probe", self._probe, self._harness)
+        )
+
+    def _probe(self) -> None:
+        """Nobody answers in another epoch than its own, before it has its rows, or without a
+        lease."""
+        for server in list(self.servers.values()):
+            epoch = server.service.epoch
+            for shift in () if epoch is None else (-1, 0, 1):
+                assert epoch is not None
+                if not server.process.alive or server.process.paused:
+                    continue
+                blob = _empty_pull(epoch.number + shift, epoch.shape)
+                may = shift == 0 and self._may_serve(epoch)
+                reply = server.service.answer(blob, Session())
+                may = may or (shift == 0 and self._may_serve(epoch))
+                if int(reply[_KIND_AT]) != REFUSED and not may and server.service.epoch is epoch:
+                    raise SimulationError(
+                        f"{server.process} answered in epoch {epoch.number + shift}, it has "
+                        f"{epoch.number}, is {epoch.shard.state} and has not heard of its "
+                        f"coordinator for {self.scheduler.seconds - epoch.heard:.1f} s"
+                    )
+
+    def _may_serve(self, epoch: Epoch) -> bool:
+        silent = self.scheduler.seconds - epoch.heard
+        return epoch.shard.state == "serving" and silent <= epoch.lease_seconds
+
+
+def _empty_pull(epoch: int, shape: Shape) -> U8:
+    """A pull of no row."""
+    wanted = [RowIds(np.empty(0, np.int64), np.zeros(n + 1, np.int64)) for n in shape.tables_G]
+    request = Request(
+        kind=PULL, epoch=epoch, incarnation=0, number=0, rank=0, world=1, lr=0.0, wanted=wanted,
+        grads=(),
+    )  # fmt: skip
+    return pack_request(request)
 
 
 class _Stream:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from emberkeep.erasure.codes import Parity
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table, Uniform
@@ -14,12 +14,14 @@ Recovers = Literal["full", "partial", "parity"]
 Launches = Literal["fixed", "spawned", "moved"]
 Workers = Literal["one", "synchronous", "asynchronous"]
 FaultKind = Literal[
-    "kill", "pause", "cut", "part", "storm", "jump", "disk", "kill trainer", "pause trainer"
-]
+    "kill", "pause", "cut", "part", "late", "storm", "jump", "disk", "kill trainer",
+    "pause trainer",
+]  # fmt: skip
 
-KINDS: tuple[FaultKind, ...] = (
-    "kill", "pause", "cut", "part", "storm", "jump", "disk", "kill trainer", "pause trainer",
-)  # fmt: skip
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+COORDINATOR = -1
+"""As `Fault.other`: the trainer that coordinates."""
 
 LEASE = timedelta(seconds=15)
 DEADLINE = timedelta(seconds=10)
@@ -31,7 +33,9 @@ class Fault:
     """Something that goes wrong at a time, and maybe ends later.
 
     `target` is a server (or the trainer, where `kind` says so). A *cut* lasts in one direction:
-    what `target` sends, or with `inward` what is sent to it, by `other` or by everybody.
+    what `target` sends, or with `inward` what is sent to it, by `other` or by everybody. What is
+    *late* is reported as failed to its sender, and arrives long after. A *kill* that is `inward`
+    strikes right after the next push; one that is `unheard` takes the answer to it along.
     """
 
     at: float
@@ -40,6 +44,7 @@ class Fault:
     seconds: float = 0.0
     other: int | None = None
     inward: bool = False
+    unheard: bool = False
     shares: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -53,9 +58,13 @@ class Fault:
             return f"the store fails{lasting}"
         if self.kind in ("cut", "part"):
             other = "everybody" if self.other is None else f"server {self.other}"
+            other = "the coordinator" if self.other == COORDINATOR else other
             way = "and" if self.kind == "part" else "from" if self.inward else "to"
             return f"{self.kind} server {self.target} {way} {other}{lasting}"
+        if self.kind == "late":
+            return f"what is sent to server {self.target} is late{lasting}"
         when = " after its next push" if self.kind == "kill" and self.inward else ""
+        when += ", unheard" if when and self.unheard else ""
         return f"{self.kind} server {self.target}{when}{lasting}"
 
 
@@ -77,6 +86,13 @@ class Options:
     steps: int
     every: int
     preemption: float
+    tight: bool = False
+    """Whether the dynamic table has room for few ids, so that pushes are refused."""
+    scope: Literal["full", "partial"] = "full"
+    """What is done about more losses than parity can bear."""
+    pace: float = 4.0
+    """How long a step takes at most, in seconds."""
+    scenario: str = ""
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -84,10 +100,14 @@ class Options:
         exact = Uniform(0.0, 0.0) if self.workers == "asynchronous" else Uniform()
         tables = [Table("fixed", rows=24, dim=3, init=exact)]
         if self.dynamic:
-            tables.append(Table("dynamic", rows=None, capacity=64, dim=3, init=exact))
+            tables.append(Table("dynamic", rows=None, capacity=self._capacity, dim=3, init=exact))
         else:
             tables.append(Table("wide", rows=10, dim=5, init=exact))
         return tables
+
+    @property
+    def _capacity(self) -> int:
+        return 5 * self.shards if self.tight else 64
 
     def __str__(self) -> str:
         parity = (
@@ -98,17 +118,19 @@ class Options:
                 f"{' in the background' if self.parity.background else ''}"
             )
         )
+        scenario = f"{self.scenario}: " if self.scenario else ""
+        tables = "tight" if self.tight else "dynamic" if self.dynamic else "fixed"
         return (
-            f"{self.shards} servers ({self.launches}), {self.recovers}{parity}, "
+            f"{scenario}{self.shards} servers ({self.launches}), {self.recovers}{parity}, "
             f"{self.workers} worker{'' if self.workers == 'one' else 's'}, "
-            f"{'dynamic' if self.dynamic else 'fixed'} tables, {type(self.optimizer).__name__}, "
+            f"{tables} tables, {type(self.optimizer).__name__}, "
             f"{self.layout}{' by servers' if self.servers_write else ''}, {self.steps} steps, "
             f"a version every {self.every}, {len(self.faults)} faults"
         )
 
 
 def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
-    """The run of a seed, with faults of these kinds."""
+    """A run that is drawn at random, with faults of these kinds."""
     random = Random(f"options {seed}")
     recovers: Recovers = random.choice(("full", "partial", "parity", "parity"))
     shards = random.randint(1, 4)
@@ -138,11 +160,16 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
         layout=random.choice(("consecutive", "one_shot", "intermittent")), optimizer=optimizer,
         launches=random.choice(("fixed", "spawned", "moved")),
         servers_write=random.random() < 0.5, prefetches=random.random() < 0.5, steps=steps,
-        every=random.randint(2, 6), preemption=random.choice((0.0, 0.01, 0.05)),
+        every=random.randint(1, 6), preemption=random.choice((0.0, 0.01, 0.05)),
     )  # fmt: skip
+    # PLS counts steps, and a refused push has none of them: not where shards come back alone.
+    alone = workers == "one"
+    tight = options.dynamic and alone and recovers != "partial" and random.random() < 0.4
+    scope: Literal["full", "partial"] = "full"
+    if recovers == "parity" and alone and not tight and random.random() < 0.4:
+        scope = "partial"
     faults = _faults(random, options, kinds)
-    values = {f.name: getattr(options, f.name) for f in fields(options)}
-    return Options(**{**values, "faults": faults})
+    return replace(options, tight=tight, scope=scope, faults=faults)
 
 
 def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> tuple[Fault, ...]:
@@ -152,6 +179,8 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
     """
     found: list[Fault] = []
     at = 0.0
+    if "kill" in kinds and options.parity is not None and random.random() < 0.3:
+        return _wave(random, options)
     for _ in range(random.choice((1, 2, 3, 4, 5, 6)) if kinds else 0):
         at += random.random() * 4
         if not found or random.random() < 0.3:
@@ -161,8 +190,8 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
         lease = LEASE.total_seconds()
         seconds = random.choice((0.1, 0.3, 0.5, 0.9, 1.2, 2.0, 4.0)) * lease * random.random()
         other = None
-        if kind == "cut" and options.shards > 1 and random.random() < 0.5:
-            other = random.choice([s for s in range(options.shards) if s != target])
+        if kind in ("cut", "part") and random.random() < 0.6:
+            other = random.choice([COORDINATOR, *(s for s in range(options.shards) if s != target)])
         shares = {
             name: random.choice((0.03, 0.1, 0.2))
             for name in ("slow", "drop", "lose", "reset", "repeat")
@@ -171,7 +200,21 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
         fault = Fault(
             at=at, kind=kind, target=target,
             seconds=0.0 if kind in ("kill", "jump", "kill trainer") else seconds, other=other,
-            inward=random.random() < 0.5, shares=shares,
+            inward=random.random() < 0.5, unheard=random.random() < 0.5, shares=shares,
         )  # fmt: skip
         found.append(fault)
     return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+def _wave(random: Random, options: Options) -> tuple[Fault, ...]:
+    """One server after the other dies, often before the one before is whole again."""
+    found, at = [], random.random() * 8
+    for _ in range(random.randint(2, 6)):
+        found.append(
+            Fault(
+                at=at, kind="kill", target=random.randrange(options.shards),
+                inward=random.random() < 0.5, unheard=random.random() < 0.5,
+            )
+        )  # fmt: skip
+        at += random.choice((0.3, 1.0, 4.0, 10.0)) * (0.5 + random.random())
+    return tuple(found)

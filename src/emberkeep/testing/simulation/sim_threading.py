@@ -7,15 +7,18 @@ object that a thread outside of the simulation uses, to let go of it say, is fre
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, _base
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
 
+from emberkeep.cluster.remote import remote_cluster
 from emberkeep.runtime import background, crew, pool
 from emberkeep.runtime.background_failures import BackgroundFailures
 from emberkeep.runtime.pool import be_nice
@@ -38,6 +41,9 @@ _real_excepthook = threading.excepthook
 _real_hex = secrets.token_hex
 _real_bits = secrets.randbits
 _real_nice = be_nice
+_real_future = Future.__init__
+_AcquireFutures: Any = getattr(_base, "_AcquireFutures")  # noqa: B009
+_futures = itertools.count()
 
 
 class SimLock:
@@ -295,6 +301,16 @@ def _randbits(k: int) -> int:
     return _real_bits(k) if task is None else task.scheduler.random.getrandbits(k)
 
 
+def _make_future(future: Any) -> None:
+    _real_future(future)
+    future._made = next(_futures)
+
+
+def _acquire_futures(held: Any, futures: Iterable[Any]) -> None:
+    # Not by their addresses, which are no function of the seed.
+    held.futures = sorted(futures, key=lambda future: getattr(future, "_made", -1))
+
+
 def _be_nice(nice: int) -> None:
     # Threads of the system carry one task after the other: what is nice once would stay so.
     if current_task() is None:
@@ -327,7 +343,11 @@ def patched(*modules: str) -> Iterator[None]:
         (threading, "excepthook", _excepthook),
         (secrets, "token_hex", _token_hex),
         (secrets, "randbits", _randbits),
+        (Future, "__init__", _make_future),
+        (_AcquireFutures, "__init__", _acquire_futures),
         (background, "be_nice", _be_nice),
+        # Asking ten times a second is cheap but for who simulates it.
+        (remote_cluster, "_POLL_SECONDS", 0.5),
         # What threads of a simulation meet is no news of this process.
         (background, "_threads", set()),
         *((module, "background_failures", failures) for module in (background, crew, pool)),

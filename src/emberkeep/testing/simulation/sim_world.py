@@ -17,7 +17,13 @@ from emberkeep.errors import ServerError, StorageError
 from emberkeep.server import epoch as epochs
 from emberkeep.testing.simulation.scheduler import Process, Scheduler, current_task
 from emberkeep.testing.simulation.sim_network import SimulatedNetwork
-from emberkeep.testing.simulation.sim_options import LEASE, PATIENCE, Fault, Options
+from emberkeep.testing.simulation.sim_options import (
+    COORDINATOR,
+    LEASE,
+    PATIENCE,
+    Fault,
+    Options,
+)
 from emberkeep.wire.security import Security
 
 _Result = TypeVar("_Result")
@@ -81,8 +87,8 @@ class World:
     def __init__(self, options: Options, scheduler: Scheduler) -> None:
         self.options = options
         self.scheduler = scheduler
-        self.network = SimulatedNetwork(scheduler)
         self.harness = Process("the harness")
+        self.network = SimulatedNetwork(scheduler, self.harness)
         self.disk = MemoryStore(self.network.clock(self.harness))
         self.disk_fails = 0
         self.trainers: list[Process] = []
@@ -141,6 +147,7 @@ class World:
         if end is None:
             return
         self.happened[fault.kind] += 1
+        self.network.probe_later()
         self.tell(f"fault: {fault}")
         if fault.seconds:
             self.scheduler.at(fault.seconds, partial(self._end, fault, end))
@@ -174,13 +181,17 @@ class World:
         address = self._address(fault.target)
         if fault.kind in ("cut", "part"):
             return self._cut(fault, address)
+        if fault.kind == "late":
+            self.network.late[address] += 1
+            return partial(self._in_time, address)
         server = self.network.servers.get(address)
         if server is None or not server.process.alive:
             return None
         process = server.process
         if fault.kind == "kill":
             if fault.inward:  # in the very moment after a push was acknowledged
-                self.network.after_push[address] = partial(self._die, process, address)
+                die = partial(self._die, process, address)
+                self.network.after_push[address] = (die, fault.unheard)
             else:
                 self._die(process, address)
             return nothing
@@ -216,6 +227,9 @@ class World:
             setattr(weather, name, share)
         return weather.calm
 
+    def _in_time(self, address: str) -> None:
+        self.network.late[address] -= 1
+
     def _mend_disk(self) -> None:
         self.disk_fails -= 1
 
@@ -223,7 +237,9 @@ class World:
         hosts = [self._address(shard) for shard in range(self.options.shards)]
         others = [host for host in hosts if host != address]
         others += sorted({trainer.host for trainer in self.trainers})
-        if fault.other is not None:
+        if fault.other == COORDINATOR:
+            others = ["trainer-0"]
+        elif fault.other is not None:
             others = [self._address(fault.other)]
         paths = []
         for host in others:

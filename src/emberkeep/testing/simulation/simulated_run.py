@@ -14,9 +14,10 @@ from emberkeep.errors import EmberkeepError, FencedError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing.simulation.row_model import RowModel, differences, rows_of
+from emberkeep.testing.simulation.scenarios import run_of
 from emberkeep.testing.simulation.scheduler import Process, Scheduler, SimulationError
 from emberkeep.testing.simulation.sim_job import Follower, Job, Leader
-from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options, options_of
+from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
 from emberkeep.testing.simulation.sim_world import World, address_of, stores_of
 
@@ -35,15 +36,21 @@ class Outcome:
     turns: int = 0
     recoveries: int = 0
     resumes: int = 0
+    parities: int = 0
+    """How often the parity of a host was held against the rows."""
     faults: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
 
 
 def simulate(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Outcome:
     """Runs a seed to its end. The same seed is the same run, message by message."""
-    options = options_of(seed, kinds)
+    return run_options(run_of(seed, kinds))
+
+
+def run_options(options: Options) -> Outcome:
+    """Runs what was chosen by hand, as `simulate` does what a seed has chosen."""
     model = RowModel(options)
-    scheduler = Scheduler(f"run {seed}", preemption=options.preemption)
+    scheduler = Scheduler(f"run {options.seed}", preemption=options.preemption)
     outcome = Outcome(options=options)
     start = time.perf_counter()
     collects = gc.isenabled()
@@ -62,6 +69,7 @@ def simulate(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Outcome:
                 finally:
                     scheduler.close()
             outcome.recoveries, outcome.resumes = job.recoveries, job.resumes
+            outcome.parities = job.parities_checked
     finally:
         if collects:
             gc.enable()
@@ -168,7 +176,9 @@ def _verify(job: Job) -> None:
         return
     world, model = job.world, job.model
     repository = Repository.open(world.disk, clock=world.network.clock(world.harness))
-    target = local(shards=1, threads=1).open(
+    # Shards round their part of a table's capacity up: one alone may have no room.
+    shards = job.options.shards if job.options.tight else 1
+    target = local(shards=shards, threads=1).open(
         job.options.tables, job.options.optimizer, seed=job.options.seed
     )
     for version in repository.versions():

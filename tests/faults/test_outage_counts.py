@@ -1,0 +1,126 @@
+"""What a run waits for in an outage, for how long, and what it counts as lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.cluster.outage import surviving
+from emberkeep.errors import PeerError, ServerError, ShardLostError
+from emberkeep.runtime.clock import Clock
+from emberkeep.testing.local_transport import Rule
+from emberkeep.testing.virtual_clock import VirtualClock
+from tests.faults.test_recovery_interrupted import saved
+from tests.faults.test_servers_return import CODED, SHARDS, World
+
+
+class Troubled:
+    """A call that meets the given errors, one after the other; each wait takes a second."""
+
+    lost_since: float | None = None
+
+    def __init__(self, *errors: ShardLostError | PeerError) -> None:
+        self._clock: Clock = VirtualClock()
+        self._errors = list(errors)
+        self.waited: list[float] = []
+
+    @surviving
+    def call(self) -> str:
+        if self._errors:
+            raise self._errors.pop(0)
+        return "done"
+
+    def _second_opinion(self, lost: ShardLostError) -> ShardLostError | PeerError:
+        return lost
+
+    def _bring_back(self, lost: ShardLostError) -> bool:
+        return True
+
+    def _await_peers(self, error: PeerError, seconds: float) -> bool:
+        self.waited.append(seconds)
+        self._clock.sleep(1)
+        return "brought back" in str(error)
+
+
+def test_peers_have_all_their_time_again_after_a_recovery() -> None:
+    silent, lost = PeerError("silent"), ShardLostError([1])
+    troubled = Troubled(silent, silent, silent, lost, silent, silent)
+    assert troubled.call() == "done"
+    assert troubled.waited == [0, 1, 2, 0, 1]
+    troubled = Troubled(silent, silent, PeerError("brought back"), silent)
+    assert troubled.call() == "done"
+    assert troubled.waited == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_replacement_that_dies_while_it_starts_is_one_more_loss(deaths: int) -> None:
+    world = World(parity=CODED)
+    world.push()
+    replace, left = world.launcher.replace, [None] * deaths
+
+    def dies(shard: int, life: str) -> str:
+        if left:
+            left.pop()
+            raise ServerError("a shard server ended with -9 before it was ready")
+        return str(replace(shard, life))
+
+    world.launcher.replace = dies
+    world.launcher.kill(1)
+    world.push()
+    assert not left
+    assert world.cluster.losses == [1]
+    world.cluster.rebuild()
+    world.check()
+
+
+def test_a_server_that_another_connection_finds_dead_is_known_to_be_lost() -> None:
+    """Else who recovers decides the same again, and meets the same again."""
+    world = World(parity=CODED)
+    world.push()
+    world.launcher.kill(2)
+    assert world.cluster.lost() == ()
+    with pytest.raises(ShardLostError):
+        world.cluster.renew(0)
+    assert world.cluster.lost() == (0, 2)
+    world.cluster.close()
+
+
+def test_a_dead_server_does_not_take_a_silent_one_with_it() -> None:
+    job = saved(2)
+    world = job.worlds[0]
+    epochs = world.epochs
+    world.launcher.kill(0)
+    world.cut_off(1, seconds=8)
+    replace = world.launcher.replace
+
+    def reachable(shard: int, life: str) -> str:
+        if shard == 1:
+            world.network.partition()  # where another server is, all is well
+        return str(replace(shard, life))
+
+    world.launcher.replace = reachable
+    job.step()
+    renewed = [after > before for after, before in zip(world.epochs, epochs, strict=True)]
+    assert renewed == [True, False, False]
+    assert job.lost_updates() == 2
+    assert job.recoverer.summary().failures == 1
+    job.close()
+
+
+def test_a_shard_whose_renewal_takes_several_attempts_is_lost_once() -> None:
+    world = World()
+    world.push()
+    world.launcher.kill(1)
+    world.network.rules = [Rule(how="refuse", kind="admit", server=world.names[1], at={2, 3})]
+    with pytest.raises(ShardLostError):
+        world.push(twin=False)
+    for _ in range(2):
+        with pytest.raises(ShardLostError):
+            world.cluster.renew(1)
+    world.cluster.renew(1)
+    world.cluster.serve(1)
+    assert world.cluster.losses == [1]
+    # Of those that live, a model that goes back loses none.
+    world.cluster.renew(*range(SHARDS))
+    world.cluster.serve(*range(SHARDS))
+    assert world.cluster.losses == [1]
+    world.cluster.close()
