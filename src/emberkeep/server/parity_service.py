@@ -195,6 +195,10 @@ class ParityService:
         """After a push: see `ParityStreams.settle`."""
         return self._streams.settle()
 
+    def flush(self) -> None:
+        """After a write that is no push: see `ParityStreams.flush`."""
+        self._streams.flush()
+
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""
         settled = self._source.settled
