@@ -112,11 +112,8 @@ def import_rows(
     )
     place = scratch or _scratch(url)
     try:
-        with (
-            progress("reading rows", found.nbytes) as reading,
-            progress("writing the version", found.nbytes) as writing,
-        ):
-            imported = found.run(place, reading=reading, writing=writing)
+        with progress("importing", 2 * found.nbytes) as advance:  # read, and written
+            imported = found.run(place, advance=advance)
     except (KeyboardInterrupt, StorageError):
         if place.exists():
             say(f"what was read is in {place}: start the same import again to go on from there")

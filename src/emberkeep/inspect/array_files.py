@@ -214,6 +214,10 @@ def _states(file: Path, width: int, dim: int, optimizer: Mapping[str, Any]) -> d
     """The columns of what an optimizer remembers, in their order; one that begins with "-" is
     passed over."""
     kind = str(optimizer.get("opt_type", "")).lower()
+    if "ftrl" in kind:  # as wide as Adam's, and something else
+        raise DataError(
+            f"{file} is FTRL's, which is not known here: move it away to import weights"
+        )
     row_wise = "row" in kind or (not kind and width in (1, 4) and width != dim)
     if row_wise and width in (1, 4):
         # One number for each row, in a room of 16 bytes.

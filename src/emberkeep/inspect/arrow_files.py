@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def _parts(
         plane = plane_of(name, ())
         if name not in (id_column, weight) and plane not in (None, IDS, WEIGHT) and is_numbers:
             columns[name] = name
-    stem = unquote(file.name.rsplit(".", 1)[0])
+    stem = _table_of(opened.schema) or unquote(file.name.rsplit(".", 1)[0])
     widths = _widths(file, opened, columns)
     parts = []
     for group, rows in enumerate(opened.counts):
@@ -134,6 +135,15 @@ def _parts(
                 )
             )
     return parts, [name for name in names if name not in (id_column, *columns.values())]
+
+
+def _table_of(schema: Any) -> str | None:
+    """The table whose rows these are, where an export of ours has said so."""
+    try:
+        table = json.loads((schema.metadata or {})[b"emberkeep"])["table"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return table if isinstance(table, str) else None
 
 
 def _column(file: Path, names: Sequence[str], plane: str, option: str) -> str:

@@ -20,7 +20,6 @@ from emberkeep._types import I64, Array, Json, Planes
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.contents import Hold, merged_rows
 from emberkeep.checkpoint.targets import DENSE
-from emberkeep.codecs import Raw
 from emberkeep.errors import ConfigError, DataError, EmberkeepError, StorageError
 from emberkeep.inspect.array_files import is_dump, open_dump, open_safetensors
 from emberkeep.inspect.arrow_files import open_columns
@@ -87,11 +86,12 @@ class Import:
         return sum(intake.part.rows * intake.part.row_nbytes for intake in self.intakes)
 
     def run(
-        self, scratch: Path, *, reading: Advance, writing: Advance,
+        self, scratch: Path, *, advance: Advance = lambda nbytes: None,
         journal_nbytes: int = JOURNAL_NBYTES,
     ) -> Imported:  # fmt: skip
         """Reads the files into `scratch`, and commits the version. Errors that are not the fault
-        of the files leave `scratch` as it is, to go on from."""
+        of the files leave `scratch` as it is, to go on from. `advance` hears of bytes that were
+        read, and of those that were written."""
         done = self._done()
         if done is not None:
             return done
@@ -99,8 +99,8 @@ class Import:
             families = self._families()
             resumed = stage.begin(self._plan(), families)
             try:
-                self._stage(stage, families, reading, journal_nbytes)
-                imported = self._commit(stage, writing, resumed=resumed)
+                self._stage(stage, families, advance, journal_nbytes)
+                imported = self._commit(stage, advance, resumed=resumed)
             except StorageError:
                 raise
             except EmberkeepError:
@@ -249,7 +249,7 @@ class Import:
                 before = chain[-1] if chain else None
                 for file in before.of_kind(DENSE) if before else ():
                     draft.add(repository.stream(file), kind=DENSE, suffix="safetensors")
-                layout = _layout(self.tables, before, whole=grid or before is None)
+                layout = _layout(before, whole=grid or before is None)
                 layout["tables"] = joiner.state
                 layout["imported"] = {"id": self._identity(), "rows": joiner.totals.rows}
                 manifest = draft.commit(
@@ -388,14 +388,13 @@ def _state(tables: Mapping[str, Json], chain: Sequence[Manifest]) -> Json:
     }  # fmt: skip
 
 
-def _layout(tables: Mapping[str, Json], before: Manifest | None, *, whole: bool) -> Json:
+def _layout(before: Manifest | None, *, whole: bool) -> Json:
     """How the version is laid out: rows on top of the version before, or all of them."""
-    planes = sorted({plane for table in tables.values() for plane in table["planes"]})
     layout: Json = {
         "kind": "full" if whole else SINCE_VERSION,
         "layout": "full" if before is None or whole else before.described.text("layout"),
         "shards": before.described.number("shards", least=1) if before else 1,
-        "codecs": {plane: Raw().to_dict() for plane in planes},
+        "codecs": {},
         "sizes": [],
         "baseline_nbytes": None,
     }

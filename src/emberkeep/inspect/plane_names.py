@@ -55,10 +55,10 @@ def tensor_name(table: str, plane: str, style: Style) -> str:
         return f"{table}/{plane}"
     if style == "torch":
         return f"{table}.{styled(plane, style)}"
-    prefix = f"embedding_bags.{table}.weight"
-    if plane == WEIGHT:
-        return prefix
-    return f"{prefix}.{table}.{styled(plane, style)}"
+    prefix = f"embedding_bags.{table}"
+    if plane in (WEIGHT, IDS):
+        return f"{prefix}.{plane}"
+    return f"{prefix}.weight.{table}.{styled(plane, style)}"
 
 
 def is_plane_word(word: str) -> bool:
@@ -80,8 +80,12 @@ def split_name(name: str) -> tuple[str, str] | None:
     path, _, word = name.replace("/", ".").rpartition(".")
     if not path or not is_plane_word(word):
         return None
-    # `state.emb.user.weight.sum` is what an optimizer remembers of `emb.user.weight`.
-    for _ in range(1 if word in ("weight", "weights") else 2):
+    # `state.emb.user.weight.sum` is what an optimizer remembers of `emb.user.weight`; TorchRec
+    # names the table again, as `emb.user.weight.user.sum`.
+    if word not in ("weight", "weights"):
+        before, again, table = path.rpartition(".weight.")
+        if again and (before == table or before.endswith(f".{table}")):
+            path = before
         path = path.removesuffix(".weight")
     return (path, word) if path else None
 

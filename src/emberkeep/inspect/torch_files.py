@@ -6,11 +6,15 @@ files, so that a file may be larger than memory.
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
+import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -27,6 +31,8 @@ from emberkeep.inspect.row_sources import (
 )
 
 _LOCAL_HEADER_NBYTES = 30
+# A disk with less room than this is taken for full.
+_LEAST_FREE_NBYTES = 2**20
 
 
 def open_state_dict(file: Path) -> Source:
@@ -91,6 +97,25 @@ def _reader(tensor: Any) -> Any:
     return read
 
 
+def save_state_dict(arrays: Mapping[str, Array], file: Path) -> None:
+    """Writes arrays as a dict of tensors; arrays that are mapped are not read into memory."""
+    import torch
+
+    with _writing(file):
+        torch.save({name: torch.from_numpy(values) for name, values in arrays.items()}, file)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """A disk that is full comes out as the error of the system that it is."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's own writer says no more
+        free = shutil.disk_usage(file.parent).free
+        code = errno.ENOSPC if free < _LEAST_FREE_NBYTES else errno.EIO
+        raise OSError(code, str(error).splitlines()[0]) from error
+
+
 # -- DCP -------------------------------------------------------------------------------------------
 
 
@@ -127,6 +152,22 @@ def open_checkpoint(directory: Path) -> Source:
         file=str(directory), kind="dcp", parts=parts, passed_over=[*rest, *others],
         fingerprint=fingerprint_of(files),
     )  # fmt: skip
+
+
+def save_checkpoint(arrays: Mapping[str, Array], directory: Path) -> None:
+    """Writes arrays as a checkpoint of one process."""
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    with _writing(directory), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        try:
+            save(tensors, checkpoint_id=directory, no_dist=True)
+        except CheckpointException as error:
+            causes = list(error.failures.values())
+            raise (causes[0][0] if causes else error) from error
 
 
 class _Metadata(pickle.Unpickler):

@@ -91,7 +91,7 @@ class RepositorySaver(Checkpointer):
 
     def bring_back(self, version: int | None, *, fall_back: bool, fits: Fits) -> Returned | None:
         restored = self.restore(
-            version, fall_back=fall_back, fits=lambda found: fits(_captured(found))
+            version, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
         )
         return None if restored is None else _returned(restored)
 
@@ -111,7 +111,16 @@ def bring_back_beside(
 ) -> Returned:
     """The version that the writing rank has brought back, into another rank."""
     repository, pool = Repository.open(store, clock=clock), Pool(threads)
-    return _returned(load(repository, version, subject, pool, lambda found: fits(_captured(found))))
+    return _returned(
+        load(repository, version, subject, pool, lambda found: _check_fit(found, fits))
+    )
+
+
+def _check_fit(restored: Restored, fits: Fits) -> None:
+    """Asks whether a version fits the run. A repository that begins with imported rows has nothing
+    else yet: the run keeps what it has beside rows."""
+    if restored.dense is not None or "imported" not in restored.manifest.layout:
+        fits(_captured(restored))
 
 
 def _captured(restored: Restored) -> Captured:
