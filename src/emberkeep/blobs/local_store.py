@@ -13,12 +13,10 @@ deletes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
 import stat
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -27,10 +25,8 @@ from typing import TypeVar
 
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
 from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
+from emberkeep.runtime import system_calls
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-
-if sys.platform == "darwin":
-    import fcntl
 
 _Result = TypeVar("_Result")
 
@@ -87,8 +83,9 @@ class Disk:
 
     def read_into(self, handle: int, view: memoryview, offset: int) -> int:
         """Fills `view` with bytes from `offset` on; how many there were before the file ended."""
-        done = 0
-        while done < len(view) and (count := os.preadv(handle, [view[done:]], offset + done)):
+        done, count = 0, 1
+        while done < len(view) and count:
+            count = system_calls.read_at(handle, view[done:], offset + done)
             done += count
         return done
 
@@ -118,18 +115,11 @@ class Disk:
 
     def allocate(self, handle: int, offset: int, nbytes: int) -> None:
         """Makes sure that so many bytes from `offset` on can be written: zeros until they are."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, offset, nbytes)
-        else:
-            os.ftruncate(handle, max(os.fstat(handle).st_size, offset + nbytes))
+        system_calls.allocate(handle, offset, nbytes)
 
     def sync(self, handle: int) -> None:
         """Forces the file's bytes to the medium."""
-        if sys.platform == "darwin":
-            # fsync leaves the bytes in the drive's cache there.
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(handle)
+        system_calls.sync(handle)
 
     def close(self, handle: int) -> None:
         os.close(handle)
@@ -144,13 +134,7 @@ class Disk:
 
     def rename_new(self, source: str, target: str) -> None:
         """Moves a file; fails if the target exists. For file systems without hard links."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "renameat2"):
-            raise OSError(errno.ENOSYS, "renameat2 is not available", target)
-        at_cwd, no_replace = -100, 1
-        if libc.renameat2(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), no_replace):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), target)
+        system_calls.rename_new(source, target)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)

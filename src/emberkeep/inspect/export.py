@@ -31,6 +31,7 @@ from emberkeep.inspect.tensor_parts import TensorParts
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
+from emberkeep.runtime.system_calls import sync_path
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
@@ -177,7 +178,7 @@ def published(
     """Moves what was staged to its place: the one file, or the directory that holds all."""
     nbytes = sum(file.stat().st_size for file in staged.values())
     for file in staged.values():
-        _sync(file)
+        sync_path(file)
     if whole is not None:
         source, target = whole
     else:
@@ -193,17 +194,9 @@ def published(
         if aside is not None:
             os.rename(aside, target)
         raise
-    _sync(target.parent)
+    sync_path(target.parent)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(OSError):  # it was a file, or it is gone
             aside.unlink()
     return Exported(manifest=manifest, files=tuple(staged), rows=dict(rows), nbytes=nbytes)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

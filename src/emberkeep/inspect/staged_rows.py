@@ -25,6 +25,7 @@ import numpy as np
 
 from emberkeep._types import I64, Array, Json
 from emberkeep.errors import ConfigError, StorageError
+from emberkeep.runtime.system_calls import sync, sync_path
 
 _BUCKET_NBYTES = 16 * 2**20
 _MOST_BUCKETS = 4096
@@ -163,7 +164,7 @@ class Stage:
         """Whatever was appended is there to stay: an import that goes on starts from here."""
         with told(self.directory):
             for name in self._changed:
-                _sync(self.directory / name)
+                sync_path(self.directory / name)
             self._changed.clear()
             self.cursor = (part, row)
             self._write_journal()
@@ -180,9 +181,9 @@ class Stage:
         with open(fresh, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(fresh, self.directory / _JOURNAL)
-        _sync(self.directory)
+        sync_path(self.directory)
 
     def add_family(self, family: Family) -> int:
         """Another one, whose rows are not part of what an import goes on from."""
@@ -227,11 +228,3 @@ def told(directory: Path) -> Iterator[None]:
             f"rows could not be kept in {directory} on their way: {reason}; {remedy}; nothing was "
             "imported"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
