@@ -296,7 +296,9 @@ class Import:
         rest = set(self.tables) - set(imported)
         for _, chunk in merged_rows(repository, chain, self.pool, tables=rest):
             if chunk.planes is not None:
-                yield chunk
+                order = np.argsort(chunk.ids)  # rows of a grid come as its pieces stand
+                planes = {name: values[order] for name, values in chunk.planes.items()}
+                yield Chunk(chunk.table, chunk.ids[order], planes)
 
 
 def look(
