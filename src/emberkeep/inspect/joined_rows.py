@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -81,8 +80,8 @@ class Joiner:
     ) -> Iterator[Chunk]:
         brought = [_sorted(table, self._stage.read(at, bucket)) for at in given]
         before = None if held is None else _sorted(table, self._stage.read(held, bucket))
-        ids: I64 = np.unique(np.concatenate([records["id"] for records in brought]))
-        imported = ids.size
+        own = _all_ids(brought)
+        ids, imported = own, own.size
         known = np.zeros(imported, np.bool_)
         if before is not None:
             known = np.isin(ids, before["id"], assume_unique=True)
@@ -105,7 +104,7 @@ class Joiner:
                         "imported: leave one out"
                     )
                 planes[name][at], filled[name][at] = records[name], True
-        self._date(table, ids, brought, planes, filled)
+        self._date(table, ids, own, planes, filled)
         if before is not None:
             at = np.searchsorted(ids, before["id"])
             at = np.minimum(at, ids.size - 1)
@@ -119,20 +118,18 @@ class Joiner:
         self.totals.rows[table] += imported
         self.totals.new[table] += new
         if "rows" in self.state.get(table, {}):
-            fresh = np.unique(np.concatenate([r["id"] for r in brought]))[~known]
-            self._count(table, fresh)
+            self._count(table, own[~known])
         for start in range(0, ids.size, _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
             yield Chunk(table, ids[part], {name: values[part] for name, values in planes.items()})
 
     def _date(
-        self, table: str, ids: I64, brought: list[Array], planes: Planes, filled: dict[str, Bools]
+        self, table: str, ids: I64, own: I64, planes: Planes, filled: dict[str, Bools]
     ) -> None:
         """Where a table evicts, imported rows are its newest."""
         if USED not in planes:
             return
         state = self.state[table]
-        own = np.unique(np.concatenate([records["id"] for records in brought]))
         at = np.searchsorted(ids, own)
         first = max(1, int(state["tick"]))
         planes[USED][at, 0] = np.arange(first, first + own.size)
@@ -170,16 +167,23 @@ class Joiner:
 
 def _sorted(table: str, records: Array) -> Array:
     """Records by id; an id that comes twice is refused."""
-    order = np.argsort(records["id"], kind="stable")
-    found: Any = records[order]
-    twice = np.flatnonzero(found["id"][1:] == found["id"][:-1])
+    ids = np.ascontiguousarray(records["id"])
+    order = np.argsort(ids, kind="stable")
+    ids = ids[order]
+    twice = np.flatnonzero(ids[1:] == ids[:-1])
     if twice.size:
         raise DataError(
-            f"table {table!r}: id {found['id'][twice[0]]} comes twice, and which row counts is not "
-            "known; nothing was imported: remove one"
+            f"table {table!r}: id {ids[twice[0]]} comes twice, and which row counts is not known; "
+            "nothing was imported: remove one"
         )
-    sorted_records: Array = found
-    return sorted_records
+    return records.take(order)
+
+
+def _all_ids(brought: Sequence[Array]) -> I64:
+    """The ids of sorted records, ascending, each once."""
+    if len(brought) == 1:
+        return np.ascontiguousarray(brought[0]["id"])
+    return np.unique(np.concatenate([records["id"] for records in brought]))
 
 
 def _planes_of(records: Array) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from emberkeep._types import I64, Array, Planes
 from emberkeep.errors import DataError
 from emberkeep.inspect.plane_names import IDS, WEIGHT, plane_of, split_name
 
-CHUNK_NBYTES = 16 * 2**20
+CHUNK_NBYTES = 4 * 2**20
 
 Rows = tuple[I64, Planes]
 

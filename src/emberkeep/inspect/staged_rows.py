@@ -27,7 +27,7 @@ from emberkeep._types import I64, Array, Json
 from emberkeep.errors import ConfigError, StorageError
 from emberkeep.runtime.system_calls import sync, sync_path
 
-_BUCKET_NBYTES = 16 * 2**20
+_BUCKET_NBYTES = 8 * 2**20
 _MOST_BUCKETS = 4096
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _JOURNAL, _LOCK = "journal.json", "lock"
@@ -147,7 +147,7 @@ class Stage:
             else:
                 buckets = spec.bucket_of(ids)
                 order = np.argsort(buckets, kind="stable")
-                records, buckets = records[order], buckets[order]
+                records, buckets = records.take(order), buckets[order]
                 starts = np.flatnonzero(np.diff(buckets, prepend=-1))
                 for start, stop in zip(starts, [*starts[1:], ids.size], strict=True):
                     self._append(f"{family}.{buckets[start]}", records[start:stop])
