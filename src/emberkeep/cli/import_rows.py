@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli._repository import JsonOption, Url, count_text, emit, print_json
+from emberkeep.cli._repository import (
+    JsonOption,
+    Url,
+    count_text,
+    emit,
+    print_json,
+    refuse_if_active,
+)
 from emberkeep.cli._shell import command, say
 from emberkeep.cli._work import progress
 from emberkeep.errors import ConfigError, StorageError
@@ -86,6 +94,9 @@ def import_rows(
             help="Where rows are sorted on their way; about the size of the files.",
         ),
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Fence a trainer that may still be running.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Bring rows of other systems in, as one version; the same command goes on after a kill."""
@@ -110,6 +121,8 @@ def import_rows(
     found = look(
         store, files, choice, pool.shared(), init=init, ids=ids, vector=vector, version=version
     )
+    if found.repository is not None and not yes:
+        refuse_if_active(found.repository, "an import", remedy="or import to a fork of it")
     place = scratch or _scratch(url)
     try:
         with progress("importing", 2 * found.nbytes) as advance:  # read, and written
@@ -118,7 +131,7 @@ def import_rows(
         if place.exists():
             say(f"what was read is in {place}: start the same import again to go on from there")
         raise
-    _print(imported, url, as_json)
+    _print(imported, url, choice.fill, as_json)
 
 
 def _scratch(url: str) -> Path:
@@ -142,7 +155,7 @@ def _numbers(texts: list[str] | tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _print(imported: Imported, url: str, as_json: bool) -> None:
+def _print(imported: Imported, url: str, fill: Mapping[str, float], as_json: bool) -> None:
     number, step = imported.manifest.version.number, imported.manifest.step
     if as_json:
         print_json(
@@ -165,11 +178,11 @@ def _print(imported: Imported, url: str, as_json: bool) -> None:
         return
     for table, count in imported.rows.items():
         new = imported.new[table]
-        filled = imported.filled.get(table)
+        begin = [f"{plane}={fill.get(plane, 0):g}" for plane in imported.filled.get(table, ())]
         emit(
             f"{table}: {count_text(count, 'row')}"
             + (f", {new:,} of them new" if new else "")
-            + (f"; {', '.join(filled)} begins as --fill says" if filled else "")
+            + (f"; rows that came without begin with {', '.join(begin)}" if begin else "")
         )
     if imported.passed_over:
         names = imported.passed_over

@@ -368,7 +368,9 @@ class Cluster:
         Planes that are not given stay as they are, or begin as those of any new row. The rows count
         as trained: the next version has them, parity covers them when this returns, and a table
         that evicts holds them for its newest. What is refused is refused before any row changes.
-        A shard that is lost meanwhile gets them, as all others do, once it is back.
+        A shard that is lost meanwhile gets them, as all others do, once it is back. Where it does
+        not come back, `ShardLostError`: on servers others may have written theirs, and the same
+        upsert may be made again.
         """
         spec = self._spec(table)
         ids, own = upserts.checked(spec, plane_shapes(spec, self.optimizer), ids, planes)
@@ -379,8 +381,13 @@ class Cluster:
                 if order.size
             ]
             self._serving()
-            if spec.dynamic:
-                self._each([functools.partial(s.check_upsert, table, i) for s, i, _ in parts])
+            # All shards are asked first, also those that have no table to fill: one that is lost
+            # is found before any other has written.
+            nothing = ids[:0]
+            self._each([
+                functools.partial(s.check_upsert, table, i if spec.dynamic else nothing)
+                for s, i, _ in parts
+            ])  # fmt: skip
             try:
                 self._each([functools.partial(self._upsert, s, table, i, v) for s, i, v in parts])
             except TableFullError as error:
