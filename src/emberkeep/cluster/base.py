@@ -380,6 +380,7 @@ class Cluster:
                 for (order, shard) in self._owners(table, ids)
                 if order.size
             ]
+            self._drop_ahead()
             self._serving()
             # All shards are asked first, also those that have no table to fill: one that is lost
             # is found before any other has written.
@@ -402,6 +403,9 @@ class Cluster:
     ) -> None:
         shard.upsert(table, ids, planes)
 
+    def _drop_ahead(self) -> None:
+        """Forgets rows that were pulled ahead, where some are: they are about to change."""
+
     def _settle_writes(self) -> None:
         """After a write that is no push: whatever protects rows has it when this returns."""
 
@@ -416,6 +420,7 @@ class Cluster:
         """Takes rows back to their initial state; returns how many had been trained."""
         ids = np.unique(np.asarray(ids, np.int64))
         with self._push_lock:
+            self._drop_ahead()
             self._present()
             return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
 

@@ -36,8 +36,8 @@ class Prefetched:
 
     wanted: Sequence[RowIds]
     found_G: Sequence[I64]
-    upserts: int
-    """How many upserts there had been: one that came since may have changed the rows."""
+    writes: int
+    """How many writes other than pushes there had been: one since may have changed the rows."""
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Epoch:
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
-        self._upserts = 0
+        self._writes = 0
         self.parity_service: ParityService | None = None
         self._repository: str | None = None
 
@@ -167,9 +167,9 @@ class Epoch:
             self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
         )
         if ahead:
-            upserts = self._upserts  # before rows are read: one that comes beside counts as later
+            writes = self._writes  # before rows are read: one that comes beside counts as later
             found_G = self.shard.pull_placed(request.wanted, out)
-            session.prefetched = Prefetched(request.wanted, found_G, upserts)
+            session.prefetched = Prefetched(request.wanted, found_G, writes)
         else:
             self.shard.pull(request.wanted, out)
         self.check_serving(request.epoch)
@@ -179,7 +179,7 @@ class Epoch:
         """Applies a push once, whatever number of times it is sent."""
         self.check_serving(request.epoch)
         prefetched, session.prefetched = session.prefetched, None
-        if prefetched is not None and prefetched.upserts != self._upserts:
+        if prefetched is not None and prefetched.writes != self._writes:
             prefetched = None  # the client pulls them again
         if request.kind != APPLY:
             self._check_owned(request.wanted)
@@ -305,6 +305,10 @@ class Epoch:
             del self._held[key]
             return True
 
+    def wrote(self) -> None:
+        """Rows are changed other than by a push: who has pulled some ahead pulls them again."""
+        self._writes += 1
+
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, Array], after: tuple[int, ...]
     ) -> None:
@@ -318,7 +322,7 @@ class Epoch:
         with self._push_lock:
             if self.applied(incarnation, world) > number:
                 raise EpochError("a later push of this client was applied before: this is late")
-            self._upserts += 1
+            self.wrote()
             self.shard.upsert(table, ids, planes)
         if self.parity_service is not None:
             # Not left to the client: one that does not coordinate knows nothing of parity.

@@ -359,7 +359,9 @@ class ShardService:
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
-        self._owned(header, arrays[""]).install(header["table"], arrays[""], planes)
+        shard = self._owned(header, arrays[""])
+        self._checked(header).wrote()
+        shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -374,7 +376,9 @@ class ShardService:
         yield {}, _NONE
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        deleted = self._owned(header, arrays["ids"]).delete(header["table"], arrays["ids"])
+        shard = self._owned(header, arrays["ids"])
+        self._checked(header).wrote()
+        deleted = shard.delete(header["table"], arrays["ids"])
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

@@ -448,7 +448,6 @@ class FlightCluster(RemoteCluster):
     def _upsert(
         self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        self._ahead = None  # rows that were pulled ahead are without it
         after = {"incarnation": self._incarnation, "number": self._number, "world": self.world}
         shard.upsert(table, ids, planes, after)
 
