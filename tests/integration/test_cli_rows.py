@@ -99,7 +99,7 @@ def test_a_trainer_that_may_be_at_work_is_not_fenced_unasked(
         (["--from", "."], 3, "rows.safetensors"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_said_in_one_line(
     arguments: list[str], code: int, words: str, shell: Shell, file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ from emberkeep.errors import ConfigError, NoVersionError, StorageError
 if TYPE_CHECKING:
     from emberkeep.repository import Repository, VersionId
 
-# Whoever wrote within this time may be at work.
+# A process that wrote within this time may be at work.
 _ACTIVE = timedelta(hours=24)
 
 Url = Annotated[

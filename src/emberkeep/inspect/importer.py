@@ -110,7 +110,7 @@ class Import:
             return imported
 
     def _plan(self) -> Json:
-        """What makes an import the same as one that was begun before."""
+        """What makes an import the same as one that was started before."""
         choice = self.choice
         plan: Json = {
             "url": self.store.url,

@@ -89,7 +89,7 @@ class Stage:
     @contextmanager
     def open(cls, directory: Path) -> Iterator[Stage]:
         """The directory, made where there is none; an import that is using it is refused."""
-        with told(directory):
+        with disk_errors(directory):
             directory.mkdir(exist_ok=True)
             with open(directory / _LOCK, "ab") as lock:
                 try:
@@ -106,7 +106,7 @@ class Stage:
     def begin(self, plan: Json, families: Sequence[Family]) -> bool:
         """Starts what `plan` says; whether an earlier start of the same goes on instead."""
         self.plan, self.families = plan, list(families)
-        with told(self.directory):
+        with disk_errors(self.directory):
             if self._resume():
                 return True
             self._remove(keep=(_LOCK,))
@@ -141,7 +141,7 @@ class Stage:
         records["id"] = ids
         for name in spec.planes:
             records[name] = planes[name]
-        with told(self.directory):
+        with disk_errors(self.directory):
             if spec.buckets == 1:
                 self._append(f"{family}.0", records)
             else:
@@ -162,7 +162,7 @@ class Stage:
 
     def note(self, part: int, row: int) -> None:
         """Whatever was appended is there to stay: an import that goes on starts from here."""
-        with told(self.directory):
+        with disk_errors(self.directory):
             for name in self._changed:
                 sync_path(self.directory / name)
             self._changed.clear()
@@ -192,7 +192,7 @@ class Stage:
 
     def read(self, family: int, bucket: int) -> Array:
         """The rows of a bucket, in the order in which they came."""
-        with told(self.directory):
+        with disk_errors(self.directory):
             file = self.directory / f"{family}.{bucket}"
             if not file.exists():
                 return np.empty(0, self.families[family].record)
@@ -217,7 +217,7 @@ class Stage:
 
 
 @contextmanager
-def told(directory: Path) -> Iterator[None]:
+def disk_errors(directory: Path) -> Iterator[None]:
     """What the disk refuses comes out with its remedy."""
     try:
         yield

@@ -79,7 +79,7 @@ def test_so_are_rows_that_are_deleted_or_loaded(how: str, servers: Servers) -> N
     assert first.pull(wanted)[0].tolist() == initial
 
 
-def test_a_table_that_another_worker_fills_in_between_is_told_as_it_is(
+def test_a_table_that_another_worker_fills_in_between_is_said_as_it_is(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both shards had agreed: what is written by then cannot be said to be unchanged."""
