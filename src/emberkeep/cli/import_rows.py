@@ -177,7 +177,7 @@ def _print(imported: Imported, url: str, fill: Mapping[str, float], as_json: boo
         emit(f"version {number} of {url} is this import already: nothing was done")
         return
     for table, count in imported.rows.items():
-        new = imported.new[table]
+        new = imported.new.get(table)
         begin = [f"{plane}={fill.get(plane, 0):g}" for plane in imported.filled.get(table, ())]
         emit(
             f"{table}: {count_text(count, 'row')}"

@@ -45,7 +45,8 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import has brought: the version, and how many rows of each table, of which `new`."""
+    """What an import has brought: the version, and how many rows of each table; of which `new`,
+    where that was looked at: not of fixed tables whose rows came whole."""
 
     manifest: Manifest
     rows: Mapping[str, int]
@@ -214,7 +215,7 @@ class Import:
         if not isinstance(about, dict) or about.get("id") != self._identity():
             return None
         return Imported(
-            manifest=manifest, rows=about["rows"], new=dict.fromkeys(about["rows"], 0), filled={},
+            manifest=manifest, rows=about["rows"], new={}, filled={},
             passed_over=self.passed_over, kinds=[source.kind for source in self.sources],
             created=False, resumed=False, whole=manifest.layout.get("kind") == "full", again=True,
         )  # fmt: skip
@@ -232,7 +233,7 @@ class Import:
                 chain = repository.chain(newest)
             grid = bool(chain) and grid_of(chain[-1]) is not None
             joiner = Joiner(
-                stage, self.tables, fill=self.choice.fill, union=grid,
+                stage, self.tables, fill=self.choice.fill, union=grid, first=not chain,
                 state=_state(self.tables, chain),
             )  # fmt: skip
             if chain:

@@ -35,8 +35,10 @@ class Joiner:
 
     def __init__(
         self, stage: Stage, tables: Mapping[str, Json], *, fill: Mapping[str, float], union: bool,
-        state: Json,
+        first: bool, state: Json,
     ) -> None:  # fmt: skip
+        """`first` says that the repository holds no rows yet."""
+        self._first = first
         self._stage = stage
         self._tables = tables
         self._fill = fill
@@ -64,7 +66,7 @@ class Joiner:
 
     def chunks(self) -> Iterator[Chunk]:
         for table in self.imported:
-            self.totals.rows[table] = self.totals.new[table] = 0
+            self.totals.rows[table] = 0
             families = [
                 (at, family)
                 for at, family in enumerate(self._stage.families)
@@ -114,9 +116,10 @@ class Joiner:
                 planes[name][at[lacking]] = before[name][lacking]
                 filled[name][at[lacking]] = True
         self._complete(table, ids, planes, filled)
-        new = imported - int(known.sum())
         self.totals.rows[table] += imported
-        self.totals.new[table] += new
+        if before is not None or self._first:  # else it was not looked at
+            new = imported - int(known.sum())
+            self.totals.new[table] = self.totals.new.get(table, 0) + new
         if "rows" in self.state.get(table, {}):
             self._count(table, own[~known])
         for start in range(0, ids.size, _CHUNK_ROWS):

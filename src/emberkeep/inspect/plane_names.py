@@ -68,6 +68,8 @@ def is_plane_word(word: str) -> bool:
 def plane_of(word: str, planes: Collection[str]) -> str | None:
     """The plane, of those that a table has, that another system's word stands for; None if it has
     none such. With no planes known yet, the first meaning."""
+    if word in planes:  # tables of torch that a keeper follows have torch's names
+        return word
     meanings = _MEANINGS.get(word, ())
     if IDS in meanings or (meanings and not planes):
         return meanings[0]

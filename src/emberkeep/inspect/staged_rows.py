@@ -90,7 +90,7 @@ class Stage:
     def open(cls, directory: Path) -> Iterator[Stage]:
         """The directory, made where there is none; an import that is using it is refused."""
         with disk_errors(directory):
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             with open(directory / _LOCK, "ab") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
