@@ -23,7 +23,9 @@ import builtins, errno, fcntl, os, sys, ctypes, mmap
 import numba, numpy, pyarrow, pyarrow.flight, torch, obstore, xxhash, safetensors, typer
 import multiprocessing, asyncio, subprocess, socket  # before they could look at the platform
 
-for gone in ("O_DIRECT", "sched_getaffinity", "sched_yield", "posix_fallocate", "preadv"):
+for gone in (
+    "O_DIRECT", "sched_getaffinity", "sched_yield", "posix_fallocate", "preadv", "RWF_NOWAIT",
+):
     delattr(os, gone)
 fcntl.F_FULLFSYNC = 12345  # the system refuses it, as macOS does for some file systems
 used = []
