@@ -46,18 +46,14 @@ def open_repository(url: str) -> tuple[Repository, ReadingStore]:
 
 def choose(repository: Repository, wanted: str | None) -> VersionId:
     """The version that the user named by number or tag, or the newest whole one."""
+    from emberkeep.inspect.summary import named_version
+
     if wanted is None:
         newest = repository.newest_whole()
         if newest is None:
             raise NoVersionError(f"{repository.store.url} has no version yet: save one first")
         return newest
-    if wanted.isdigit():
-        return repository.version(int(wanted))
-    tags = repository.tags()
-    if wanted not in tags:
-        have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
-        raise NoVersionError(f"{repository.store.url} has no tag {wanted!r}: {have}")
-    return repository.version(tags[wanted].number)
+    return named_version(repository, wanted)
 
 
 def refuse_if_active(repository: Repository, what: str, *, remedy: str) -> None:

@@ -392,6 +392,8 @@ class Cluster:
             try:
                 self._each([functools.partial(self._upsert, s, table, i, v) for s, i, v in parts])
             except TableFullError as error:
+                if len(parts) == 1:
+                    raise
                 # Another worker has filled the table since all shards agreed.
                 raise TableFullError(
                     f"{error}; rows of other shards may have been written: make room, upsert again"

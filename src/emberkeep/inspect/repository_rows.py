@@ -11,6 +11,7 @@ from emberkeep.checkpoint.contents import Hold, merged_rows
 from emberkeep.errors import NoVersionError
 from emberkeep.inspect.intake import USED
 from emberkeep.inspect.row_sources import Part, Rows, Source
+from emberkeep.inspect.summary import named_version
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.runtime import pool
@@ -19,7 +20,7 @@ from emberkeep.runtime import pool
 def open_rows(url: str, version: str | None) -> Source:
     """The rows of a version, the newest whole one unless another is named."""
     repository = Repository.open(open_store(url))
-    chosen = repository.newest_whole() if version is None else _named(repository, version)
+    chosen = repository.newest_whole() if version is None else named_version(repository, version)
     if chosen is None:
         raise NoVersionError(f"{url} has no version yet: save one first")
     chain = repository.chain(chosen)
@@ -65,13 +66,3 @@ def _rows(
             part = slice(max(0, start - begin), None)
             planes = {name: v[part] for name, v in chunk.planes.items() if name != USED}
             yield chunk.ids[part], planes
-
-
-def _named(repository: Repository, version: str) -> VersionId:
-    if version.isdigit():
-        return repository.version(int(version))
-    tags = repository.tags()
-    if version not in tags:
-        have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
-        raise NoVersionError(f"{repository.store.url} has no tag {version!r}: {have}")
-    return repository.version(tags[version].number)

@@ -272,6 +272,17 @@ def check(
     )
 
 
+def named_version(repository: Repository, wanted: str) -> VersionId:
+    """The version that a number or a tag names."""
+    if wanted.isdigit():
+        return repository.version(int(wanted))
+    tags = repository.tags()
+    if wanted not in tags:
+        have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
+        raise NoVersionError(f"{repository.store.url} has no tag {wanted!r}: {have}")
+    return repository.version(tags[wanted].number)
+
+
 def files_of(repository: Repository, versions: Iterable[VersionId]) -> list[FileRef]:
     """Every file that the versions need, each once, as far as manifests can be read."""
     return list(_files(repository, tuple(versions))[0].values())
