@@ -11,6 +11,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.emberkeep-ready
+DOCS_READY := $(VENV)/.emberkeep-docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CHECKED := src tests benchmarks scripts examples
 # A file's tests share servers and what else is costly to start, so one process has all of a file.
@@ -49,8 +50,7 @@ bench: $(READY) ## run every benchmark and write benchmarks/results (QUICK=1: sh
 	    echo "== $$benchmark"; $(BIN)/python $$benchmark $(if $(QUICK),--quick); \
 	done
 
-docs: $(READY) ## build the documentation into build/site
-	@$(PIP) install -c constraints.txt -e '.[docs]'
+docs: $(DOCS_READY) ## build the documentation into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built: build/site/index.html"
 
@@ -78,4 +78,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
 	    || $(PYTHON) -m pip --quiet --python $(BIN)/python install pip
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@

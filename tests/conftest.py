@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import os
 import shutil
 import tempfile
@@ -25,6 +27,7 @@ __all__ = ["pytest_configure", "pytest_sessionstart"]
 # a failure repeats, and a change is not blamed for an example that nobody has seen before.
 settings.register_profile(
     "emberkeep",
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -34,6 +37,7 @@ settings.register_profile(
 settings.register_profile(
     "nightly",
     settings.get_profile("emberkeep"),
+    max_examples=100,
     derandomize=False,
     print_blob=True,
     database=None,
@@ -44,6 +48,19 @@ settings.load_profile("emberkeep")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long starts first: at the end, short files leave no worker without work."""
     items.sort(key=lambda item: item.path.parent.name not in ("faults", "integration"))
+
+
+def pytest_collection_finish() -> None:
+    """Loads what all tests need, where several processes run them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        # In a fresh clone nothing is compiled yet: each process compiles other kernels first.
+        importlib.import_module("emberkeep.train.train_warmup").warm_up(
+            reverse=worker[-1] in "13579"
+        )
+    # It stays: tests that collect garbage need not look at half a million objects.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import parsed
+
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 
 GUARDED = [
@@ -103,7 +105,7 @@ def waiters_of(trees: Iterable[ast.AST]) -> set[str]:
 
 def violations(source: str, waiters: set[str]) -> Iterator[str]:
     """What a module does past the clock, one line each."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = imported(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute | ast.Name):
@@ -137,7 +139,7 @@ def takers_of(modules: dict[str, str]) -> Takers:
     takers: Takers = {word: set() for word in HANDED_ON}
     for module, source in modules.items():
         package = f"emberkeep.{module}".rsplit(".", 1)[0]
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             inner = node.body if isinstance(node, ast.ClassDef) else []
             functions = {
                 f"{node.name}.{method.name}".removesuffix(".__init__"): method
@@ -169,7 +171,7 @@ def has(node: ast.AST) -> set[str]:
 
 def forgotten(source: str, module: str, takers: Takers) -> Iterator[str]:
     """Calls that could be handed the clock or transport of their object, and are not."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     package = f"emberkeep.{module}".rsplit(".", 1)[0]
     names = imported(tree)
     for node in tree.body:
@@ -199,7 +201,7 @@ def found() -> dict[str, list[str]]:
     guarded = sources(*GUARDED)
     # Of `Worker` and others below: `changed` is theirs.
     below = sources("runtime").values()
-    waiters = waiters_of(ast.parse(source) for source in (*guarded.values(), *below))
+    waiters = waiters_of(parsed(source) for source in (*guarded.values(), *below))
     listed = {module: list(violations(source, waiters)) for module, source in guarded.items()}
     return {module: lines for module, lines in listed.items() if lines}
 
@@ -296,7 +298,7 @@ def f(a):
     ],
 )
 def test_a_violation_is_caught(source: str) -> None:
-    waiters = waiters_of([ast.parse(source)])
+    waiters = waiters_of([parsed(source)])
     assert len(list(violations(source, waiters))) == 1
 
 
@@ -312,4 +314,4 @@ def test_a_violation_is_caught(source: str) -> None:
     ],
 )
 def test_what_a_clock_gives_is_allowed(source: str) -> None:
-    assert list(violations(source, waiters_of([ast.parse(source)]))) == []
+    assert list(violations(source, waiters_of([parsed(source)]))) == []

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import emberkeep
+from tests.sources import parsed
 
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 
@@ -78,7 +80,7 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int
     inside = f"emberkeep.{module}".rstrip(".").split(".")
     if not is_package:
         inside = inside[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -146,9 +148,11 @@ def modules() -> dict[str, Path]:
     return named
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Every module but the package itself, with the modules that it imports."""
     known = modules()
+    names = set(known)
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
         if not module:
@@ -157,7 +161,7 @@ def import_graph() -> dict[str, set[str]]:
         for _, name in imports_of(
             path.read_text(encoding="utf-8"), module, path.name == "__init__.py"
         ):
-            target = resolve(name, set(known)) if name.startswith("emberkeep.") else ""
+            target = resolve(name, names) if name.startswith("emberkeep.") else ""
             if target and target != module:
                 graph[module].add(target)
     return graph
@@ -165,11 +169,12 @@ def import_graph() -> dict[str, set[str]]:
 
 def test_imports_go_downward() -> None:
     known = modules()
+    names = set(known)
     found = [
         line
         for module, path in known.items()
         for line in violations(
-            path.read_text(encoding="utf-8"), module, set(known), path.name == "__init__.py"
+            path.read_text(encoding="utf-8"), module, names, path.name == "__init__.py"
         )
     ]
     assert not found, "\n".join(found)

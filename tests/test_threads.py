@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
+from tests.sources import parsed
 from tests.test_clocks import full_name, imported, sources
 
 MAKERS = {
@@ -28,7 +30,7 @@ ALLOWED = {
 
 
 def violations(source: str) -> Iterator[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = imported(tree)
     for node in ast.walk(tree):
         makers: list[ast.expr] = []
@@ -41,6 +43,7 @@ def violations(source: str) -> Iterator[str]:
                 yield f"line {maker.lineno}: {made}; use Worker or Crew of emberkeep.runtime"
 
 
+@cache
 def found() -> dict[str, list[str]]:
     listed = {
         module: list(violations(source))

@@ -28,6 +28,7 @@ from emberkeep.tables import (
     Table,
     Uniform,
 )
+from tests.nightly import examples
 
 f32 = np.float32
 
@@ -229,7 +230,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
     @settings(
-        max_examples=60,
+        max_examples=examples(60),
         phases=[Phase.explicit, Phase.generate],  # a history shrinks slowly, and reads well as is
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )

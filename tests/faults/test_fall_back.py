@@ -11,10 +11,9 @@ from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError, NoVersionError
 from emberkeep.repository import Repository, newest_undamaged
+from emberkeep.repository.policies import LAYOUTS
 from emberkeep.tables import Adam
 from tests.unit.repositories import KEEP, TABLES, Run
-
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 
 
 def saved(layout: Any, *, settled: bool) -> Run:

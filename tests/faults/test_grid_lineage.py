@@ -25,7 +25,7 @@ from emberkeep.repository import (
     verify,
 )
 from emberkeep.repository.grid.catalog import grid_of
-from emberkeep.repository.policies import Grid
+from emberkeep.repository.policies import LAYOUTS, Grid
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
 from emberkeep.testing import Fault, FaultStore
@@ -33,7 +33,6 @@ from tests.contracts.engine import grads_of, state, wanted_of
 
 TABLES = [Table("fixed", rows=60, dim=4), Table("dynamic", rows=None, capacity=90, dim=4)]
 NOW = timedelta(0)
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 
 
 class Life:

@@ -244,7 +244,7 @@ def test_a_host_that_is_gone_is_tried_ever_more_rarely(monkeypatch: pytest.Monke
     monkeypatch.setattr(Retry, "pause", pause)
     sender = Sender(
         Peer(1, "127.0.0.1:1", 1), Placement(3, 2, 1), security=Security(),
-        deadline=timedelta(seconds=5), acknowledged=lambda *_: None, stuck=lambda _: None,
+        deadline=timedelta(seconds=60), acknowledged=lambda *_: None, stuck=lambda _: None,
     )  # fmt: skip
     sender.post(Message(0, 1, 1, 0, Differences((), None, ())))
     assert enough.wait(60)

@@ -37,6 +37,8 @@ from tests.waiting import until
 TABLE = Table("t", rows=40, dim=3)
 IDS = [RowIds(np.arange(40), np.array([0, 40]))]
 ONES = [np.ones((40, 3), np.float32)]
+MINUTE = timedelta(minutes=1)
+"""Of what is answered at once: on a busy machine too."""
 QUICK = Timing(deadline=timedelta(seconds=1), lease=timedelta(seconds=1.5))
 
 
@@ -64,20 +66,20 @@ def test_a_stopped_server_that_wakes_beside_its_replacement_is_refused(farm: Far
 
     os.kill(zombie, signal.SIGCONT)
     connection = Connection(address, Security())
-    connection.open(timedelta(seconds=5))
+    connection.open(MINUTE)
     odd = RowIds(np.arange(1, 40, 2), np.array([0, 20]))
     for epoch, kind in ((old, PUSH), (old, PULL), (cluster.handles[1].epoch, PULL)):
         request = Request(
             kind=kind, epoch=epoch, incarnation=7, number=1, lr=1.0, wanted=[odd],
             grads=[ONES[0][:20]] if kind == PUSH else [],
         )  # fmt: skip
-        connection.send(pack_request(request), timedelta(seconds=5))
+        connection.send(pack_request(request), MINUTE)
         with pytest.raises(EpochError):
             check_reply(connection.receive())
     with pytest.raises(EpochError):
         connection.act(
             "install", {"epoch": old, "table": "t"}, {"": np.array([1])},
-            deadline=timedelta(seconds=5),
+            deadline=MINUTE,
         )  # fmt: skip
     connection.close()
     assert state(cluster) == before
@@ -97,7 +99,7 @@ def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) ->
         start = time.monotonic()
         with pytest.raises(ShardLostError):
             cluster.pull(IDS)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60  # not the patience that a missing server gets
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -105,7 +107,7 @@ def test_a_port_where_nobody_answers_costs_a_deadline_and_no_more(farm: Farm) ->
     nobody = FixedAddresses([f"127.0.0.1:{port}"], Security(), patience=timedelta(seconds=1))
     with pytest.raises(ServerError, match="start emberkeep serve"):
         opened(nobody, QUICK)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     cluster.close()
     hosts.end()
 
@@ -129,7 +131,7 @@ def test_a_second_run_does_not_take_the_servers_of_the_first(farm: Farm) -> None
 def test_a_push_whose_answer_was_lost_is_applied_once(farm: Farm) -> None:
     hosts = FarmLauncher(farm, 1)
     proxy = Proxy(hosts.address(0))
-    through = FixedAddresses([proxy.address], Security(), patience=timedelta(seconds=5))
+    through = FixedAddresses([proxy.address], Security(), patience=MINUTE)
     cluster, twin = opened(through), local().open([TABLE], SGD(lr=1.0), seed=0)
     for _ in range(6):
         proxy.lose_answer()
@@ -169,7 +171,7 @@ def test_pushes_go_on_after_all_servers_were_lost_together(farm: Farm) -> None:
 
 def coordinate_and_die(where: str, *addresses: str) -> None:
     """Trains, saves, and dies when all shards have written and nothing is committed."""
-    hosts = FixedAddresses(addresses, Security(), patience=timedelta(seconds=5))
+    hosts = FixedAddresses(addresses, Security(), patience=MINUTE)
     cluster = opened(hosts, QUICK)
     repository = Repository.create(LocalStore(where), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)

@@ -7,7 +7,6 @@ import signal
 import socket
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import emberkeep as ek
 from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
+from emberkeep.cluster.remote import processes
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.processes import ProcessLauncher
 from emberkeep.errors import SecurityError
@@ -27,7 +27,7 @@ from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import TOKEN, Security, split_address
 
 IDS = [RowIds(np.arange(8), np.array([0, 8]))]
-SECONDS = timedelta(seconds=10)
+SECONDS = timedelta(seconds=60)
 NOBODY = 65534
 
 
@@ -89,8 +89,9 @@ def test_other_users_cannot_reach_them(cluster: FlightCluster) -> None:
 
 
 def test_a_signal_to_every_process_does_not_take_them_from_the_last_save(
-    bags: ek.EmbeddingBags, cluster: FlightCluster, tmp_path: Path
-) -> None:
+    bags: ek.EmbeddingBags, cluster: FlightCluster, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     server = launcher(cluster)
     pid, where = server.pid(0), directory(cluster)
     assert os.getsid(pid) == pid  # what is sent to the group of this process does not reach it
@@ -103,8 +104,7 @@ def test_a_signal_to_every_process_does_not_take_them_from_the_last_save(
 
     step()
     os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until:  # a server that drains refuses within a few milliseconds
+    for _ in range(200):  # a server that drains refuses within a few milliseconds
         step()
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -115,9 +115,10 @@ def test_a_signal_to_every_process_does_not_take_them_from_the_last_save(
     newest = repository.latest()
     assert newest is not None
     assert repository.manifest(newest).step == keeper.steps > 2
-    started = time.monotonic()
+    monkeypatch.setattr(processes, "_END_SECONDS", 300.0)  # on a busy machine too
+    process = server._servers[0]._process
     cluster.close()
-    assert time.monotonic() - started < 4  # it ended by itself, and was not killed
+    assert process.returncode != -signal.SIGKILL  # it ended by itself
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not where.exists()

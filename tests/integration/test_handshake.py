@@ -170,7 +170,7 @@ def address() -> Iterator[str]:
 
 
 def connect(address: str) -> FlightCluster:
-    timing = Timing(deadline=timedelta(seconds=5), lease=timedelta(seconds=5))
+    timing = Timing(deadline=timedelta(seconds=60), lease=timedelta(seconds=60))
     hosts = FixedAddresses([address], Security(), patience=timedelta(seconds=1))
     return FlightCluster(TABLES, Adagrad(lr=0.1), hosts, pool=Pool(1), timing=timing)
 
@@ -189,7 +189,7 @@ def test_a_server_refuses_a_client_of_another_protocol(
 ) -> None:
     """The server is asked as an older client would: one that does not look at its number."""
     greeting = connection.Connection(address, Security())
-    seconds = timedelta(seconds=5)
+    seconds = timedelta(seconds=60)
     for given in ({}, {"protocol": 1}, {"protocol": 3}):
         number = given.get("protocol", 1)
         with pytest.raises(ProtocolError, match=f"protocol {number}, this process protocol 2"):

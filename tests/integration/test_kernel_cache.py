@@ -13,20 +13,25 @@ import pytest
 
 import emberkeep
 
-SCRIPT = """
+FEW = """
 import numpy as np
 from emberkeep.kernels import batch_rows
 bits = np.zeros(2, np.uint64)
 batch_rows.set_bits(bits, np.array([3, 70]))
 print(batch_rows.count_bits(bits, 0, 2))
+"""
+# One more, which holds copies of kernels of other modules.
+SCRIPT = f"""{FEW}
 batch_rows.write_first_nonfinite(np.zeros(256, np.int64), np.zeros((2, 4), np.float32))
 """
 
 
-def run_kernels(package: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_kernels(
+    package: Path, script: str = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "EMBERKEEP_QUIET"}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**inherited, "PYTHONPATH": str(package), **environment},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -72,8 +77,8 @@ def test_a_change_voids_the_kernels_that_import_it(
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
 def test_a_warm_cache_on_a_read_only_medium_is_used(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    run_kernels(package, NUMBA_CACHE_DIR=str(cache))
-    command = f"mount --bind -o ro {cache} {cache} && exec {sys.executable} -c '{SCRIPT}'"
+    run_kernels(package, FEW, NUMBA_CACHE_DIR=str(cache))
+    command = f"mount --bind -o ro {cache} {cache} && exec {sys.executable} -c '{FEW}'"
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command],
         env={**os.environ, "PYTHONPATH": str(package), "NUMBA_CACHE_DIR": str(cache),
@@ -89,5 +94,5 @@ def test_a_warm_cache_on_a_read_only_medium_is_used(package: Path, tmp_path: Pat
 def test_no_cache_directory_at_all_still_computes(package: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    done = run_kernels(package, NUMBA_CACHE_DIR=str(blocked / "below"))
+    done = run_kernels(package, FEW, NUMBA_CACHE_DIR=str(blocked / "below"))
     assert done.stdout == "2\n"

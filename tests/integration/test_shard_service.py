@@ -60,9 +60,10 @@ from emberkeep.wire.protocol import (
 )
 from emberkeep.wire.security import Security
 from tests.contracts.engine import assert_same_bits, grads_of, state, tables, wanted_of
+from tests.nightly import examples
 from tests.waiting import until
 
-SECONDS = timedelta(seconds=5)
+SECONDS = timedelta(seconds=60)
 
 
 class Threads:
@@ -83,7 +84,7 @@ class Threads:
         **given: Any,
     ) -> FlightCluster:  # fmt: skip
         security = security or Security()
-        hosts = FixedAddresses(self.addresses, security, patience=SECONDS)
+        hosts = FixedAddresses(self.addresses, security, patience=timedelta(seconds=5))
         given.setdefault("timing", Timing(patience=timedelta(seconds=20)))
         cluster = FlightCluster(
             tables, optimizer, hosts, pool=pool.Pool(1), security=security, **given
@@ -318,7 +319,7 @@ def mutated(data: st.DataObject, blob: Any) -> Any:
     return out
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_a_malformed_message_is_refused_before_anything_is_allocated_for_it(
     data: st.DataObject,
@@ -439,7 +440,7 @@ def test_a_server_survives_hostile_messages_and_no_row_changes(data: st.DataObje
 
 
 @pytest.mark.soak
-@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(500), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_server_survives_ten_thousand_hostile_messages(data: st.DataObject) -> None:
     fuzz(data, 20)

@@ -24,7 +24,7 @@ TOKEN = "a token of some length"
 AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
 # Twenty lines a second were written in the two minutes that a missing server is waited for.
 PATIENCE = timedelta(minutes=2)
-SOON = 20.0
+SOON = 60.0
 
 
 def issued(by: trustme.CA, *hosts: str) -> Security:

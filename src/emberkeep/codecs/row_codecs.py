@@ -119,7 +119,11 @@ class _RowGrids:
     def _encode_rows(
         self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
     ) -> None:
-        """Encodes rows a..b; sets `raw_R` of those that are stored raw."""
+        """Encodes rows a..b, and says in `raw_R` of each whether it is stored raw.
+
+        A raw row has 0 for its param and codes. Any other has a param that is not 0, if it can:
+        a damaged list of raw rows is noticed by that.
+        """
         raise NotImplementedError
 
     def _decode_rows(self, codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:

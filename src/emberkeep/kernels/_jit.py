@@ -138,11 +138,13 @@ def variant(
     cache's key, and those that hold kernels differ in every process.
     """
     home = template if of is None else of.py_func
+    # Python 3.10 takes the qualified name from the name.
+    qualified: dict[str, Any] = {"co_qualname": name} if sys.version_info >= (3, 11) else {}
     code = template.__code__.replace(
         co_filename=home.__code__.co_filename,
         co_firstlineno=home.__code__.co_firstlineno,
         co_name=name,
-        co_qualname=name,
+        **qualified,
     )
     values = {**template.__globals__, **given, "__name__": home.__module__}
     return kernel(types.FunctionType(code, values, name))

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from emberkeep.codecs import Codec, NonNegative, NonNegative8, Quantized, Raw, codec_from_dict
 from emberkeep.errors import ConfigError, DamageError, FormatError, StateError
 from emberkeep.runtime.pool import Pool
+from tests.nightly import examples
 
 F32 = np.float32
 BITS = (8, 4, 3, 2)
@@ -70,7 +71,7 @@ def is_exact(rows: np.ndarray) -> np.ndarray:
     st.sampled_from(BITS),
     st.sampled_from([(None, None), (None, None), (25, 0.0), (1000, 1.0), (1, 1.0)]),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_quantized_rows_keep_their_bound(
     rows: np.ndarray, bits: int, search: tuple[int | None, float | None]
 ) -> None:
@@ -91,7 +92,7 @@ def test_quantized_rows_keep_their_bound(
 
 
 @given(any_rows(least=0.0))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_accumulators_keep_their_ratio(rows: np.ndarray) -> None:
     back = there_and_back(NonNegative8(), rows)
     exact = is_exact(rows)
@@ -108,7 +109,7 @@ def test_accumulators_keep_their_ratio(rows: np.ndarray) -> None:
 
 
 @given(any_rows())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_accumulators_that_are_none_come_back_exactly(rows: np.ndarray) -> None:
     back = there_and_back(NonNegative8(), rows)
     odd = (np.signbit(rows) | ~np.isfinite(rows)).any(axis=1)
@@ -116,7 +117,7 @@ def test_accumulators_that_are_none_come_back_exactly(rows: np.ndarray) -> None:
 
 
 @given(hnp.arrays(np.uint32, st.tuples(st.integers(0, 50), st.just(1))))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_one_value_a_row_keeps_half_of_its_bits(bits: np.ndarray) -> None:
     rows = bits.view(F32)
     back = there_and_back(NonNegative(), rows)
@@ -158,7 +159,7 @@ def test_a_restored_accumulator_never_explodes_the_step() -> None:
         )
     )
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_raw_returns_every_bit_of_any_plane(rows: np.ndarray) -> None:
     assert same_bits(there_and_back(Raw(), rows), rows)
 
@@ -424,7 +425,7 @@ def test_contents_that_no_encoder_writes_are_refused(
 
 
 @given(st.sampled_from(LOSSY), st.integers(2, 20), st.integers(0, 2**32))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_random_bytes_never_crash(codec: Codec, width: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     buffers = codec.encode(random.random((30, width)).astype(F32), ONE)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from emberkeep.data import KAGGLE_ROWS, Synthetic, field_rows, skewed_ids
 from emberkeep.data.accuracy import auc
 from emberkeep.errors import ConfigError
+from tests.nightly import examples
 
 SMALL = Synthetic(rows_total=20_000, seed=3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     start=st.integers(0, 10**12),
     cuts=st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -120,7 +121,7 @@ def test_uniform_and_zipf_exponents() -> None:
         np.testing.assert_allclose(counts[:10], expected[:10], rtol=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(rows=st.integers(1, 300), seed=st.integers(0, 1000))
 def test_every_id_of_a_table_can_come_up(rows: int, seed: int) -> None:
     ids = skewed_ids(rows, rows * 30, "uniform", seed=seed)

@@ -19,6 +19,7 @@ from emberkeep.erasure.rebuilder import Rebuilder
 from emberkeep.tables import Adam
 from tests.contracts.engine import state, tables
 from tests.contracts.parity import check_parity, push, write
+from tests.nightly import examples
 
 SIZES = [(3, 2, 1), (2, 1, 1), (6, 4, 1), (6, 4, 2), (5, 3, 2)]
 
@@ -42,7 +43,9 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(30),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     size=st.sampled_from(SIZES), seed=st.integers(0, 99), pushes=st.integers(0, 3), data=st.data()

@@ -25,6 +25,7 @@ from emberkeep.errors import (
 )
 from emberkeep.inference import Follower, View
 from emberkeep.repository import KeepAll, KeepLast, Repository, Writer, fork
+from emberkeep.repository.policies import LAYOUTS
 from emberkeep.tables import Normal, RowWiseAdagrad, Table
 from emberkeep.testing.stores import RecordingStore
 from tests.contracts.engine import grads_of, wanted_of
@@ -35,7 +36,6 @@ TABLES = [
     Table("evicting", rows=None, capacity=60, dim=6, on_full="evict_oldest"),
     Table("wide", rows=80, dim=9),
 ]
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 KEEP = SaveSettings(retention=KeepAll(), grace=timedelta(0))
 
 

@@ -22,11 +22,11 @@ from emberkeep.inspect.export_columns import to_columns as to_parquet
 from emberkeep.inspect.export_tensors import to_safetensors
 from emberkeep.inspect.summary import check
 from emberkeep.repository import Repository
+from emberkeep.repository.policies import LAYOUTS
 from emberkeep.runtime import pool
 from tests.unit.repositories import TABLES, Run, State, flipped
 
 POOL = pool.Pool(2)
-LAYOUTS = ["full", "one_shot", "intermittent", "consecutive", "grid"]
 
 
 def by_id(ids: Any, planes: dict[str, Any]) -> tuple[bytes, dict[str, bytes]]:

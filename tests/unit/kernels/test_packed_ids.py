@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from emberkeep.codecs import pack_ids, unpack_ids
 from emberkeep.errors import ConfigError, DamageError, FormatError, IdError
+from tests.nightly import examples
 
 LEAST, MOST = -(2**63), 2**63 - 1
 RANGE, BITMAP, GAPS = range(3)
@@ -34,7 +35,7 @@ def id_sets(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(id_sets())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example(array([LEAST, MOST]))
 @example(array([LEAST, -1, 0, MOST]))
 @example(array([MOST]))
@@ -132,7 +133,7 @@ def test_a_newer_version_is_refused() -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES - 32, max_size=200), st.integers(0, 3))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_random_bytes_never_crash(body: bytes, kind: int) -> None:
     packed = np.concatenate([pack_ids(array([5, 9]))[:32], np.frombuffer(body, np.uint8)])
     packed[1] = kind

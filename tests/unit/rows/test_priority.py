@@ -27,6 +27,7 @@ from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table
 from tests.contracts.engine import wanted_of
+from tests.nightly import examples
 
 ROWS = 448
 TABLES = [Span(0, 0, 100), Span(2, 192, 200)]  # of a slab whose middle table is not ranked
@@ -60,7 +61,7 @@ def is_ranked(row: int) -> bool:
 histories = st.lists(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=60), max_size=12)
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(history=histories, fraction=st.sampled_from([0.01, 0.1, 0.3, 0.5]))
 def test_the_most_used_rows_are_those_with_the_largest_counts(
     history: list[list[int]], fraction: float
@@ -77,7 +78,7 @@ def test_the_most_used_rows_are_those_with_the_largest_counts(
     assert min((counts[row] for row in chosen.tolist()), default=0) >= max(left, default=0)
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 10**6), largest=st.sampled_from([2, 6, 70_000, 2**32]))
 def test_selection_is_exact_for_any_keys(seed: int, largest: int) -> None:
     keys = np.random.default_rng(seed).integers(0, largest, ROWS).tolist()
@@ -172,7 +173,7 @@ def test_rows_that_are_used_often_are_likely_to_stay_on_the_list() -> None:
     assert kept > 0.35 * 50 * hot.size  # of rows used as seldom as the others it is below 0.1
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(history=histories, seed=st.integers(0, 1000))
 def test_the_farthest_rows_are_those_that_moved_most_since_they_were_saved(
     history: list[list[int]], seed: int

@@ -18,6 +18,7 @@ from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, wanted_of
+from tests.nightly import examples
 
 Rows = dict[str, dict[int, dict[str, bytes]]]
 
@@ -93,7 +94,7 @@ def frozen(cluster: LocalCluster, since: str | None) -> Snapshot:
 
 
 @settings(
-    max_examples=30,
+    max_examples=examples(30),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
