@@ -17,7 +17,7 @@ CHECKED := src tests benchmarks scripts examples
 # A file's tests share servers and what else is costly to start, so one process has all of a file.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak"
 
-.PHONY: help demo check test soak lint format bench docs clean
+.PHONY: help demo check test soak lint format bench docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,13 @@ bench: $(READY) ## run every benchmark and write benchmarks/results (QUICK=1: sh
 docs: $(DOCS_READY) ## build the documentation into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built: build/site/index.html"
+
+dist: $(READY) ## build wheel and source archive into dist, and check what an index would show
+	@$(PIP) install -c constraints.txt -e '.[dist]'
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist >/dev/null
+	@$(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python scripts/check_wheel.py dist
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -85,6 +85,7 @@ def drained(frozen: Sequence[Any]) -> dict[str, set[int]]:
 CALLS: dict[str, Callable[[Any], object]] = {
     "pull": lambda c: c.pull(wanted_of(c, {"fixed": [0, 1, 2]})),
     "push": lambda c: push(c, np.random.default_rng(1)),
+    "upsert": lambda c: c.upsert("fixed", np.arange(9), {"weight": np.ones((9, 5))}),
     "read": lambda c: c.read("fixed", np.arange(6)),
     "read_all": lambda c: c.read_all("wide"),
     "touched_ids": lambda c: c.touched_ids("dynamic"),
@@ -345,3 +346,35 @@ class ClusterContract:
         assert changed.rows == before["fixed"].rows
         assert changed.low != before["fixed"].low
         assert changed.high != before["fixed"].high
+
+    def test_upserted_rows_are_part_of_the_next_increment_alone(self, tmp_path: Any) -> None:
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
+        store = LocalStore(tmp_path)
+        Repository.create(store, schema=cluster.schema())
+        checkpointer = Checkpointer(Repository.open(store), cluster)
+        push(cluster, np.random.default_rng(0), 3)
+        checkpointer.save(1)
+        checkpointer.wait()
+        cluster.upsert("fixed", [1, 2, 3], {"weight": np.full((3, 5), 7.0)})
+        cluster.upsert("dynamic", [777], {"weight": np.full((1, 5), 8.0)})
+        frozen = cluster.freeze(SINCE_VERSION, BUFFER_NBYTES)
+        changed = {n: ids for part in frozen for n, ids in drained(part).items()}
+        assert changed.keys() == {"fixed", "dynamic"}
+        for rows in (rows for shard in frozen for rows in shard):
+            rows.close(())
+        checkpointer.close(2)
+        expected, target = state(cluster), self.open(tables(), Adagrad(lr=0.1), shards=SHARDS)
+        restored = Checkpointer(Repository.open(store), target).restore()
+        assert restored is not None
+        assert restored.manifest.layout["kind"] != "full"
+        assert state(target) == expected
+
+    def test_an_upsert_that_one_shard_has_no_room_for_changes_none(self) -> None:
+        table = Table("items", rows=None, capacity=30, dim=4)
+        cluster = self.open([table], Adagrad(lr=0.1), shards=SHARDS)
+        before = state(cluster)
+        with pytest.raises(TableFullError, match=r"'items'.*no row was changed"):
+            cluster.upsert("items", np.arange(200), {"weight": np.ones((200, 4))})
+        assert state(cluster) == before
+        cluster.upsert("items", np.arange(12), {"weight": np.ones((12, 4))})
+        assert cluster.touched_ids("items").tolist() == list(range(12))

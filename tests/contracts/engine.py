@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from emberkeep._types import RowIds
-from emberkeep.errors import GradientError, IdError, StateError, TableFullError
+from emberkeep.errors import ConfigError, GradientError, IdError, StateError, TableFullError
 from emberkeep.tables import (
     SGD,
     Adagrad,
@@ -132,6 +132,25 @@ class Reference:
             for i, g in zip(ids, grads[name], strict=True):
                 update(self.optimizer, rows[i], g, lr, self.steps)
 
+    def upsert(self, name: str, ids: list[int], planes: dict[str, Any]) -> None:
+        rows = self.rows[name]
+        given = {i: rows.pop(i, None) for i in ids}
+        if self.tables[name].on_full == "evict_oldest":
+            for _ in range(len(rows) + len(ids) - self.tables[name].slots):
+                rows.pop(next(iter(rows)))
+        for at, i in enumerate(ids):
+            rows[i] = given[i] or self.initial(name, i)
+            rows[i].update({plane: values[at] for plane, values in planes.items()})
+
+
+def some_planes(row: dict[str, Any], count: int, random: np.random.Generator) -> dict[str, Any]:
+    """New values for some planes of rows like this one."""
+    chosen = [name for name in row if random.random() < 0.6] or ["weight"]
+    return {
+        name: random.uniform(0, 5, (count, row[name].size)).astype(row[name].dtype)
+        for name in chosen
+    }
+
 
 def wanted_of(cluster: Any, by_table: dict[str, list[int]]) -> list[RowIds]:
     """Ids by table name as the cluster wants them: slab by slab, tables in order."""
@@ -186,6 +205,7 @@ batch_strategy = st.fixed_dictionaries(
 operations = st.lists(
     st.tuples(st.just("push"), batch_strategy)
     | st.tuples(st.just("delete"), batch_strategy)
+    | st.tuples(st.just("upsert"), batch_strategy)
     | st.tuples(st.just("pull"), batch_strategy),
     max_size=10,
 )
@@ -235,6 +255,11 @@ class EngineContract:
                 for name, ids in batch.items():
                     gone = sum(reference.rows[name].pop(i, None) is not None for i in ids)
                     assert cluster.delete(name, np.array(ids, np.int64)) == gone
+            elif operation == "upsert":
+                for name, ids in batch.items():
+                    planes = some_planes(reference.initial(name, 0), len(ids), random)
+                    cluster.upsert(name, np.array(ids, np.int64), planes)
+                    reference.upsert(name, ids, planes)
             else:
                 for group, weights in zip(cluster.groups, cluster.pull(wanted), strict=True):
                     names = [cluster.tables[t].name for t in group]
@@ -371,3 +396,64 @@ class EngineContract:
         with pytest.raises(StateError, match="'fixed'"):
             cluster.install("fixed", np.array([1, 2]), planes)
         assert state(cluster) == before
+
+    @pytest.mark.parametrize(
+        ("table", "ids", "planes", "error", "words"),
+        [
+            ("fixed", [3, 40], {"weight": (2, 5)}, IdError, ["'fixed'", "40"]),
+            ("fixed", [3, -1], {"weight": (2, 5)}, IdError, ["'fixed'", "-1"]),
+            ("fixed", [3, 4, 3], {"weight": (3, 5)}, IdError, ["id 3", "twice"]),
+            ("fixed", [0.5], {"weight": (1, 5)}, IdError, ["integers", "float64"]),
+            ("fixed", [3, 4], {"weight": (2, 4)}, StateError, ["(2, 5)", "(2, 4)"]),
+            ("fixed", [3, 4], {"weight": (3, 5)}, StateError, ["(2, 5)", "(3, 5)"]),
+            ("fixed", [3], {"exp_avg": (1, 5)}, StateError, ["exp_avg", "accumulator"]),
+            ("fixed", [3], {}, StateError, ["no plane", "weight"]),
+            ("evicting", [3], {"used": (1, 1)}, StateError, ["used", "by itself"]),
+            ("evicting", range(13), {"weight": (13, 5)}, TableFullError, ["capacity"]),
+            ("dynamic", [5, 999], {"weight": (2, 5)}, TableFullError, ["60 of 60", "999"]),
+            ("dynamic", [2**63], {"weight": (1, 5)}, IdError, ["63 bits"]),
+            ("nobody", [1], {"weight": (1, 5)}, ConfigError, ["'nobody'", "fixed"]),
+        ],
+    )
+    def test_a_refused_upsert_says_why_and_changes_no_row(
+        self, table: str, ids: Any, planes: Any, error: type[Exception], words: list[str]
+    ) -> None:
+        cluster = self.open(tables(), Adagrad(lr=0.1))
+        cluster.upsert("dynamic", np.arange(60), {"weight": np.ones((60, 5))})
+        cluster.upsert("evicting", [1, 7], {"weight": np.ones((2, 5))})
+        before = state(cluster)
+        given = {name: np.ones(shape) for name, shape in planes.items()}
+        with pytest.raises(error) as refused:
+            cluster.upsert(table, np.array(list(ids)), given)
+        for word in words:
+            assert word in str(refused.value)
+        assert state(cluster) == before
+
+    @pytest.mark.parametrize(
+        ("plane", "values"),
+        [
+            ("weight", np.array([[1, 2, np.nan, 4, 5]])),
+            ("weight", np.array([[1, 2, 1e300, 4, 5]])),
+            ("weight", np.array([["a"] * 5])),
+            ("step", np.array([[2**40]])),
+            ("step", np.array([[1.5]])),
+        ],
+    )
+    def test_values_that_a_plane_cannot_hold_are_refused(self, plane: str, values: Any) -> None:
+        cluster = self.open(tables(), Adam(lr=0.1, step="row"))
+        with pytest.raises(StateError, match=f"'fixed', plane '{plane}'"):
+            cluster.upsert("fixed", [7], {plane: values})
+        assert cluster.touched_ids("fixed").size == 0
+
+    def test_upserted_rows_are_trained_on_and_the_last_to_be_evicted(self) -> None:
+        table = Table("t", rows=None, capacity=3, dim=2, on_full="evict_oldest")
+        cluster = self.open([table], Adagrad(lr=0.1))
+        cluster.upsert("t", [1, 2, 3], {"weight": np.full((3, 2), 0.5, np.float16)})
+        cluster.upsert("t", [1], {"accumulator": [[4.0, 4.0]]})
+        cluster.upsert("t", [4], {"weight": np.ones((1, 2), np.float64)})
+        ids, planes = cluster.read_all("t")
+        assert ids.tolist() == [1, 3, 4]
+        assert planes["weight"].tolist() == [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0]]
+        assert planes["accumulator"].tolist() == [[4.0, 4.0], [0.0, 0.0], [0.0, 0.0]]
+        cluster.push(wanted_of(cluster, {"t": [1]}), [np.ones((1, 2), f32)], lr=0.1)
+        assert cluster.read("t", np.array([1]))["accumulator"].tolist() == [[5.0, 5.0]]

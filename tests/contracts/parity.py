@@ -42,13 +42,17 @@ def push(cluster: Any, random: np.random.Generator) -> None:
 
 def write(cluster: Any, random: np.random.Generator) -> None:
     """A change that is not a push."""
-    kind = random.integers(0, 3)
+    kind = random.integers(0, 4)
     if kind == 0:
         cluster.delete("fixed", random.choice(40, 6, replace=False))
         cluster.delete("dynamic", random.choice(60, 6, replace=False))
     elif kind == 1:
         ids = random.choice(40, 5, replace=False)
         cluster.install("fixed", ids, cluster.read("fixed", random.choice(40, 5, replace=False)))
+    elif kind == 2:
+        for table in cluster.tables:
+            ids = random.choice(30, 5, replace=False)
+            cluster.upsert(table.name, ids, {"weight": random.standard_normal((5, table.dim))})
     else:
         ids = random.choice(60, 5, replace=False)
         cluster.install("dynamic", ids, cluster.read("dynamic", (ids + 7) % 60))
@@ -209,6 +213,22 @@ class ParityContract:
         assert cluster.parity.protected
         self.kill(cluster, 1)
         assert state(cluster) == before
+
+    def test_rows_from_outside_are_protected_as_soon_as_they_are_there(self) -> None:
+        random = np.random.default_rng(0)
+        cluster = self.open(tables(), Adagrad(lr=0.1), shards=4, parity=Parity(k=3, r=1))
+        push(cluster, random)
+        cluster.upsert("fixed", np.arange(40), {"weight": random.standard_normal((40, 5))})
+        before = state(cluster)
+        self.kill(cluster, 1)
+        assert state(cluster) == before
+        cluster.rebuild()
+        self.kill(cluster, 3)
+        # The call that meets the loss is made again on all shards.
+        cluster.upsert("dynamic", np.arange(50), {"weight": np.ones((50, 5))})
+        cluster.rebuild()  # one loss at a time is what this parity bears
+        self.kill(cluster, 0)
+        assert cluster.read("dynamic", np.arange(50))["weight"].tolist() == [[1.0] * 5] * 50
 
     def test_clearing_and_loading(self) -> None:
         random = np.random.default_rng(0)

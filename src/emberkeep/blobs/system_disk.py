@@ -3,11 +3,11 @@ replay any prefix of them without what was never synced."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
-import sys
+
+from emberkeep.runtime import system_calls
 
 
 class Disk:
@@ -61,14 +61,15 @@ class Disk:
 
         A direct read fills whole blocks: the view may be longer than the bytes that are wanted.
         """
-        done = 0
-        while done < nbytes and (count := os.preadv(handle, [view[done:]], offset + done)):
+        done, count = 0, 1
+        while done < nbytes and count:
+            count = system_calls.read_at(handle, view[done:], offset + done)
             done += count
         return done
 
     def is_cached(self, handle: int, offset: int) -> bool:
         """Whether the byte there is in the page cache; yes where the system does not say."""
-        if not hasattr(os, "RWF_NOWAIT"):
+        if not (hasattr(os, "RWF_NOWAIT") and hasattr(os, "preadv")):
             return True
         try:
             return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
@@ -105,18 +106,11 @@ class Disk:
 
     def allocate(self, handle: int, offset: int, nbytes: int) -> None:
         """Makes sure that so many bytes from `offset` on can be written: zeros until they are."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, offset, nbytes)
-        else:
-            os.ftruncate(handle, max(os.fstat(handle).st_size, offset + nbytes))
+        system_calls.allocate(handle, offset, nbytes)
 
     def sync(self, handle: int) -> None:
         """Forces the file's bytes to the medium."""
-        if sys.platform == "darwin":
-            # fsync leaves the bytes in the drive's cache there.
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(handle)
+        system_calls.sync(handle)
 
     def close(self, handle: int) -> None:
         os.close(handle)
@@ -131,13 +125,7 @@ class Disk:
 
     def rename_new(self, source: str, target: str) -> None:
         """Moves a file; fails if the target exists. For file systems without hard links."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "renameat2"):
-            raise OSError(errno.ENOSYS, "renameat2 is not available", target)
-        at_cwd, no_replace = -100, 1
-        if libc.renameat2(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), no_replace):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), target)
+        system_calls.rename_new(source, target)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)

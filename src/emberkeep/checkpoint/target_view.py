@@ -16,7 +16,8 @@ import numpy as np
 
 from emberkeep._types import I64, Json
 from emberkeep.checkpoint.targets import InstallsScattered, LimitsRows, Subject, Target
-from emberkeep.cluster.base import Cluster, of_shard
+from emberkeep.cluster.base import Cluster
+from emberkeep.cluster.table_states import of_shard
 from emberkeep.runtime.memory import Values
 
 

@@ -14,6 +14,7 @@ from emberkeep.cli.emulate import emulate
 from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
+from emberkeep.cli.import_rows import import_rows
 from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
 from emberkeep.cli.serve import serve
@@ -30,7 +31,7 @@ _TRY = "Try it"
 _TRAIN = "Train"
 _DECIDE = "Decide how to be safe"
 _LOOK = "Look at versions"
-_USE = "Get rows out"
+_USE = "Get rows out and in"
 _TIDY = "Keep a repository tidy"
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ app.command(rich_help_panel=_LOOK)(diff)
 app.command(rich_help_panel=_LOOK)(verify)
 app.command(rich_help_panel=_USE)(restore)
 app.command(rich_help_panel=_USE)(export)
+app.command("import", rich_help_panel=_USE)(import_rows)
 app.command(rich_help_panel=_USE)(fork)
 app.command(rich_help_panel=_TIDY)(tag)
 app.command(rich_help_panel=_TIDY)(untag)

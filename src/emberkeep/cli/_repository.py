@@ -7,17 +7,22 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from emberkeep.cli._work import ReadingStore
-from emberkeep.errors import NoVersionError, StorageError
+from emberkeep.errors import ConfigError, NoVersionError, StorageError
 
 if TYPE_CHECKING:
     from emberkeep.repository import Repository, VersionId
+
+# A process that wrote within this time may be at work.
+_ACTIVE = timedelta(hours=24)
 
 Url = Annotated[
     str,
@@ -47,6 +52,35 @@ def choose(repository: Repository, wanted: str | None) -> VersionId:
             raise NoVersionError(f"{repository.store.url} has no version yet: save one first")
         return newest
     return repository.named(wanted)
+
+
+def refuse_if_active(repository: Repository, what: str, *, remedy: str) -> None:
+    """Refuses to become the writer where another may be at work; one of this machine that has
+    ended is no reason."""
+    from emberkeep.inspect.summary import newest_writer
+
+    writer = newest_writer(repository)
+    if writer is None or (writer.host == socket.gethostname() and not _lives(writer.pid)):
+        return
+    idle = repository.clock.now() - writer.last_seen
+    if idle < _ACTIVE:
+        minutes = max(0, int(idle.total_seconds() // 60))
+        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
+        raise ConfigError(
+            f"process {writer.pid} on {writer.host} wrote here {ago} ago; {what} would fence it, "
+            f"so that it stops at its next save: say --yes if it has ended or may be stopped, "
+            f"{remedy}"
+        )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
 
 
 def print_json(value: Any) -> None:

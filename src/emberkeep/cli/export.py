@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,7 @@ from emberkeep.cli._repository import (
 )
 from emberkeep.cli._shell import command
 from emberkeep.cli._work import progress
+from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from emberkeep.inspect.export import Exported
@@ -29,6 +31,29 @@ if TYPE_CHECKING:
 class Format(str, enum.Enum):
     safetensors = "safetensors"
     parquet = "parquet"
+    arrow = "arrow"
+    torch = "torch"
+    dcp = "dcp"
+    dynamicemb = "dynamicemb"
+
+
+class Names(str, enum.Enum):
+    emberkeep = "emberkeep"
+    torch = "torch"
+    torchrec = "torchrec"
+    fbgemm = "fbgemm"
+
+
+_SUFFIXES = {
+    "": Format.safetensors,
+    ".safetensors": Format.safetensors,
+    ".parquet": Format.parquet,
+    ".arrow": Format.arrow,
+    ".feather": Format.arrow,
+    ".pt": Format.torch,
+    ".pth": Format.torch,
+    ".dcp": Format.dcp,
+}
 
 
 @command
@@ -40,33 +65,64 @@ def export(
             "--output",
             "-o",
             metavar="PATH",
-            help="A file for safetensors, a directory for Parquet.",
+            help="A file, or a directory for DCP, dynamicemb and several tables in columns.",
         ),
     ],
     file_format: Annotated[
-        Format, typer.Option("--format", help="What to write.")
-    ] = Format.safetensors,
+        Format | None,
+        typer.Option("--format", help="What to write; else what the end of PATH says."),
+    ] = None,
     version: VersionOption = None,
     tables: Annotated[
         list[str] | None, typer.Option("--table", metavar="T", help="Only this table; repeatable.")
     ] = None,
+    names: Annotated[
+        Names, typer.Option("--names", help="Whose names tensors, columns and planes have.")
+    ] = Names.emberkeep,
     force: Annotated[
         bool, typer.Option("--force", help="Replace what is there, if an export has written it.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the rows of one version as safetensors or Parquet: ids, weights, optimizer planes."""
-    from emberkeep.inspect.export import to_parquet, to_safetensors
+    """Write the rows of one version for other programs: ids, weights, optimizer planes."""
+    from emberkeep.inspect import export_tensors
+    from emberkeep.inspect.export_columns import to_columns
     from emberkeep.inspect.summary import files_of
     from emberkeep.runtime import pool
 
+    chosen_format = file_format or _format_of(output)
+    if chosen_format is Format.dynamicemb and names is not Names.emberkeep:
+        raise ConfigError("dynamicemb's files have no names for planes: leave --names out")
     repository, store = open_repository(url)
     chosen = choose(repository, version)
-    write = to_parquet if file_format is Format.parquet else to_safetensors
     total = sum(file.size for file in files_of(repository, [chosen]))
     with progress(f"exporting version {chosen.number}", total) as store.advance:
-        exported = write(repository, chosen, output, pool.shared(), tables=tables, force=force)
+        rest: dict[str, Any] = {"tables": tables, "force": force}
+        if chosen_format is not Format.dynamicemb:
+            rest["names"] = names.value
+        if chosen_format in (Format.parquet, Format.arrow):
+            rest["kind"] = chosen_format.value
+        write: dict[Format, Callable[..., Exported]] = {
+            Format.safetensors: export_tensors.to_safetensors,
+            Format.parquet: to_columns,
+            Format.arrow: to_columns,
+            Format.torch: export_tensors.to_torch,
+            Format.dcp: export_tensors.to_checkpoint,
+            Format.dynamicemb: export_tensors.to_dump,
+        }
+        exported = write[chosen_format](repository, chosen, output, pool.shared(), **rest)
     print_exported(exported, output, as_json)
+
+
+def _format_of(output: Path) -> Format:
+    """What the end of a path says; what no format is called is not guessed."""
+    try:
+        return _SUFFIXES[output.suffix.lower()]
+    except KeyError:
+        raise ConfigError(
+            f"what shall {output} be? Its name ends with none of "
+            f"{', '.join(suffix for suffix in _SUFFIXES if suffix)}: name the kind by --format"
+        ) from None
 
 
 def print_exported(exported: Exported, output: Path, as_json: bool) -> None:

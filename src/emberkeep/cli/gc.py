@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,15 +16,10 @@ from emberkeep.cli._repository import (
     open_repository,
     print_json,
     print_table,
+    refuse_if_active,
     size_text,
 )
 from emberkeep.cli._shell import command
-from emberkeep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from emberkeep.repository import Repository
-
-_ACTIVE = timedelta(hours=24)
 
 
 @command
@@ -66,7 +61,7 @@ def gc(
         collected = plan_collection(repository, policy, grace=spared)
     else:
         if not yes:
-            _refuse_if_active(repository)
+            refuse_if_active(repository, "gc", remedy="or --dry-run to look")
         with spending_reserve(repository.store):
             collected = Collector(Writer.open(repository), policy=policy, grace=spared).collect()
     kept, removed, nbytes = collected.kept, collected.removed, collected.nbytes
@@ -91,20 +86,3 @@ def gc(
         [(v.number, "; ".join(collected.reasons[v])) for v in kept],
         right=["kept"],
     )
-
-
-def _refuse_if_active(repository: Repository) -> None:
-    from emberkeep.inspect.summary import newest_writer
-
-    writer = newest_writer(repository)
-    if writer is None:
-        return
-    idle = repository.clock.now() - writer.last_seen
-    if idle < _ACTIVE:
-        minutes = max(0, int(idle.total_seconds() // 60))
-        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
-        raise ConfigError(
-            f"process {writer.pid} on {writer.host} wrote here {ago} ago; gc would fence it, so "
-            "that it stops at its next save: say --yes if it has ended or may be stopped, or "
-            "--dry-run to look"
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from emberkeep._types import F32, I64, Json, Planes, Rates, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
+from emberkeep.cluster.table_states import holds, joined, of_shard
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
@@ -30,13 +31,13 @@ from emberkeep.errors import (
     TableFullError,
 )
 from emberkeep.kernels import hash_index
+from emberkeep.rows import upsert as upserts
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.fields import Fields
 from emberkeep.tables import Optimizer, Table, check_tables
 
 _T = TypeVar("_T")
@@ -76,6 +77,10 @@ class ShardHandle(Protocol):
     def digest(self, table: str) -> RowDigest: ...
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
+
+    def check_upsert(self, table: str, ids: I64) -> None: ...
+
+    def upsert(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
 
     def delete(self, table: str, ids: I64) -> int: ...
 
@@ -361,10 +366,68 @@ class Cluster:
         for order, shard in self._owners(table, ids):
             shard.install(table, ids[order], {name: v[order] for name, v in planes.items()})
 
+    @surviving
+    def upsert(self, table: str, ids: npt.ArrayLike, planes: Mapping[str, npt.ArrayLike]) -> None:
+        """Writes rows that come from outside: new ones, and over those that are there.
+
+        Planes that are not given stay as they are, or begin as those of any new row. The rows count
+        as trained: the next version has them, parity covers them when this returns, and a table
+        that evicts holds them for its newest. What is refused is refused before any row changes.
+        A shard that is lost meanwhile gets them, as all others do, once it is back. Where it does
+        not come back, `ShardLostError`: on servers others may have written theirs, and the same
+        upsert may be made again.
+        """
+        spec = self._spec(table)
+        ids, own = upserts.checked(spec, plane_shapes(spec, self.optimizer), ids, planes)
+        with self._push_lock:
+            parts = [
+                (shard, ids[order], {name: v[order] for name, v in own.items()})
+                for (order, shard) in self._owners(table, ids)
+                if order.size
+            ]
+            self._drop_ahead()
+            self._serving()
+            # All shards are asked first, also those that have no table to fill: one that is lost
+            # is found before any other has written.
+            nothing = ids[:0]
+            self._each([
+                functools.partial(s.check_upsert, table, i if spec.dynamic else nothing)
+                for s, i, _ in parts
+            ])  # fmt: skip
+            try:
+                self._each([functools.partial(self._upsert, s, table, i, v) for s, i, v in parts])
+            except TableFullError as error:
+                if len(parts) == 1:
+                    raise
+                # Another worker has filled the table since all shards agreed.
+                raise TableFullError(
+                    f"{error}; rows of other shards may have been written: make room, upsert again"
+                ) from error
+            self._settle_writes()
+
+    def _upsert(
+        self, shard: ShardHandle, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        shard.upsert(table, ids, planes)
+
+    def _drop_ahead(self) -> None:
+        """Forgets rows that were pulled ahead, where some are: they are about to change."""
+
+    def _settle_writes(self) -> None:
+        """After a write that is no push: whatever protects rows has it when this returns."""
+
+    def _spec(self, name: str) -> Table:
+        for table in self.tables:
+            if table.name == name:
+                return table
+        have = ", ".join(table.name for table in self.tables)
+        raise ConfigError(f"there is no table {name!r}; the tables are {have}")
+
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
         ids = np.unique(np.asarray(ids, np.int64))
         with self._push_lock:
+            self._drop_ahead()
             self._present()
             return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
 
@@ -426,7 +489,7 @@ class Cluster:
             try:
                 self._each([functools.partial(take, shard) for shard in shards])
                 cuts = [taken[shard.index] for shard in shards]
-                return Cut(cuts, _joined([cut.tables for cut in cuts]))
+                return Cut(cuts, joined([cut.tables for cut in cuts]))
             except BaseException:
                 for frozen in (frozen for part in taken.values() for frozen in part):
                     frozen.close(())
@@ -441,7 +504,7 @@ class Cluster:
     @surviving
     def table_state(self) -> Json:
         """The step of each table, and the next tick of those that evict."""
-        return _joined([shard.table_state() for shard in self._serving()])
+        return joined([shard.table_state() for shard in self._serving()])
 
     def check_room(self, state: Json) -> None:
         """Raises `TableFullError` if a table that does not evict has no room for the rows of that
@@ -452,7 +515,7 @@ class Cluster:
             if rows_S is None or table.on_full == "evict_oldest":
                 continue
             enough = table.slots
-            while not _holds(table, enough, rows_S, count):
+            while not holds(table, enough, rows_S, count):
                 enough = max(sum(rows_S), enough + enough // 8 + 1)
             if enough > table.slots:
                 raise TableFullError(
@@ -535,41 +598,3 @@ class Cluster:
             order,
         )
         return np.split(order, np.cumsum(counts_ST[:, 0])[:-1])
-
-
-def _holds(table: Table, capacity: int, rows_S: Sequence[int], count: int) -> bool:
-    """Whether so many shards can hold the rows that shards of a version held.
-
-    As many shards have the same ids each; over others ids spread evenly but for chance, for which
-    only rows within the capacity leave room.
-    """
-    if len(rows_S) != count:
-        return sum(rows_S) <= capacity
-    wider = replace(table, capacity=capacity)
-    return all(rows <= wider.slots_on(s, count) for s, rows in enumerate(rows_S))
-
-
-def _joined(states: Sequence[Json]) -> Json:
-    """The state of tables from that of their shards: each push counts on all of them, while
-    every shard has ticks of its own."""
-    return {
-        name: {
-            "steps": max(state[name]["steps"] for state in states),
-            "tick": max(state[name]["tick"] for state in states),
-            "ticks": [state[name]["tick"] for state in states],
-            **({"rows": [state[name]["rows"] for state in states]} if "rows" in table else {}),
-        }
-        for name, table in states[0].items()
-    }
-
-
-def of_shard(state: Json, shard: int, count: int) -> Json:
-    """One shard's part of the state of tables; any tick that is late enough serves where another
-    number of shards saved it."""
-    found = {}
-    for name, values in state.items():
-        table = Fields("a version", values, f"tables.{name}.")
-        ticks = table.list_of("ticks", int) if "ticks" in table else []
-        tick = ticks[shard] if len(ticks) == count else table.number("tick")
-        found[name] = {"steps": table.number("steps"), "tick": tick}
-    return found

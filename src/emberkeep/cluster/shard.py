@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from emberkeep._types import F32, I64, Planes, Rates, RowIds
+from emberkeep._types import F32, I64, Array, Planes, Rates, RowIds
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
 from emberkeep.errors import ShardLostError
 from emberkeep.kernels import batch_rows
+from emberkeep.rows import upsert as upserts
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
@@ -372,6 +373,33 @@ class Shard:
                     slab.install(*rows, busy=busy)
                 first = last
             self._record()
+
+    def check_upsert(self, table: str, ids: I64) -> None:
+        """Everything that can refuse an upsert whose rows were checked, before any row changes."""
+        with self._lock:
+            self._must_serve()
+            upserts.check_room(*self._places[table], ids)
+
+    def upsert(self, table: str, ids: I64, planes: Mapping[str, Array]) -> None:
+        """Writes rows from outside, which were checked; see `Cluster.upsert`."""
+        self._before_write()
+        slab, t = self._place(table)
+        if slab.has_plane(t, upserts.USED):  # who is evicted depends on how old all rows are
+            self._need_rows(table)
+        else:
+            self._need_rows(table, ids)
+        if slab.snapshot is not None:
+            slab.snapshot.wait_for_room()
+        with self._lock:
+            self._must_serve()
+            with self._recording_at_least():
+                upserts.write(*self._places[table], ids, planes)
+            self._record()
+
+    def _place(self, table: str) -> tuple[Slab, int]:
+        with self._lock:
+            self._must_serve()
+            return self._places[table]
 
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""

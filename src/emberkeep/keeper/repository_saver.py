@@ -112,7 +112,7 @@ class RepositorySaver(Checkpointer):
     ) -> Returned | None:
         number = None if version is None else self.repository.named(version).number
         restored = self.restore(
-            number, fall_back=fall_back, fits=lambda found: fits(captured_in(found))
+            number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
         )
         return None if restored is None else _returned(restored)
 
@@ -159,8 +159,15 @@ def _bring_back_beside(
     """The version that the writing rank has brought back, into another rank."""
     repository, pool = Repository.open(store, clock=clock), Pool(threads)
     return _returned(
-        load(repository, version, subject, pool, lambda found: fits(captured_in(found)))
+        load(repository, version, subject, pool, lambda found: _check_fit(found, fits))
     )
+
+
+def _check_fit(restored: Restored, fits: Fits) -> None:
+    """Asks whether a version fits the run. A repository that begins with imported rows has nothing
+    else yet: the run keeps what it has beside rows."""
+    if restored.dense is not None or "imported" not in restored.manifest.layout:
+        fits(captured_in(restored))
 
 
 def captured_in(restored: Restored) -> Captured:

@@ -76,8 +76,10 @@ class RunState:
             raise DamageError("the version holds no state of random generators: it is damaged")
 
     def load(self) -> None:
-        """Loads what `fit` has accepted."""
+        """Loads what `fit` has accepted; nothing if it was not asked, of imported rows alone."""
         saved, self._fitting = self._fitting, {}
+        if not saved:
+            return
         if self._reader is not None:
             self._reader.load_state_dict(saved["reader"])
         self._dense.load(saved)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from emberkeep._types import F32, I64, RowIds
+from emberkeep._types import F32, I64, Array, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, GradientError, IdError, StateError, TableFullError
@@ -171,6 +171,19 @@ class RowModule(nn.Module):
         """All planes of rows: `weight` and what the optimizer remembers. A copy."""
         planes = self.cluster.read(self._known(table), to_ids(torch.as_tensor(ids), table))
         return {name: torch.from_numpy(values) for name, values in planes.items()}
+
+    def upsert(
+        self, table: str, ids: Tensor | Sequence[int], planes: Tensor | Mapping[str, Tensor]
+    ) -> None:
+        """Writes rows that come from elsewhere: new ones, and over those that are there.
+
+        `planes` is `{"weight": ..., "accumulator": ...}`, or a tensor of weights alone. Planes that
+        are not given stay as they are, or begin as those of any new row. The next version has the
+        rows; what is refused is refused before any row changes. Call it between steps.
+        """
+        given = planes if isinstance(planes, Mapping) else {"weight": planes}
+        arrays = {name: _to_array(values) for name, values in given.items()}
+        self.cluster.upsert(self._known(table), to_ids(torch.as_tensor(ids), table), arrays)
 
     def delete(self, table: str, ids: Tensor | Sequence[int]) -> int:
         """Takes rows back to their initial state; dynamic ids leave. Counts the trained ones."""
@@ -520,3 +533,9 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model by name, without what stands for rows among them."""
     rows = {id(module.stand_in) for module in model.modules() if isinstance(module, RowModule)}
     return ((n, p) for n, p in model.named_parameters() if id(p) not in rows)
+
+
+def _to_array(values: Tensor | Sequence[float]) -> Array:
+    found = torch.as_tensor(values).detach().cpu()
+    # numpy has no bfloat16; as float32 it is the same number.
+    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()

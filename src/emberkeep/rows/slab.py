@@ -290,7 +290,7 @@ class Slab:
         if not finite:
             self._check_finite(wanted, grads_UD)
         for t, slots in self.slots.items():
-            self._check_room(t, slots, wanted, found, unknown[t])
+            self.check_room(t, slots, wanted, found, unknown[t])
         return Push(wanted, found, grads_UD, unknown)
 
     def _check_finite(self, wanted: RowIds, grads_UD: F32) -> None:
@@ -300,7 +300,7 @@ class Slab:
             bad = min(worst)
             raise not_finite(self.tables[wanted.table_of(bad)], int(wanted.ids[bad]))
 
-    def _check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
+    def check_room(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         table = self.tables[t]
         start, stop = int(wanted.offsets[t]), int(wanted.offsets[t + 1])
         held = stop - start if table.on_full == "evict_oldest" else slots.count + unknown
@@ -418,7 +418,7 @@ class Slab:
                     )
         found, unknown = self.resolve(wanted)
         for t, slots in self.slots.items():
-            self._check_room(t, slots, wanted, found, unknown[t])
+            self.check_room(t, slots, wanted, found, unknown[t])
         return found, unknown
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
         return np.zeros(shape, kind)
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     if _HUGE_PAGE <= nbytes <= _physical_bytes() // 16:
-        area.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, kind).reshape(shape)
 
 

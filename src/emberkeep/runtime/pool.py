@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from emberkeep.errors import ConfigError, StoppedError
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.runtime.system_calls import give_way
 
 Task = Callable[[], object]
 Queue = SimpleQueue["tuple[Task, _Join] | None"]
@@ -221,7 +222,7 @@ class _Shared:
                 rounds.lead(words, self._number, parts)
             finally:  # whatever interrupts: arrays must not go while a thread works on them
                 while not rounds.finished(words, parts, _LOOKS):
-                    os.sched_yield()
+                    give_way()
             results = words[rounds.PARTS + 3 : at : 4].tolist()
         finally:
             if free:

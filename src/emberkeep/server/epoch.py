@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberkeep._types import F32, I64, U8, U64, Json, RowIds
+from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError
@@ -37,6 +37,8 @@ class Prefetched:
 
     wanted: Sequence[RowIds]
     found_G: Sequence[I64]
+    writes: int
+    """How many writes other than pushes there had been: one since may have changed the rows."""
 
 
 @dataclass(eq=False)
@@ -92,6 +94,7 @@ class Epoch:
         self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
+        self._writes = 0
         self.parity_service: ParityService | None = None
         self._repository: str | None = None
 
@@ -181,8 +184,9 @@ class Epoch:
             self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
         )
         if ahead:
+            writes = self._writes  # before rows are read: one that comes beside counts as later
             found_G = self.shard.pull_placed(request.wanted, out)
-            session.prefetched = Prefetched(request.wanted, found_G)
+            session.prefetched = Prefetched(request.wanted, found_G, writes)
         else:
             self.shard.pull(request.wanted, out)
         self.check_serving(request.epoch)
@@ -192,6 +196,8 @@ class Epoch:
         """Applies a push once, whatever number of times it is sent."""
         self.check_serving(request.epoch)
         prefetched, session.prefetched = session.prefetched, None
+        if prefetched is not None and prefetched.writes != self._writes:
+            prefetched = None  # the client pulls them again
         if request.kind != APPLY:
             self._check_owned(request.wanted)
             self._check_unique(request.wanted)
@@ -315,6 +321,29 @@ class Epoch:
                 return False
             del self._held[key]
             return True
+
+    def wrote(self) -> None:
+        """Rows are changed other than by a push: who has pulled some ahead pulls them again."""
+        self._writes += 1
+
+    def upsert(
+        self, table: str, ids: I64, planes: Mapping[str, Array], after: tuple[int, ...]
+    ) -> None:
+        """Writes rows from outside. `after` is (incarnation, number, world) of its client's last
+        push: a request that comes behind a later push was given up, and is refused."""
+        incarnation, number, world = after
+        if np.unique(ids).size != ids.size:
+            raise ProtocolError("an upsert names every row once")
+        if self.shard.make_room is not None:
+            self.shard.make_room()  # not with the lock: pushes need not wait for parity hosts
+        with self._push_lock:
+            if self.applied(incarnation, world) > number:
+                raise EpochError("a later push of this client was applied before: this is late")
+            self.wrote()
+            self.shard.upsert(table, ids, planes)
+        if self.parity_service is not None:
+            # Not left to the client: one that does not coordinate knows nothing of parity.
+            self.parity_service.flush()
 
     def applied(self, incarnation: int, world: int = 1) -> int:
         """The last number that was applied for a worker, or for all ranks of a job."""

@@ -200,6 +200,10 @@ class ParityService:
         """See `ParityStreams.known_left_out`."""
         return self._streams.known_left_out(known)
 
+    def flush(self) -> None:
+        """After a write that is no push: see `ParityStreams.flush`."""
+        self._streams.flush()
+
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""
         settled = self._source.settled

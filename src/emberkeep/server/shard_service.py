@@ -23,8 +23,8 @@ from emberkeep._types import I64, U8, Json
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
 from emberkeep.checkpoint.version_files import write_pieces
-from emberkeep.cluster.base import of_shard
 from emberkeep.cluster.shard import Shard
+from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
     ConfigError,
@@ -129,6 +129,8 @@ class ShardService:
             "touched_ids": self._touched_ids,
             "digest": self._digest,
             "install": self._install,
+            "check_upsert": self._check_upsert,
+            "upsert": self._upsert,
             "delete": self._delete,
             "clear": self._clear,
             "track": self._track,
@@ -366,11 +368,26 @@ class ShardService:
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
-        self._owned(header, arrays[""]).install(header["table"], arrays[""], planes)
+        shard = self._owned(header, arrays[""])
+        self._checked(header).wrote()
+        shard.install(header["table"], arrays[""], planes)
+        yield {}, _NONE
+
+    def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._owned(header, arrays[""]).check_upsert(header["table"], arrays[""])
+        yield {}, _NONE
+
+    def _upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        self._owned(header, arrays[""])
+        after = tuple(int(header[name]) for name in ("incarnation", "number", "world"))
+        planes = {name: values for name, values in arrays.items() if name != ""}
+        self._checked(header).upsert(header["table"], arrays[""], planes, after)
         yield {}, _NONE
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        deleted = self._owned(header, arrays["ids"]).delete(header["table"], arrays["ids"])
+        shard = self._owned(header, arrays["ids"])
+        self._checked(header).wrote()
+        deleted = shard.delete(header["table"], arrays["ids"])
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

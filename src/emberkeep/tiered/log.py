@@ -29,6 +29,7 @@ from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
+from emberkeep.runtime.system_calls import read_at
 from emberkeep.tiered import directory
 from emberkeep.tiered.directory import Claim
 from emberkeep.tiered.record_layout import BLOCK, Layout, aligned, bytes_of
@@ -134,7 +135,7 @@ class RowLog:
             try:
                 handle = self.disk.open(self.path, direct=True)
                 try:
-                    os.preadv(handle, [bytes_of(aligned(BLOCK))], 0)
+                    read_at(handle, bytes_of(aligned(BLOCK)), 0)
                 except BaseException:
                     os.close(handle)
                     raise
@@ -365,7 +366,7 @@ class RowLog:
         view = bytes_of(words)[:nbytes]
         offset = START + segment * nbytes
         while view:
-            got = os.preadv(self.handle, [view], offset)
+            got = read_at(self.handle, view, offset)
             if not got:
                 break
             view, offset = view[got:], offset + got

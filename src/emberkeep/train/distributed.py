@@ -33,6 +33,8 @@ from emberkeep.wire.security import Security
 
 _WORKER_CPUS = 0.5
 _SERVER_CPUS = 0.1
+# The interface over which processes of one machine meet.
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _TERMINATED = 128 + signal.SIGTERM  # as shells report it
 
 
@@ -87,8 +89,8 @@ def work(document: Json, place: Place, mailbox: Mailbox) -> Json:
         relay = Relay(mailbox)
         warnings.showwarning = lambda message, *_: relay.warn(str(message))
         hooks.append(relay)
-    if place.together and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if place.together and sys.platform in _LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     dist.init_process_group(
         "gloo", init_method=f"tcp://{place.meeting}", rank=place.rank, world_size=place.world,
         timeout=collective_timeout(settings.cluster.timing().patience),

@@ -17,7 +17,9 @@ from safetensors import safe_open
 from emberkeep.checkpoint import Extras
 from emberkeep.checkpoint.contents import IdSet, dense_arrays, merged_rows
 from emberkeep.errors import ConfigError, DamageError, StorageError
-from emberkeep.inspect.export import file_name, to_directory, to_parquet, to_safetensors
+from emberkeep.inspect.export import file_name, to_directory
+from emberkeep.inspect.export_columns import to_columns as to_parquet
+from emberkeep.inspect.export_tensors import to_safetensors
 from emberkeep.inspect.summary import check
 from emberkeep.repository import Repository
 from emberkeep.repository.policies import LAYOUTS

@@ -11,17 +11,18 @@ import secrets
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from emberkeep._types import F32, U8, Json, Rates, RowIds
+from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed, ShardHandle
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.launcher import Launcher
@@ -457,6 +458,20 @@ class FlightCluster(RemoteCluster):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    # -- rows from outside -----------------------------------------------------------------------
+
+    def upsert(self, table: str, ids: npt.ArrayLike, planes: Mapping[str, npt.ArrayLike]) -> None:
+        """`Cluster.upsert`, between two pushes of this client. A request for it that arrives after
+        the next push is refused by the server, so no update is overwritten by it."""
+        with self._turn:
+            super().upsert(table, ids, planes)
+
+    def _upsert(
+        self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        after = {"incarnation": self._incarnation, "number": self._number, "world": self.world}
+        shard.upsert(table, ids, planes, after)
 
     # -- details ---------------------------------------------------------------------------------
 

@@ -41,15 +41,15 @@ from emberkeep.wire.transport import Transport
 Arrays = dict[str, npt.NDArray[Any]]
 
 _POLL_SECONDS = (0.005, 0.1)
-_BULK = ("read", "read_all", "touched_ids", "digest", "install", "clear", "delete")
+_BULK = ("read", "read_all", "touched_ids", "digest", "install", "upsert", "clear", "delete")
 # What changes a shard other than by pushes, which have numbers of their own. One that was given up
 # may yet be read by the server, long after others have followed it. A save goes its own way beside
 # the others, in a thread of its own.
 _ORDERED = {
     **dict.fromkeys(("freeze", "write", "close"), "save"),
     **dict.fromkeys(
-        ("install", "delete", "clear", "load", "load_table_state", "track", "forget_changes",
-         "serve", "protect"),
+        ("install", "upsert", "delete", "clear", "load", "load_table_state", "track",
+         "forget_changes", "serve", "protect"),
         "rows",
     ),
 }  # fmt: skip
@@ -298,16 +298,33 @@ class RemoteShard:
         reply, _ = self._act("digest", {"table": table}, serving=True)
         return RowDigest(int(reply["rows"]), int(reply["low"], 16), int(reply["high"], 16))
 
+    def check_upsert(self, table: str, ids: I64) -> None:
+        self._act("check_upsert", {"table": table}, {"": ids}, serving=True)
+
+    def upsert(
+        self,
+        table: str,
+        ids: I64,
+        planes: Mapping[str, npt.NDArray[Any]],
+        after: Json | None = None,
+    ) -> None:
+        """`after` says which push of this client is the last before it."""
+        self._write_rows("upsert", {"table": table, **(after or {})}, ids, planes, serving=True)
+
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._write_rows("install", {"table": table}, ids, planes)
+
+    def _write_rows(
+        self, kind: str, header: Json, ids: I64, planes: Mapping[str, npt.NDArray[Any]], *,
+        serving: bool = False,
+    ) -> None:  # fmt: skip
+        """Sends rows, as many at a time as a frame holds."""
         row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
         step = max(1, FRAME_NBYTES // row_nbytes)
         for start in range(0, max(1, ids.size), step):
             part = slice(start, start + step)
-            self._act(
-                "install",
-                {"table": table},
-                {"": ids[part], **{name: values[part] for name, values in planes.items()}},
-            )
+            rows = {"": ids[part], **{name: values[part] for name, values in planes.items()}}
+            self._act(kind, header, rows, serving=serving)
 
     def delete(self, table: str, ids: I64) -> int:
         return int(self._act("delete", {"table": table}, {"ids": ids})[0]["deleted"])

@@ -20,6 +20,7 @@ from pathlib import Path
 from emberkeep.errors import ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.event_log import state_directory
+from emberkeep.runtime.system_calls import command_line
 from emberkeep.runtime.waiting import LOGGER
 
 _START_SECONDS = 60.0
@@ -204,7 +205,13 @@ def _read(path: Path) -> bytes | None:
 
 def _alive(pid: int) -> bool:
     """Whether that process is the Ray that was noted: numbers of processes are used again."""
-    return b"ray" in (_read(Path(f"/proc/{pid}/cmdline")) or b"")
+    try:
+        return b"ray" in command_line(pid)
+    except OSError as error:
+        raise ServerError(
+            f"process {pid} cannot be looked at ({error.strerror}), so whether a Ray runs here is "
+            "not known; nothing was started or stopped"
+        ) from error
 
 
 def _new_token() -> dict[str, str]:

@@ -1,0 +1,550 @@
+"""Rows of other systems become one version: each format by its own writer, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer
+from emberkeep.checkpoint.contents import merged_rows
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.errors import ConfigError, DataError, EmberkeepError
+from emberkeep.inspect import export_tensors, row_sources, staged_rows
+from emberkeep.inspect.export_columns import to_columns
+from emberkeep.inspect.importer import Imported, look
+from emberkeep.inspect.intake import Choice
+from emberkeep.inspect.plane_names import TableMap, split_name, tensor_name
+from emberkeep.repository import Repository
+from emberkeep.runtime import pool
+from emberkeep.tables import Adagrad, Adam, Table
+from tests.contracts.engine import state
+from tests.unit.repositories import TABLES, Run, State
+
+POOL = pool.Pool(2)
+ROWS, DIM = 5000, 6
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, and buckets, of which there are many."""
+    monkeypatch.setattr(row_sources, "CHUNK_NBYTES", 20_000)
+    monkeypatch.setattr(staged_rows, "_BUCKET_NBYTES", 40_000)
+
+
+def rows_of(seed: int = 0, rows: int = ROWS, most: int = 10**12) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    return {
+        "id": random.choice(most, rows, replace=False).astype(np.int64) - most // 3,
+        "weight": random.standard_normal((rows, DIM)).astype(np.float32),
+        "sum": random.random((rows, DIM)).astype(np.float32),
+    }
+
+
+def by_safetensors(rows: Any, at: Path) -> Path:
+    tensors = {f"items/{name}": torch.from_numpy(values) for name, values in rows.items()}
+    safetensors.torch.save_file(tensors, at / "rows.safetensors")
+    return at / "rows.safetensors"
+
+
+def by_torch(rows: Any, at: Path) -> Path:
+    saved = {
+        "model": {
+            "ebc.embedding_bags.items.weight": torch.from_numpy(rows["weight"]),
+            "ebc.embedding_bags.items.ids": torch.from_numpy(rows["id"]),
+            "over.0.weight": torch.ones(3, 3),
+            "over.0.bias": torch.ones(3),
+        },
+        "optimizer": {
+            "state": {
+                "ebc.embedding_bags.items.weight": {
+                    "items.momentum1": torch.from_numpy(rows["sum"])
+                }
+            },
+            "param_groups": [{"lr": 0.1}],
+        },
+        "epoch": 7,
+    }
+    torch.save(saved, at / "model.pt")
+    return at / "model.pt"
+
+
+def by_parquet(rows: Any, at: Path) -> Path:
+    columns = {
+        "id": rows["id"],
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array(rows["weight"].reshape(-1)), DIM),
+        "sum": pa.array(list(rows["sum"])),
+        "title": pa.array(["x"] * rows["id"].size),
+    }
+    pq.write_table(pa.table(columns), at / "items.parquet", row_group_size=1300)
+    return at / "items.parquet"
+
+
+def by_arrow(rows: Any, at: Path) -> Path:
+    table = pa.table({"id": rows["id"], "weight": list(rows["weight"]), "sum": list(rows["sum"])})
+    with pa.ipc.new_stream(str(at / "items.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return at / "items.arrow"
+
+
+def by_dcp(rows: Any, at: Path) -> Path:
+    saved = {"model": {"items": {n: torch.from_numpy(v) for n, v in rows.items()}}, "step": 3}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(saved, checkpoint_id=at / "dcp", no_dist=True)
+    return at / "dcp"
+
+
+def by_dynamicemb(rows: Any, at: Path) -> Path:
+    """As dynamicemb's dump writes: raw arrays, one file of each kind for each rank."""
+    folder = at / "dump" / "model" / "ebc"
+    folder.mkdir(parents=True)
+    for rank in range(3):
+        own = rows["id"] % 3 == rank
+        for item, values in (
+            ("emb_keys", rows["id"]), ("emb_values", rows["weight"]),
+            ("emb_opt_values", rows["sum"]), ("emb_scores", rows["id"]),
+        ):  # fmt: skip
+            values[own].tofile(folder / f"items_{item}.rank_{rank}.world_size_3")
+    (folder / "items_opt_args.json").write_text(json.dumps({"opt_type": "exact_adagrad"}))
+    return at / "dump"
+
+
+def by_repository(rows: Any, at: Path) -> Path:
+    run(LocalStore(at / "other"), [by_safetensors(rows, at)], at / "s", init=True)
+    return at / "other"
+
+
+FORMATS: dict[str, Callable[[Any, Path], Path]] = {
+    "safetensors": by_safetensors, "torch": by_torch, "parquet": by_parquet, "arrow": by_arrow,
+    "dcp": by_dcp, "dynamicemb": by_dynamicemb, "repository": by_repository,
+}  # fmt: skip
+
+
+def run(
+    store: Any, files: Any, scratch: Path, *, choice: Choice | None = None, init: bool = False,
+    advance: Any = lambda nbytes: None, journal_nbytes: int = 30_000, **options: Any,
+) -> Imported:  # fmt: skip
+    found = look(store, [str(f) for f in files], choice or Choice(), POOL, init=init, **options)
+    return found.run(scratch, advance=advance, journal_nbytes=journal_nbytes)
+
+
+def stored(store: Any) -> State:
+    repository = Repository.open(store)
+    newest = repository.newest_whole()
+    assert newest is not None
+    found: dict[str, list[Any]] = {}
+    for _, chunk in merged_rows(repository, repository.chain(newest), POOL):
+        if chunk.planes is not None:
+            found.setdefault(chunk.table, []).append(chunk)
+    return {
+        table: (
+            np.concatenate([chunk.ids for chunk in chunks]),
+            {n: np.concatenate([c.planes[n] for c in chunks]) for n in chunks[0].planes},
+        )
+        for table, chunks in found.items()
+    }
+
+
+def assert_holds(store: Any, rows: Any, table: str = "items") -> None:
+    ids, planes = stored(store)[table]
+    order, expected = np.argsort(ids), np.argsort(rows["id"])
+    assert np.array_equal(ids[order], rows["id"][expected])
+    assert np.array_equal(planes["weight"][order], rows["weight"][expected])
+    assert np.array_equal(planes["accumulator"][order], rows["sum"][expected])
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_comes_in_whole_and_is_trained_on(name: str, tmp_path: Path) -> None:
+    rows = rows_of()
+    file = FORMATS[name](rows, tmp_path)
+    store = LocalStore(tmp_path / "run")
+    imported = run(store, [file], tmp_path / "scratch", init=True)
+    assert imported.rows == {"items": ROWS} == imported.new
+    assert imported.kinds == [name]
+    assert not (tmp_path / "scratch").exists()
+    assert_holds(store, rows)
+    table = Table("items", rows=None, capacity=ROWS, dim=DIM)
+    cluster = local(shards=3, threads=1).open([table], Adagrad(lr=0.1), seed=0)
+    Checkpointer(Repository.open(store), cluster).restore()
+    found = cluster.read("items", rows["id"])
+    assert np.array_equal(found["weight"], rows["weight"])
+    assert np.array_equal(found["accumulator"], rows["sum"])
+
+
+@pytest.mark.parametrize("names", ["emberkeep", "torch", "torchrec", "fbgemm"])
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "parquet", "arrow", "dynamicemb"])
+def test_what_was_exported_comes_back(kind: Any, names: Any, tmp_path: Path) -> None:
+    if kind == "dynamicemb" and names != "emberkeep":
+        pytest.skip("its files have no names for planes")
+    rows = rows_of(rows=600)
+    store = LocalStore(tmp_path / "run")
+    run(store, [by_safetensors(rows, tmp_path)], tmp_path / "s", init=True)
+    repository = Repository.open(store)
+    version, path = repository.newest_whole(), tmp_path / f"out.{kind}"
+    assert version is not None
+    options: Any = {} if kind == "dynamicemb" else {"names": names}
+    if kind in ("parquet", "arrow"):
+        to_columns(repository, version, path, POOL, kind=kind, **options)
+    else:
+        write = {
+            "safetensors": export_tensors.to_safetensors, "torch": export_tensors.to_torch,
+            "dcp": export_tensors.to_checkpoint, "dynamicemb": export_tensors.to_dump,
+        }[kind]  # fmt: skip
+        write(repository, version, path, POOL, **options)
+    again = LocalStore(tmp_path / "again")
+    run(again, [path], tmp_path / "s", init=True)
+    assert_holds(again, rows)
+
+
+def test_names_are_those_of_other_systems() -> None:
+    assert tensor_name("t", "accumulator", "torch") == "t.sum"
+    assert tensor_name("t", "first_moment", "torchrec") == "embedding_bags.t.weight.t.exp_avg"
+    assert tensor_name("t", "second_moment", "fbgemm") == "embedding_bags.t.weight.t.momentum2"
+    assert split_name("state.m.embedding_bags.t.weight.t.momentum1") == (
+        "state.m.embedding_bags.t", "momentum1",
+    )  # fmt: skip
+    assert split_name("state.emb.t.weight.sum") == ("state.emb.t", "sum")
+    assert split_name("over.0.bias") is None
+
+
+def test_weights_and_states_may_come_from_two_files(tmp_path: Path) -> None:
+    rows = rows_of()
+    order = np.random.default_rng(5).permutation(ROWS)
+    weights = {"items/id": rows["id"], "items/weight": rows["weight"]}
+    sums = {"items/id": rows["id"][order], "items/sum": rows["sum"][order]}
+    for name, tensors in (("a", weights), ("b", sums)):
+        tensors = {n: torch.from_numpy(v).contiguous() for n, v in tensors.items()}
+        safetensors.torch.save_file(tensors, tmp_path / f"{name}.safetensors")
+    store = LocalStore(tmp_path / "run")
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    run(store, files, tmp_path / "s", init=True)
+    assert_holds(store, rows)
+
+
+def test_numbers_of_other_types_and_numbered_rows(tmp_path: Path) -> None:
+    weight = torch.randn(300, DIM)
+    saved = {"emb.weight": weight.bfloat16(), "emb.exp_avg": weight.half(),
+             "emb.exp_avg_sq": weight.double()}  # fmt: skip
+    torch.save(saved, tmp_path / "m.pt")
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(ConfigError, match="what is a table is not known; is one of emb a table"):
+        run(store, [tmp_path / "m.pt"], tmp_path / "s", init=True)
+    choice = Choice(tables=TableMap({"emb": "items"}))
+    run(store, [tmp_path / "m.pt"], tmp_path / "s", choice=choice, init=True)
+    repository = Repository.open(store)
+    assert repository.tables["items"]["rows"] == 300
+    ids, planes = stored(store)["items"]
+    assert ids.tolist() == list(range(300))
+    assert np.array_equal(planes["weight"], weight.bfloat16().float().numpy())
+    assert np.array_equal(planes["first_moment"], weight.half().float().numpy())
+    assert np.array_equal(planes["second_moment"], weight.numpy())
+
+
+# -- into a run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
+def test_an_import_into_a_run_is_an_upsert_of_its_newest_version(
+    layout: Any, tmp_path: Path
+) -> None:
+    """Weights alone: known rows keep what the optimizer remembers, new ones begin."""
+    before = Run(layout=layout, store=LocalStore(tmp_path / "run"))
+    for _ in range(3):
+        before.save()
+    before.keeper.settle()
+    random = np.random.default_rng(9)
+    given = {
+        "fixed": np.arange(10, 70),
+        "dynamic": np.arange(100, 180),
+        "evicting": np.arange(40, 60),
+    }
+    tensors = {}
+    for table, ids in given.items():
+        weight = random.standard_normal((ids.size, 6)).astype(np.float32)
+        tensors |= {f"{table}/id": torch.from_numpy(ids), f"{table}/weight": torch.tensor(weight)}
+        before.cluster.upsert(table, ids, {"weight": weight})
+    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
+    expected = state(before.cluster)
+    newest = before.repository.manifest(before.repository.versions()[-1])
+    imported = run(before.store, [tmp_path / "w.safetensors"], tmp_path / "s")
+    assert imported.whole == (layout == "grid")
+    manifest = imported.manifest
+    assert (manifest.step, manifest.reader, manifest.user) == (
+        newest.step, newest.reader, newest.user,
+    )  # fmt: skip
+    assert imported.filled["dynamic"] == ["first_moment", "second_moment", "step"]
+    for shards in (1, 2, 3):
+        cluster = local(shards=shards, threads=1).open(TABLES, Adam(lr=0.05, step="row"), seed=3)
+        checkpointer = Checkpointer(Repository.open(before.store), cluster)
+        if shards == 2:
+            checkpointer.restore()
+            found = state(cluster)
+            assert _without_ages(found) == _without_ages(expected)
+            assert [s for _, s in sorted(_rows_held(cluster).items())] == [
+                s for _, s in sorted(_rows_held(before.cluster).items())
+            ]
+        else:
+            checkpointer.restore()
+            assert state(cluster)["fixed"] == expected["fixed"]
+    checkpointer.save(999)  # the run goes on from it
+    assert checkpointer.wait() is not None
+
+
+def _without_ages(found: dict[str, Any]) -> dict[str, Any]:
+    return {t: {n: v for n, v in planes.items() if n != "used"} for t, planes in found.items()}
+
+
+def _rows_held(cluster: Any) -> dict[str, Any]:
+    return {n: table["rows"] for n, table in cluster.table_state().items() if "rows" in table}
+
+
+@pytest.mark.parametrize(("dim", "change"), [(4, "pad"), (9, "truncate")])
+def test_rows_of_another_width_are_changed_only_if_that_is_said(
+    dim: int, change: Any, tmp_path: Path
+) -> None:
+    weight = np.random.default_rng(0).standard_normal((50, dim)).astype(np.float32)
+    tensors = {"fixed/id": torch.arange(50), "fixed/weight": torch.from_numpy(weight)}
+    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
+    before = Run(store=LocalStore(tmp_path / "run"))
+    before.save()
+    files = [tmp_path / "w.safetensors"]
+    for refused in {"error", "pad", "truncate"} - {change}:
+        with pytest.raises(DataError, match=f"is {dim} wide.*--dim-change {change}"):
+            run(before.store, files, tmp_path / "s", choice=Choice(dim_change=refused))
+    run(before.store, files, tmp_path / "s", choice=Choice(dim_change=change))
+    ids, planes = stored(before.store)["fixed"]
+    found = planes["weight"][np.argsort(ids)][np.isin(np.sort(ids), np.arange(50))]
+    same = min(dim, 6)
+    assert np.array_equal(found[:, :same], weight[:, :same])
+    assert not found[:, same:].any()
+
+
+# -- ended half-way ------------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    pass
+
+
+def test_an_import_that_ends_anywhere_shows_nothing_and_goes_on(tmp_path: Path) -> None:
+    rows = rows_of(rows=2500)
+    file = by_dynamicemb(rows, tmp_path)
+    steps: list[int] = []
+    run(LocalStore(tmp_path / "count"), [file], tmp_path / "s", init=True, advance=steps.append)
+    went_on = 0
+    for position in range(1, len(steps), 3):
+        store = LocalStore(tmp_path / f"run-{position}")
+        seen: list[int] = []
+
+        def end(nbytes: int, seen: list[int] = seen, position: int = position) -> None:
+            seen.append(nbytes)
+            if len(seen) == position:
+                raise Ended
+
+        with pytest.raises(Ended):
+            run(store, [file], tmp_path / "s", init=True, advance=end)
+        if Repository.exists(store):
+            assert Repository.open(store).versions() == ()
+        again: list[int] = []
+        imported = run(store, [file], tmp_path / "s", init=True, advance=again.append)
+        went_on += imported.resumed
+        assert imported.resumed == (len(again) < len(steps) or again[0] > 0)
+        assert_holds(store, rows)
+        assert len(Repository.open(store).versions()) == 1
+    assert went_on > len(steps) // 6
+
+
+def test_a_killed_import_goes_on_where_its_files_were_read_to(tmp_path: Path) -> None:
+    rows = rows_of()
+    file = by_parquet(rows, tmp_path)
+    script = f"""
+import os, signal, sys
+from tests.unit.inspect import test_importer as t
+from emberkeep.blobs import LocalStore
+t.row_sources.CHUNK_NBYTES = 20_000
+t.staged_rows._BUCKET_NBYTES = 40_000
+left = [{ROWS * 56 // 2}]
+def advance(nbytes):
+    left[0] -= nbytes
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+t.run(LocalStore({str(tmp_path / "run")!r}), [{str(file)!r}], t.Path({str(tmp_path / "s")!r}),
+      init=True, advance=advance)
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", script], check=False, cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    store = LocalStore(tmp_path / "run")
+    assert not Repository.exists(store)
+    seen: list[int] = []
+    imported = run(store, [file], tmp_path / "s", init=True, advance=seen.append)
+    assert imported.resumed
+    assert seen[0] > ROWS * 56 // 3  # so much was not read again
+    assert_holds(store, rows)
+
+
+def test_files_that_changed_meanwhile_are_read_from_the_start(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+
+    def end(nbytes: int, seen: list[int] = []) -> None:  # noqa: B006 - it counts over all calls
+        seen.append(nbytes)
+        if len(seen) == 8:
+            raise Ended
+
+    with pytest.raises(Ended):
+        run(store, [by_safetensors(rows_of(0), tmp_path)], tmp_path / "s", init=True, advance=end)
+    rows = rows_of(1)
+    file = by_safetensors(rows, tmp_path)
+    os.utime(file, ns=(1, 1))
+    assert not run(store, [file], tmp_path / "s", init=True).resumed
+    assert_holds(store, rows)
+
+
+def test_an_import_that_is_there_already_is_not_made_twice(tmp_path: Path) -> None:
+    store, file = LocalStore(tmp_path / "run"), by_safetensors(rows_of(), tmp_path)
+    first = run(store, [file], tmp_path / "s", init=True)
+    again = run(store, [file], tmp_path / "s", init=True)
+    assert again.again
+    assert again.manifest == first.manifest
+    assert again.rows == first.rows
+
+
+def test_a_second_import_at_once_is_refused(tmp_path: Path) -> None:
+    store, file = LocalStore(tmp_path / "run"), by_safetensors(rows_of(), tmp_path)
+    refused: list[str] = []
+
+    def second(nbytes: int) -> None:
+        if not refused:
+            with pytest.raises(ConfigError, match="another import") as error:
+                run(store, [file], tmp_path / "s", init=True)
+            refused.append(str(error.value))
+
+    run(store, [file], tmp_path / "s", init=True, advance=second)
+    assert refused
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+def _spoiled(what: str, at: Path) -> list[Path]:
+    rows = rows_of(rows=400)
+    if what == "twice":
+        rows["id"][7] = rows["id"][300]
+    elif what == "nan":
+        rows["weight"][33, 2] = np.nan
+    elif what == "two files":
+        other = at / "other"
+        other.mkdir()
+        return [by_safetensors(rows, at), by_safetensors(rows, other)]
+    elif what == "cut short":
+        file = by_safetensors(rows, at)
+        os.truncate(file, file.stat().st_size - 100)
+        return [file]
+    elif what == "a rank is missing":
+        folder = by_dynamicemb(rows, at)
+        next(folder.rglob("*keys.rank_1*")).unlink()
+        return [folder]
+    elif what == "values cut short":
+        folder = by_dynamicemb(rows, at)
+        os.truncate(next(folder.rglob("*values.rank_1*")), 100)
+        return [folder]
+    elif what == "text":
+        (at / "t").write_text("hello, world")
+        return [at / "t"]
+    elif what == "missing":
+        return [at / "nowhere"]
+    elif what == "empty directory":
+        (at / "d").mkdir()
+        return [at / "d"]
+    elif what == "code":
+        torch.save({"items.weight": print}, at / "m.pt")
+        return [at / "m.pt"]
+    elif what == "metadata with code":
+        folder = by_dcp(rows, at)
+        import pickle
+
+        (folder / ".metadata").write_bytes(pickle.dumps(os.system))
+        return [folder]
+    elif what == "ragged":
+        lists = pa.array([[1.0, 2.0], [1.0]])
+        pq.write_table(pa.table({"id": [1, 2], "weight": lists}), at / "items.parquet")
+        return [at / "items.parquet"]
+    elif what == "no ids":
+        pq.write_table(pa.table({"weight": [[1.0]], "x": [1]}), at / "items.parquet")
+        return [at / "items.parquet"]
+    elif what == "ids of text":
+        pq.write_table(pa.table({"id": ["a"], "weight": [[1.0]]}), at / "items.parquet")
+        return [at / "items.parquet"]
+    elif what == "states alone":
+        del rows["weight"]
+    return [by_safetensors(rows, at)]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("twice", "comes twice"),
+        ("nan", "holds nan"),
+        ("two files", "comes twice"),
+        ("cut short", "cut short"),
+        ("a rank is missing", r"ranks \[0, 2\] of 3"),
+        ("values cut short", "cut short"),
+        ("text", "none of safetensors"),
+        ("missing", "does not exist"),
+        ("empty directory", "is no repository"),
+        ("code", "weights_only"),
+        ("metadata with code", "describes no tensor"),
+        ("ragged", "rows of 2 and of 1"),
+        ("no ids", "which column holds the ids"),
+        ("ids of text", "holds string"),
+        ("states alone", "weights of table 'items'"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_with_its_name_and_nothing_is_left(
+    what: str, words: str, tmp_path: Path
+) -> None:
+    files = _spoiled(what, tmp_path)
+    store = LocalStore(tmp_path / "run")
+    with pytest.raises(EmberkeepError, match=words) as refused:
+        run(store, files, tmp_path / "s", init=True)
+    assert isinstance(refused.value, DataError | ConfigError)
+    assert not Repository.exists(store) or Repository.open(store).versions() == ()
+    assert not (tmp_path / "s").exists()
+
+
+def test_ids_outside_a_table_and_names_that_nothing_has(tmp_path: Path) -> None:
+    before = Run(store=LocalStore(tmp_path / "run"))
+    before.save()
+    tensors = {"fixed/id": torch.tensor([5, 120]), "fixed/weight": torch.ones(2, 6)}
+    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
+    files = [tmp_path / "w.safetensors"]
+    with pytest.raises(DataError, match=r"id 120 .*0\.\.119"):
+        run(before.store, files, tmp_path / "s")
+    for choice, words in (
+        (Choice(tables=TableMap({"user": "fixed"})), "nothing is called user"),
+        (Choice(tables=TableMap({"fixed": "user"})), "no table 'user'; it has fixed"),
+        (Choice(table="nobody"), "no table 'nobody'"),
+        (Choice(fill={"sum": 1.0}), "no plane 'sum'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(before.store, files, tmp_path / "s", choice=choice)
+    assert len(before.repository.versions()) == 1

@@ -1,0 +1,92 @@
+"""Rows from outside on servers: between two pushes of their client, whatever arrives late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.errors import EpochError, ProtocolError, TableFullError
+from emberkeep.rows import upsert as upserts
+from tests.contracts.engine import wanted_of
+from tests.unit.server.test_checked_pushes import Servers, owned, push, servers
+
+__all__ = ["servers"]
+
+ONES = {"weight": np.ones((1, 2), np.float32)}
+
+
+def weights(cluster: Any, *ids: int) -> list[list[float]]:
+    found: list[list[float]] = cluster.read("roomy", np.array(ids))["weight"].tolist()
+    return found
+
+
+def test_a_request_that_arrives_after_the_next_push_changes_nothing(servers: Servers) -> None:
+    cluster = servers.clusters[0]
+    (identity,) = owned(cluster, 0, 1)
+    after = (cluster._incarnation, cluster._number, 1)
+    cluster.upsert("roomy", [identity], ONES)
+    push(cluster, {"roomy": [identity]})
+    trained = weights(cluster, identity)
+    assert trained != [[1.0, 1.0]]
+    epoch = servers.epochs[0]
+    with pytest.raises(EpochError, match="late"):
+        epoch.upsert("roomy", np.array([identity]), ONES, after)
+    assert weights(cluster, identity) == trained
+    with pytest.raises(ProtocolError, match="once"):
+        epoch.upsert("roomy", np.array([identity] * 2), ONES, after)
+
+
+def test_rows_that_another_worker_has_pulled_ahead_are_pulled_again(servers: Servers) -> None:
+    first = servers.clusters[0]
+    second = servers.join()
+    servers.clusters.append(second)
+    ids = owned(first, 0, 1) + owned(first, 1, 1)
+    wanted = wanted_of(second, {"full": [], "roomy": ids})
+    second.prefetch(wanted)
+    first.upsert("roomy", ids, {"weight": np.full((2, 2), 3.0)})
+    push(second, {"full": [1]})
+    (rows,) = second.pull(wanted)
+    assert rows.tolist() == [[3.0, 3.0]] * 2
+
+
+def test_rows_that_this_client_has_pulled_ahead_are_pulled_again(servers: Servers) -> None:
+    cluster = servers.clusters[0]
+    wanted = wanted_of(cluster, {"full": [], "roomy": [5, 6]})
+    cluster.prefetch(wanted)
+    cluster.upsert("roomy", [5, 6], {"weight": np.full((2, 2), 3.0)})
+    assert cluster.pull(wanted)[0].tolist() == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("how", ["delete", "install"])
+def test_so_are_rows_that_are_deleted_or_loaded(how: str, servers: Servers) -> None:
+    first = servers.clusters[0]
+    second = servers.join()
+    servers.clusters.append(second)
+    ids = np.array(owned(first, 0, 1) + owned(first, 1, 1))
+    initial = weights(first, *ids)
+    first.upsert("roomy", ids, {"weight": np.full((2, 2), 3.0)})
+    wanted = wanted_of(second, {"full": [], "roomy": ids.tolist()})
+    second.prefetch(wanted)
+    if how == "delete":
+        first.delete("roomy", ids)
+    else:
+        planes = first.read("roomy", ids)
+        first.install("roomy", ids, {**planes, "weight": np.array(initial, np.float32)})
+    push(second, {"full": [1]})
+    assert second.pull(wanted)[0].tolist() == initial
+    assert first.pull(wanted)[0].tolist() == initial
+
+
+def test_a_table_that_another_worker_fills_in_between_is_said_as_it_is(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both shards had agreed: what is written by then cannot be said to be unchanged."""
+    cluster = servers.clusters[0]
+    a, b = owned(cluster, 0, 12), owned(cluster, 1, 12)
+    monkeypatch.setattr(upserts, "check_room", lambda *_: None)
+    for ids in (a, [*a, b[0]]):  # one shard alone, or one of two
+        more = "rows of other shards may have been written" if len(ids) > 12 else "evict_oldest'$"
+        with pytest.raises(TableFullError, match=more):
+            cluster.upsert("full", np.array(ids), {"weight": np.ones((len(ids), 2))})
