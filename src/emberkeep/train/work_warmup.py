@@ -42,10 +42,10 @@ _NOW = SaveSettings(grace=timedelta(0))
 def work_parts() -> Iterator[Callable[[], object]]:
     """Parts of that work, which may run in any order."""
     optimizers = (Adam(lr=0.1, step="row"), SGD(lr=0.1))
-    parts: tuple[Callable[[], object], ...] = (
+    parts: list[Callable[[], object]] = [
         _samples, _lookups, *(partial(_versions, spec) for spec in _specs()), _parity,
         *(partial(_tier, optimizer) for optimizer in optimizers), _torch_tables, _rare,
-    )  # fmt: skip
+    ]  # fmt: skip
     for part in parts:
         yield partial(_quietly, part)
 
