@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.codec_choice import Choice
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.codecs import Codec
 from emberkeep.errors import CancelledError
@@ -199,8 +200,12 @@ class Save:
     counters: Json
     since: str | None
     """What the rows have changed since; None for all rows."""
-    codecs: dict[str, Codec]
+    choice: Choice
     spec: VersionSpec
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        return self.choice.codecs
 
     @property
     def in_grid(self) -> bool:

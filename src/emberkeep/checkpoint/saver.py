@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.codec_choice import Choice, choose
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -29,6 +30,7 @@ from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView
 from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
+from emberkeep.checkpoint.widths import check_tables, is_lossy, loses
 from emberkeep.errors import (
     CancelledError,
     DamageError,
@@ -57,7 +59,7 @@ _PATIENCE = timedelta(hours=6)
 class _Chain:
     """The baseline that increments count from, and how large they were beside it; the prioritised
     versions since the newest whole one. `grid` says that versions are those of a grid, which the
-    baseline began."""
+    baseline began; `lossy` that some of their rows are not what they were."""
 
     baseline: VersionId | None = None
     newest: VersionId | None = None
@@ -65,6 +67,7 @@ class _Chain:
     grid: bool = False
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
+    lossy: bool = False
 
 
 class Checkpointer(BackgroundSaver[Manifest]):
@@ -88,6 +91,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.spec = spec or VersionSpec()
         self.settings = settings or SaveSettings()
         check_schema(repository.tables, subject.schema())
+        check_tables(self.spec.widths, repository.tables)
         subject.track(self.spec.priority)
         if self.spec.written_by_holders:
             check_holders(subject, repository.store.url, repository.id)
@@ -99,7 +103,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
-        self._restores = repository.restores()
+        self._restores = repository.restores(exact=False)
+        self._codecs: Json = {}
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._cancelled_since_version = False
@@ -148,7 +153,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         spec = spec or self.spec
         self.make_room()
         self.check()
-        codecs = spec.codecs(self._restores)
+        choice = self._chosen(spec)
         if self.subject.forgot_changes():
             self._chain = _Chain()
         since = self._since(spec) if whole or self.due_whole else PRIORITISED
@@ -164,7 +169,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             counters = extras.counters() if callable(extras.counters) else extras.counters
             save = Save(
                 saving=saving, frozen=frozen, extras=extras, counters=counters, since=since,
-                codecs=codecs, spec=spec,
+                choice=choice, spec=spec,
             )  # fmt: skip
             write = partial(self._write, save)
         try:
@@ -173,6 +178,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
             save.close(())
             raise
         return saving
+
+    def _chosen(self, spec: VersionSpec) -> Choice:
+        """How the next version is stored; said when that is not as the one before was."""
+        choice = choose(spec, self._restores)
+        codecs = {key: codec.to_dict() for key, codec in choice.codecs.items()}
+        if codecs != self._codecs:
+            self._codecs = codecs
+            self._tell("widths", {"why": choice.why, "codecs": codecs})
+        return choice
 
     def _since(self, spec: VersionSpec) -> str | None:
         """Which rows the next version holds: what changed since when; None for all of them."""
@@ -188,7 +202,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             if reason is not None:
                 self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
             return SINCE_VERSION if reason is None else None
-        if needs_baseline(spec.layout, chain.sizes):
+        if needs_baseline(spec.layout, chain.sizes, spec.predictor):
             return None
         return SINCE_VERSION if spec.layout == "consecutive" else SINCE_BASELINE
 
@@ -288,10 +302,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 "layout": save.spec.layout,
                 "shards": len(save.frozen),
                 "codecs": {plane: codec.to_dict() for plane, codec in save.codecs.items()},
+                "why": save.choice.why,
+                "lossy": (since is not None and chain.lossy)
+                or loses(save.codecs, self.repository.tables),
                 "sizes": [*chain.sizes] if since else [],
                 "baseline_nbytes": chain.nbytes if since else None,
                 "tables": save.frozen.tables,
             }
+            if save.spec.widths is not None:
+                layout["widths"] = save.spec.widths.to_dict()
             if save.in_grid:
                 layout["grid"] = str(draft.version if since is None else chain.baseline)
                 layout["before"] = None if since is None else str(chain.newest)
@@ -331,6 +350,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             earlier = [] if endless else manifest.described.list_of("sizes", float)
             sizes = [] if endless else [*earlier, nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
+        self._chain.lossy = is_lossy([manifest], self.repository.tables)
 
     def _write_shards(self, draft: Draft, save: Save) -> None:
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
@@ -469,8 +489,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         start = self._clock.monotonic()
         with Pin(self.repository, target):
             restored = load(self.repository, target, self.subject, self._pool, fits)
-        self.repository.record_restore(target)
-        self._restores += 1
+        self.count_restore(target)
         manifest = restored.manifest
         shards = manifest.described.number("shards", least=1)
         self._chain = _Chain()
@@ -497,7 +516,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             return None
         newest = (self._chain.prioritised or [self._whole.version])[-1]
         with Pin(self.repository, newest):
-            manifest = load_shard(self.repository, newest, target, shard, whose, self._pool)
-        self.repository.record_restore(newest)
-        self._restores += 1
-        return manifest
+            return load_shard(self.repository, newest, target, shard, whose, self._pool)
+
+    def count_restore(self, version: VersionId) -> None:
+        """One failure, however many shards came back: rows of an exact version are what they were,
+        so that one does not count against the restores that a width was chosen for."""
+        lossy = is_lossy(self.repository.chain(version), self.repository.tables)
+        self.repository.record_restore(version, exact=not lossy)
+        self._restores += lossy

@@ -212,8 +212,7 @@ class Recoverer:
         self._saver.join()
         if decided.scope == "partial":
             decided = self._plan(start)
-            for home, shards in self._by_home(decided.shards):
-                kept = self._saver.recover_shards(home, shards)
+            kept = self._saver.recover_shards(self._by_home(decided.shards))
             self.losses = decided.losses
         else:
             assert self._go_back is not None

@@ -95,8 +95,12 @@ class RepositorySaver(Checkpointer):
         )
         return None if restored is None else _returned(restored)
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> Manifest | None:
-        return recover_partially(self, home, shards)
+    def recover_shards(self, lost: Sequence[tuple[Home, Sequence[int]]]) -> Manifest | None:
+        found = [recover_partially(self, home, shards) for home, shards in lost]
+        manifest = found[-1] if found else None
+        if manifest is not None:
+            self.count_restore(manifest.version)
+        return manifest
 
     def kept_nbytes(self) -> int:
         return kept_nbytes(self.repository.store)

@@ -82,8 +82,9 @@ class RunSaver(Protocol):
     ) -> Returned | None:
         """The rows as they were saved; `fits` refuses what does not before any row has changed."""
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> Kept | None:
-        """Brings lost shards back with what is saved of them; the others go on."""
+    def recover_shards(self, lost: Sequence[tuple[Home, Sequence[int]]]) -> Kept | None:
+        """Brings the shards that one failure took back with what is saved of them; the others go
+        on."""
 
     def kept_nbytes(self) -> int: ...
 

@@ -226,8 +226,12 @@ class TierSaver(BackgroundSaver[DurableStep]):
         self._saving = None
         return Returned(kept=durable, counters=beside["losses"])
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> None:
+    def recover_shards(self, lost: Sequence[tuple[Home, Sequence[int]]]) -> None:
         """Brings lost shards back from their own files, at the durable step."""
+        for home, shards in lost:
+            self._recover_shards(home, shards)
+
+    def _recover_shards(self, home: Home, shards: Sequence[int]) -> None:
         cluster = home.cluster
         assert isinstance(cluster, LocalCluster)
         steps = steps_of(cluster)
