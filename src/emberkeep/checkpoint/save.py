@@ -111,6 +111,12 @@ class BackgroundSaver(Generic[_K]):
         self.check(least=1)
         return self._saving.committed.result()
 
+    def hurry(self) -> None:
+        """Writes as fast as it can from now on, which it does anyway unless it has a limit."""
+
+    def leave(self, left: timedelta) -> None:
+        """Ends what may follow the last save within the time that is `left`."""
+
     def check(self, least: int | None = None) -> None:
         """Raises what made saves fail, if there were enough of them, or `least`."""
         raise NotImplementedError

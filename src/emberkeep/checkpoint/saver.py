@@ -47,6 +47,7 @@ from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import Pool
 
@@ -109,10 +110,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._whole: Manifest | None = None
         self._cancelled_since_version = False
         self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+        self._bandwidth = Bandwidth(self.settings.most_mb_per_second, clock=self._clock)
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
-            nice=min(_NICEST, self.settings.nice + 9),
+            nice=min(_NICEST, self.settings.nice + 9), bandwidth=self._bandwidth,
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
@@ -294,6 +296,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             saving.copied.set_result(None)
             if extras.dense is not None:
                 dense = extras.dense() if callable(extras.dense) else extras.dense
+                self._bandwidth.spend(len(dense), saving.cancelled)
                 draft.add(dense, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
@@ -374,6 +377,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     written = threads.submit(
                         rows.write, draft, save.codecs, threads=settings.threads,
                         nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
+                        most_mb_per_second=self._bandwidth.share(len(on_servers)),
                     )  # fmt: skip
                     written.add_done_callback(
                         lambda done: cancelled.set() if done.exception() else None
@@ -396,13 +400,13 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     draft, slabs, save.codecs, self._pool,
                     tables=list(self.repository.tables),
                     file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
-                    cancelled=cancelled,
+                    cancelled=cancelled, bandwidth=self._bandwidth,
                 )  # fmt: skip
                 continue
             local_rows = [rows for rows in slabs if rows not in on_servers]
             write_pieces(
                 draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
-                nice=settings.nice, shard=shard, cancelled=cancelled,
+                nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
             )  # fmt: skip
 
     def _collect(self) -> None:

@@ -13,6 +13,7 @@ from emberkeep.repository import DEFAULT_RETENTION, RetentionPolicy
 from emberkeep.repository.pieces import PIECE_NBYTES
 from emberkeep.repository.policies import LAYOUTS, PREDICTORS, Grid, Layout, Predictor
 from emberkeep.rows.priority import Priority
+from emberkeep.runtime.bandwidth import check_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,11 @@ class SaveSettings:
     cancelled none is until a version is committed: where writing takes longer than the interval,
     every other save is a version, and the one after it waits.
 
+    `most_mb_per_second` is how fast versions are written at most, by all servers together, and
+    `mirror_mb_per_second` how fast they are copied to a mirror; a process that is being stopped
+    writes as fast as it can. From it follows how often a version can be taken
+    (`Keeper.shortest_interval`).
+
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
     """
@@ -143,6 +149,8 @@ class SaveSettings:
     max_failures: int = 3
     retention: RetentionPolicy = DEFAULT_RETENTION
     grace: timedelta = timedelta(minutes=10)
+    most_mb_per_second: float | None = None
+    mirror_mb_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if self.overlap not in ("wait", "cancel"):
@@ -150,3 +158,5 @@ class SaveSettings:
         for name in ("threads", "piece_nbytes", "buffer_nbytes", "max_failures"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        check_rate(self.most_mb_per_second)
+        check_rate(self.mirror_mb_per_second)

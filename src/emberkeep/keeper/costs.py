@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from emberkeep.erasure.status import ParityStatus
+from emberkeep.errors import ConfigError
 from emberkeep.keeper.torch_tables import Hook
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import Registry, Sample, families
+from emberkeep.runtime.metrics import MetricsServer, Registry, Sample, families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,18 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def metrics_server(
+    page: Callable[[], str], port: int, not_ready: Callable[[], str | None]
+) -> MetricsServer:
+    try:
+        return MetricsServer(page, port, not_ready=not_ready)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served on port {port}: {error.strerror}; choose another "
+            "metrics_port, or 0 for any free one"
+        ) from None
 
 
 class Ledger:

@@ -17,21 +17,27 @@ from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
-from emberkeep.keeper.costs import Costs, Ledger
+from emberkeep.keeper.costs import Costs, Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
+from emberkeep.keeper.mirror import MirrorStatus, mirror_of
 from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_beside, kept_nbytes
-from emberkeep.keeper.run_saver import Kept, RunSaver, save_until, version_number
+from emberkeep.keeper.run_saver import (
+    Kept,
+    RunSaver,
+    save_until,
+    take_first_version,
+    version_number,
+)
 from emberkeep.keeper.run_state import Captured, RunState, check_reader
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
 from emberkeep.repository import Manifest, VersionId
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import MetricsServer
-from emberkeep.strategies import Strategy, incremental
+from emberkeep.strategies import Interval, Strategy, incremental
 
 
 class Keeper:
@@ -73,6 +79,8 @@ class Keeper:
     - `metrics_port` serves Prometheus, health and readiness on the loopback interface (0: any free
       port); of several ranks the first does.
     - `total_steps` is how long the job is, which a strategy that recovers partially must know.
+    - `mirror` is a second place, a path or URL: whole versions are copied there beside training,
+      at most one for each `mirror_every`, and a run is resumed from the newest of either place.
     - `clock` is where time comes from; tests hand in another.
 
     Shards that are lost come back as the strategy says: partially while a pull or push waits, and
@@ -99,6 +107,8 @@ class Keeper:
         batches_per_step: int = 1,
         metrics_port: int | None = None,
         total_steps: int | None = None,
+        mirror: str | os.PathLike[str] | BlobStore | None = None,
+        mirror_every: Interval | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_reader(reader)
@@ -124,10 +134,10 @@ class Keeper:
         )
         self._saver: RunSaver | None = None
         if self._store is None:
-            if about or settings or exclusive:
+            if about or settings or exclusive or mirror:
                 raise ConfigError(
-                    "about=, settings= and exclusive= are for a repository, and the run is kept in "
-                    "its tier: leave them out, or give the keeper a repository"
+                    "about=, settings=, exclusive= and mirror= are for a repository, and the run "
+                    "is kept in its tier: leave them out, or give the keeper a repository"
                 )
             self._saver = TierSaver(
                 self._parts, self._strategy, must_exist=must_exist, on_event=self._hear,
@@ -138,6 +148,10 @@ class Keeper:
                 self._store, self._parts.subject, self._strategy, about=about or {},
                 settings=self._settings, exclusive=exclusive, must_exist=must_exist,
                 on_event=self._hear, clock=clock,
+                mirror=mirror_of(
+                    mirror, mirror_every, self._store, self._parts.subject.schema, self._strategy,
+                    self._settings, exclusive=exclusive, on_event=self._hear, clock=clock,
+                ),
             )  # fmt: skip
         self._recoverer = make_recoverer(
             self._strategy, self._parts.subject.homes(), self._saver, total_steps=total_steps,
@@ -151,13 +165,7 @@ class Keeper:
         self._exact_step = 0
         self._server = None
         if metrics_port is not None and self._ranks.leads:
-            try:
-                self._server = MetricsServer(self.metrics, metrics_port, not_ready=self._not_ready)
-            except OSError as error:
-                raise ConfigError(
-                    f"metrics cannot be served on port {metrics_port}: {error.strerror}; choose "
-                    "another metrics_port, or 0 for any free one"
-                ) from None
+            self._server = metrics_server(self.metrics, metrics_port, self._not_ready)
         self._unfollow = (
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
@@ -343,24 +351,9 @@ class Keeper:
         state = self._capture()  # of every rank, whichever writes
         if self._saver is None:
             return
-        clusters = [home.cluster for home in self._parts.subject.homes()]
-        fresh = all(
-            cluster.digest(table.name).rows == 0  # counted where they live
-            for cluster in clusters
-            for table in cluster.tables
+        take_first_version(
+            self._saver, self._parts.subject.homes(), lambda: self._cut(state, start, whole=True)
         )
-        while True:
-            try:
-                self._cut(state, start, whole=True)
-                self._saver.wait()
-                return
-            except ShardLostError:
-                if not fresh:
-                    raise
-                for cluster in clusters:  # an empty shard is what there was
-                    lost = cluster.lost()
-                    cluster.renew(*lost)
-                    cluster.serve(*lost)
 
     # -- resuming --------------------------------------------------------------------------------
 
@@ -465,10 +458,18 @@ class Keeper:
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
+        mirror = self.mirror_status()
         return self._ledger.exposition(
             [status for status in statuses if status is not None],
-            () if self._recoverer is None else self._recoverer.summary().samples(),
+            [
+                *(() if self._recoverer is None else self._recoverer.summary().samples()),
+                *(() if mirror is None else mirror.samples()),
+            ],
         )
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """What the mirror has; None without one, and on ranks that do not write."""
+        return self._saver.mirror_status() if isinstance(self._saver, RepositorySaver) else None
 
     def _not_ready(self) -> str | None:
         """Why training stands still; None if it does not."""
@@ -555,9 +556,11 @@ class Keeper:
         state = self._capture()
         saved: int | None = None
         if self._saver is not None:
+            self._saver.hurry()
             saved = save_until(
                 deadline, self._saver, self.steps, state, self._counters, self._clock
             )
+            self._saver.leave(timedelta(seconds=max(0.0, deadline - self._clock.monotonic())))
         self._ranks.barrier()
         self._release()
         self._leave(asked, saved)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.save import Counters, Saving
+from emberkeep.errors import ShardLostError
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import Clock
@@ -96,6 +97,12 @@ class RunSaver(Protocol):
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to be durable."""
 
+    def hurry(self) -> None:
+        """The process is being stopped: no limit of bandwidth holds from now on."""
+
+    def leave(self, left: timedelta) -> None:
+        """Uses what is `left` of the time for what may follow the last save."""
+
     def join(self, timeout: timedelta | None = None) -> bool: ...
 
     def wait(self) -> Kept | None: ...
@@ -123,3 +130,25 @@ def save_until(
         saver.cut(step, state, counters)
         saver.join(left())
     return saver.committed_step
+
+
+def take_first_version(saver: RunSaver, homes: Sequence[Home], cut: Callable[[], object]) -> None:
+    """The version of the very beginning that `cut` begins, however often shards are lost in it."""
+    clusters = [home.cluster for home in homes]
+    fresh = all(
+        cluster.digest(table.name).rows == 0  # counted where they live
+        for cluster in clusters
+        for table in cluster.tables
+    )
+    while True:
+        try:
+            cut()
+            saver.wait()
+            return
+        except ShardLostError:
+            if not fresh:
+                raise
+            for cluster in clusters:  # an empty shard is what there was
+                lost = cluster.lost()
+                cluster.renew(*lost)
+                cluster.serve(*lost)
