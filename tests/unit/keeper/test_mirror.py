@@ -229,7 +229,7 @@ def test_a_mirror_that_fails_is_said_and_training_goes_on() -> None:
     assert re.search(r"emberkeep_mirror_failures_total [1-9]", life.keeper.metrics())
     mirror.down = False
     life.train(8).settle()  # it is tried again
-    assert life.status.error is None
+    life.wait_for(lambda: life.status.error is None)
     assert life.heard("mirrored")[-1]["step"] == 8
 
 
