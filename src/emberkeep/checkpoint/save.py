@@ -178,11 +178,15 @@ class BackgroundSaver(Generic[_K]):
         return [] if error is None or error is seen else [error]
 
     def _tell_saved(
-        self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int
-    ) -> None:
+        self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int,
+        core_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """`core_seconds` are those of this process, from the cut to the commit; None where they
+        are not counted."""
         details = {
             "version": version, "step": saving.step, "kind": kind, "nbytes": nbytes,
             "pause_ms": saving.pause.total_seconds() * 1e3,
+            "core_seconds": core_seconds,
             "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
         }  # fmt: skip
         self._tell("saved", details)

@@ -48,8 +48,8 @@ from emberkeep.repository.policies import Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.core_time import CoreTime, CountedPool
 from emberkeep.runtime.crew import Crew
-from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
 # A version may be terabytes; one that takes longer hangs.
@@ -109,7 +109,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._cancelled_since_version = False
-        self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+        self._cores = CoreTime()
+        self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
         self._bandwidth = Bandwidth(self.settings.most_mb_per_second, clock=self._clock)
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._extraction = ExtractionWorker(
@@ -251,8 +252,10 @@ class Checkpointer(BackgroundSaver[Manifest]):
             warnings.warn(f"saving step {saving.step} failed: {error}", stacklevel=1)
 
     def _write(self, save: Save) -> None:
+        before = self._cores.seconds
         try:
-            manifest = self._write_version(save)
+            with self._cores.counting():
+                manifest = self._write_version(save)
         except BaseException as error:
             if save.saving.committed.done():  # and not followed: nothing may build on the chain
                 self._chain = _Chain()
@@ -268,7 +271,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._cancelled_since_version = False
         self._tell_saved(
             save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
-            nbytes=manifest.nbytes,
+            nbytes=manifest.nbytes, core_seconds=self._cores.seconds - before,
         )  # fmt: skip
         if grid_of(manifest) is None:
             self._collect()
@@ -400,13 +403,14 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     draft, slabs, save.codecs, self._pool,
                     tables=list(self.repository.tables),
                     file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
-                    cancelled=cancelled, bandwidth=self._bandwidth,
+                    cancelled=cancelled, bandwidth=self._bandwidth, cores=self._cores,
                 )  # fmt: skip
                 continue
             local_rows = [rows for rows in slabs if rows not in on_servers]
             write_pieces(
                 draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
                 nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
+                cores=self._cores,
             )  # fmt: skip
 
     def _collect(self) -> None:

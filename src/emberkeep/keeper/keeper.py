@@ -451,20 +451,17 @@ class Keeper:
     def costs(self) -> Costs:
         """What this process has spent on versions so far."""
         if self._saver is not None:
-            return self._ledger.costs(self._saver.kept_nbytes())
+            return self._ledger.costs(self._saver.kept_nbytes(), self.mirror_status())
         assert self._store is not None
         return self._ledger.costs(kept_nbytes(self._store))
 
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
-        mirror = self.mirror_status()
+        summaries = [found for found in (self.recoveries(), self.mirror_status()) if found]
         return self._ledger.exposition(
             [status for status in statuses if status is not None],
-            [
-                *(() if self._recoverer is None else self._recoverer.summary().samples()),
-                *(() if mirror is None else mirror.samples()),
-            ],
+            [sample for summary in summaries for sample in summary.samples()],
         )
 
     def mirror_status(self) -> MirrorStatus | None:
@@ -526,6 +523,7 @@ class Keeper:
         self._pace.saved()
         if self._saver is None:
             return None
+        self._ledger.cutting()
         cut = self._saver.cut(self.steps, state, self._counters, whole=whole)
         self._ledger.paused((self._clock.monotonic() - start) * 1e3)
         return cut

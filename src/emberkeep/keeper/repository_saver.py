@@ -126,9 +126,12 @@ class RepositorySaver(Checkpointer):
     # -- the mirror ------------------------------------------------------------------------------
 
     def _tell_saved(
-        self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int
-    ) -> None:
-        super()._tell_saved(saving, version=version, kind=kind, nbytes=nbytes)
+        self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
+        core_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        super()._tell_saved(
+            saving, version=version, kind=kind, nbytes=nbytes, core_seconds=core_seconds
+        )
         if self._mirror is not None and saving.whole:
             self._mirror.offer(saving.step)
 

@@ -40,6 +40,7 @@ from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import Worker, end_all
 from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session
@@ -433,7 +434,7 @@ class ShardService:
                 write_pieces(
                     files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
                     nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
-                    bandwidth=bandwidth,
+                    bandwidth=bandwidth, cores=CoreTime(),
                 )  # fmt: skip
             return {"files": [file.to_json() for file in files.written]}
 
