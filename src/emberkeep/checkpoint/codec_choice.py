@@ -26,6 +26,8 @@ class Choice:
 def choose(spec: VersionSpec, restores: int) -> Choice:
     """How the next version is stored, after so many restores of versions that were not exact."""
     expected = spec.expected_restores
+    if expected is None and spec.accuracy_budget is not None:
+        expected = 1
     exceeded = expected is not None and restores > expected
     if spec.accuracy_budget is not None and spec.widths is None:
         return Choice(codecs={}, why="exact until widths are calibrated")

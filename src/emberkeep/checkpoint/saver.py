@@ -30,7 +30,7 @@ from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView
 from emberkeep.checkpoint.targets import DENSE, Subject, WritesItself
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
-from emberkeep.checkpoint.widths import check_tables, is_lossy, loses
+from emberkeep.checkpoint.widths import Widths, check_tables, is_lossy, loses
 from emberkeep.errors import (
     CancelledError,
     DamageError,
@@ -209,6 +209,14 @@ class Checkpointer(BackgroundSaver[Manifest]):
             return None
         return SINCE_VERSION if spec.layout == "consecutive" else SINCE_BASELINE
 
+    def use_widths(self, widths: Widths) -> None:
+        """Stores tables so from now on; the next version is a baseline, since rows were replaced
+        to find that out."""
+        self.join()
+        check_tables(widths, self.repository.tables)
+        self.spec = replace(self.spec, widths=widths)
+        self._chain = _Chain()
+
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
         if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
@@ -315,8 +323,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 "baseline_nbytes": chain.nbytes if since else None,
                 "tables": save.frozen.tables,
             }
-            if save.spec.widths is not None:
-                layout["widths"] = save.spec.widths.to_dict()
+            if self.spec.widths is not None:  # also in an exact version: a resumed run takes them
+                layout["widths"] = self.spec.widths.to_dict()
             if save.in_grid:
                 layout["grid"] = str(draft.version if since is None else chain.baseline)
                 layout["before"] = None if since is None else str(chain.newest)

@@ -15,6 +15,7 @@ from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
+from emberkeep.checkpoint.widths import Widths
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.plain_state import Packed, pack, unpack
@@ -121,7 +122,12 @@ class RepositorySaver(Checkpointer):
             )
             self._tell("brought_from_mirror", _brought(brought))
             restored = restore()
-        return None if restored is None else _returned(restored)
+        if restored is None:
+            return None
+        described = restored.manifest.described
+        if self.spec.accuracy_budget is not None and "widths" in described:
+            self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
+        return _returned(restored)
 
     # -- the mirror ------------------------------------------------------------------------------
 
