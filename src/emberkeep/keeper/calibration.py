@@ -58,6 +58,7 @@ def calibrate(
     saver, spec = _checked(keeper, candidates)
     budget = spec.accuracy_budget
     assert budget is not None
+    saver.join()  # rows have one snapshot at a time
     trials = _Trials(keeper, validate, trial, spec)
     with trials:
         widths = trials.weights(budget, spec.expected_restores or 1, sorted({*candidates}))
@@ -66,6 +67,12 @@ def calibrate(
     saver.use_widths(widths)
     keeper._tell("calibrated", widths.to_dict())
     return widths
+
+
+def is_calibrated(keeper: Keeper) -> bool:
+    """Whether widths are known: measured here, or by the run that this one goes on with."""
+    saver = keeper._saver
+    return isinstance(saver, RepositorySaver) and saver.spec.widths is not None
 
 
 def _checked(keeper: Keeper, candidates: Sequence[int]) -> tuple[RepositorySaver, VersionSpec]:

@@ -122,14 +122,15 @@ def test_nothing_is_changed_and_the_budget_is_kept(with_trial: bool) -> None:
 def test_versions_are_exact_before_and_as_calibrated_after_and_a_resumed_run_goes_on_so() -> None:
     store = MemoryStore()
     run = Run(store).train()
-    run.keeper.save()
-    exact = run.keeper.wait()
+    saving = run.keeper.save()  # and not waited for
+    assert saving is not None
     ek.calibrate(run.keeper, run.validate, trial=run.trial)
+    exact = saving.committed.result()
     run.train(1).keeper.save()
     stored = run.keeper.wait()
     codecs = stored.layout["codecs"]  # type: ignore[union-attr]
-    assert exact.layout["codecs"] == {}  # type: ignore[union-attr]
-    assert "until widths are calibrated" in exact.layout["why"]  # type: ignore[union-attr]
+    assert exact.layout["codecs"] == {}
+    assert "until widths are calibrated" in exact.layout["why"]
     assert codecs["useless/weight"] == Quantized(bits=2).to_dict()
     assert codecs["useless/accumulator"] == NonNegative().to_dict()
     assert stored.layout["kind"] == "full"  # type: ignore[union-attr]
