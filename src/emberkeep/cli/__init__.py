@@ -14,6 +14,7 @@ from emberkeep.cli.emulate import emulate
 from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
+from emberkeep.cli.mirror import mirror
 from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
 from emberkeep.cli.serve import serve
@@ -56,6 +57,7 @@ app.command(rich_help_panel=_LOOK)(verify)
 app.command(rich_help_panel=_USE)(restore)
 app.command(rich_help_panel=_USE)(export)
 app.command(rich_help_panel=_USE)(fork)
+app.command(rich_help_panel=_TIDY)(mirror)
 app.command(rich_help_panel=_TIDY)(tag)
 app.command(rich_help_panel=_TIDY)(untag)
 app.command(rich_help_panel=_TIDY)(gc)

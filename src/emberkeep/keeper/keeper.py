@@ -19,19 +19,14 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.costs import Costs, Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
+from emberkeep.keeper.interval import shortest_interval
 from emberkeep.keeper.mirror import MirrorStatus, mirror_of
 from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_beside, kept_nbytes
-from emberkeep.keeper.run_saver import (
-    Kept,
-    RunSaver,
-    save_until,
-    take_first_version,
-    version_number,
-)
+from emberkeep.keeper.run_saver import Kept, RunSaver, first_version, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader
 from emberkeep.keeper.signals import Termination, announce, end
 from emberkeep.keeper.tier_saver import TierSaver
@@ -153,6 +148,10 @@ class Keeper:
                     self._settings, exclusive=exclusive, on_event=self._hear, clock=clock,
                 ),
             )  # fmt: skip
+        hear = self._hear if self._ranks.leads else None
+        self.shortest_interval = shortest_interval(
+            self._parts.subject, self._strategy, self._settings, hear
+        )
         self._recoverer = make_recoverer(
             self._strategy, self._parts.subject.homes(), self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
@@ -351,7 +350,7 @@ class Keeper:
         state = self._capture()  # of every rank, whichever writes
         if self._saver is None:
             return
-        take_first_version(
+        first_version(
             self._saver, self._parts.subject.homes(), lambda: self._cut(state, start, whole=True)
         )
 

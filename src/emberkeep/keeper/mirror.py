@@ -32,7 +32,12 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.maintenance.version_copy import copy_version, newest_origin, origins
+from emberkeep.repository.maintenance.version_copy import (
+    copy_version,
+    newest_origin,
+    origins,
+    same_run,
+)
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import Clock
@@ -146,9 +151,7 @@ class Mirror:
     def follow(self, source: Repository) -> None:
         """Names the repository whose versions are copied."""
         self._source = source
-        here, there = origins(source), origins(self.repository)
-        runs = {source.id, *(origin.repository for origin in here)}
-        if here and there and runs.isdisjoint(origin.repository for origin in there):
+        if not same_run(source, self.repository):
             raise ConfigError(
                 f"{self.repository.store.url} holds versions of another run than "
                 f"{source.store.url}: choose another mirror, or remove what is there"

@@ -132,7 +132,7 @@ def save_until(
     return saver.committed_step
 
 
-def take_first_version(saver: RunSaver, homes: Sequence[Home], cut: Callable[[], object]) -> None:
+def first_version(saver: RunSaver, homes: Sequence[Home], cut: Callable[[], object]) -> None:
     """The version of the very beginning that `cut` begins, however often shards are lost in it."""
     clusters = [home.cluster for home in homes]
     fresh = all(

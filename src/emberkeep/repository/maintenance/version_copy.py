@@ -76,6 +76,21 @@ def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
     return None if newest is None else (Origin.of(repository.manifest(newest)), newest)
 
 
+def same_run(one: Repository, other: Repository) -> bool:
+    """Whether versions of two repositories may be those of one run: some come from the same place,
+    or one of the two has none yet."""
+    runs = [
+        {origin.repository for origin in found} for found in (origins(one), origins(other)) if found
+    ]
+    return len(runs) < 2 or not (runs[0] | {one.id}).isdisjoint(runs[1] | {other.id})
+
+
+def new_nbytes(source: Repository, version: VersionId, target: Repository) -> int:
+    """How much a copy of a version would write."""
+    there = origins(target)
+    return sum(m.nbytes for m in source.chain(version) if Origin.of(m) not in there)
+
+
 def copy_version(
     source: Repository,
     version: VersionId,
