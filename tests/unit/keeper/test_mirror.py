@@ -27,6 +27,7 @@ from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, verify
 from emberkeep.repository.maintenance.version_copy import Origin
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 
 STEPS = 12
 NOW = SaveSettings(grace=timedelta(0))
@@ -362,3 +363,25 @@ def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> N
     with_disk = Life(local, mirror)
     assert with_disk.resumed.step == 5  # type: ignore[union-attr]
     assert with_disk.bits() == life.bits()
+
+
+def test_servers_write_to_the_first_place_as_fast_as_they_may_and_it_is_mirrored(
+    tmp_path: Path,
+) -> None:
+    whole = Life(MemoryStore(), None).train(6)
+    mirror = MemoryStore()
+    settings = SaveSettings(grace=timedelta(0), most_mb_per_second=0.01)
+    life = Life(tmp_path / "a", mirror, cluster=ek.servers(shards=2), settings=settings)
+    try:
+        assert life.keeper.shortest_interval == timedelta(seconds=200 * 32 / 0.01e6)
+        start = SYSTEM_CLOCK.monotonic()
+        life.train(6).keeper.close()
+        written = Repository.open(LocalStore(tmp_path / "a")).manifest(1).nbytes
+        assert SYSTEM_CLOCK.monotonic() - start >= written / 0.01e6 / 4  # each has half of it
+    finally:
+        life.model.bags.cluster.close()  # type: ignore[attr-defined]
+    # Rows that servers held come back into another process, from the mirror.
+    again = Life(tmp_path / "b", mirror)
+    assert again.resumed is not None
+    assert again.resumed.step == 6
+    assert again.bits() == whole.bits()
