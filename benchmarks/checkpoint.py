@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +21,27 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from _common import Options, options, report
+from _stalls import (
+    Contender,
+    Embedding,
+    Emulated,
+    Network,
+    Ours,
+    ProcessorTime,
+    copy_and_write,
+    peers,
+    process_group,
+    processor_time,
+    stalls,
+)
 from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
-from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import skewed_ids
+from emberkeep.nn import EmbeddingBags
 from emberkeep.repository import KeepLast, Repository
 from emberkeep.tables import Adagrad, Optimizer, RowWiseAdagrad, Table
 
@@ -36,10 +49,12 @@ TABLES, ROWS, DIM = 8, 1_000_000, 64
 STEPS = 12  # training steps of one interval
 INTERVALS = 3  # before batches repeat
 LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an interval
+ROUNDS = 5  # of stalls
 SKEW = 0.6  # Zipf exponent
 BLOCK = 250_000
 LR = 0.01
 FULL = VersionSpec(layout="full")
+COPY = "a copy written past the page cache"
 
 
 class Run:
@@ -47,11 +62,12 @@ class Run:
 
     def __init__(self, rows: int = ROWS, optimizer: Optimizer | None = None) -> None:
         self.rows = rows
-        self.cluster: LocalCluster = local().open(
+        self.bags = EmbeddingBags(
             [Table(f"t{t}", rows=rows, dim=DIM) for t in range(TABLES)],
-            optimizer or RowWiseAdagrad(lr=LR),
-            seed=0,
+            optimizer=optimizer or RowWiseAdagrad(lr=LR),
         )
+        assert isinstance(self.bags.cluster, LocalCluster)
+        self.cluster = self.bags.cluster
         self.slab = self.cluster.shards[0].slabs[0]
         self._number = 0
         random = np.random.default_rng(0)
@@ -104,6 +120,10 @@ class Run:
             table = np.repeat(np.arange(TABLES), np.diff(wanted.offsets))
             seen[table * self.rows + wanted.ids] = True
         return float(seen.mean())
+
+    @property
+    def planes(self) -> dict[str, Any]:
+        return dict(self.slab.planes)
 
     @property
     def nbytes(self) -> int:
@@ -176,38 +196,6 @@ def baseline(run: Run, spec: VersionSpec = FULL) -> Iterator[Checkpointer]:
 
 def stored(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def beside_training(
-    run: Run, keeper: Checkpointer, spec: VersionSpec, saves: int
-) -> dict[str, float]:
-    """Saves one after the other while training goes on without a break, just after a baseline.
-
-    The stall of a checkpoint is the time that the steps took longer than they take afterwards,
-    alone.
-    """
-    steps, commits, pauses = 0, [], []
-    with Peak() as peak:
-        start = time.perf_counter()
-        for step in range(1, saves + 1):
-            run.interval()
-            steps += STEPS
-            began = time.perf_counter()
-            saving = keeper.save(step, spec=spec)
-            pauses.append((time.perf_counter() - began) * 1e3)
-            while not saving.committed.done():
-                run.step()
-                steps += 1
-            saving.committed.result()
-            commits.append(time.perf_counter() - began)
-        total = time.perf_counter() - start
-    alone = statistics.median(run.interval() for _ in range(2 * saves)) / STEPS
-    return {
-        "pause_ms": statistics.median(pauses),
-        "stall_s": (total - alone * steps) / saves,
-        "commit_s": statistics.median(commits),
-        "peak_mb": peak.extra_mb,
-    }
 
 
 def sizes(run: Run, spec: VersionSpec, intervals: int) -> tuple[float, float, list[str]]:
@@ -283,52 +271,8 @@ def restore_times(
     return statistics.median(ours), statistics.median(by_torch), max(peaks)
 
 
-def torch_save(run: Run, path: Path) -> float:
-    start = time.perf_counter()
+def torch_save(run: Run, path: Path) -> None:
     torch.save({n: torch.from_numpy(p) for n, p in run.slab.planes.items()}, path / "model.pt")
-    return time.perf_counter() - start
-
-
-def dcp_save(run: Run, path: Path) -> tuple[float, float]:
-    """Pause and seconds to commit of DCP's async_save."""
-    import torch.distributed.checkpoint as dcp  # slow to import, and not measured in quick runs
-
-    state = {name: torch.from_numpy(plane) for name, plane in run.slab.planes.items()}
-    start = time.perf_counter()
-    future = dcp.async_save(state, checkpoint_id=str(path / "dcp"))
-    pause = time.perf_counter() - start
-    getattr(future, "upload_completion", future).result()
-    return pause, time.perf_counter() - start
-
-
-def peers(run: Run, repeats: int) -> dict[str, tuple[float, float, float, float]]:
-    """Pause, seconds to commit, bytes and peak memory of torch.save and DCP."""
-    found = {}
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,  # type: ignore[attr-defined]
-    )
-    contenders: dict[str, Callable[[Path], tuple[float, float]]] = {
-        "torch.save": lambda path: (torch_save(run, path),) * 2,
-        "DCP async_save": lambda path: dcp_save(run, path),
-    }
-    for name, save in contenders.items():
-        taken, nbytes, peaks = [], 0, []
-        for _ in range(repeats):
-            with directory() as path:
-                with Peak() as peak:
-                    taken.append(save(path))
-                nbytes, _ = stored(path), peaks.append(peak.extra_mb)
-        found[name] = (
-            statistics.median(pause for pause, _ in taken),
-            statistics.median(commit for _, commit in taken),
-            nbytes,
-            max(peaks),
-        )
-    dist.destroy_process_group()
-    return found
 
 
 def main() -> None:
@@ -363,7 +307,7 @@ def measure_sizes(run: Run, quick: bool, figures: Figures, rows: Rows) -> None:
         if spec.bits is not None:
             name += f", accumulator {'16 bits' if spec.quantize_optimizer else 'float32'}"
         rows.append(
-            [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
+            [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}",
              f"{run.nbytes / mean:.1f}×", f"{run.nbytes / capacity:.1f}×"]
         )  # fmt: skip
         if spec.layout == "intermittent" and spec.quantize_optimizer:
@@ -378,23 +322,60 @@ def saved(quick: bool) -> int:
     return 3 if quick else 5
 
 
-def measure_beside(
-    run: Run, keeper: Checkpointer, bits: int | None, saves: int, figures: Figures, rows: Rows
+def measure_stalls(run: Run, place: Path, quick: bool, figures: Figures, rows: Rows) -> None:
+    """Stalls of every contender; ours as a full version against theirs, and as an increment."""
+    ours = [Ours(run, place, bits=None, increment=more) for more in (False, True)]
+    theirs = peers(run, place)
+    coded = [Ours(run, place, bits=bits, increment=True) for bits in (8, 4)]
+    for training in (Embedding(run), Emulated(run), Network(run)):
+        emulated = isinstance(training, Emulated)
+        if quick and isinstance(training, Network):
+            continue
+        chosen = [*ours, *([theirs[1]] if quick else theirs), *([] if quick else coded)]
+        found = stalls(chosen, training, 1 if quick else ROUNDS)
+        best = min(found[peer.name].median for peer in chosen if peer in theirs)
+        for name, taken in found.items():
+            commit = statistics.median(taken.commit_seconds)
+            rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
+        full, increment = (found[contender.name].median for contender in ours)
+        if emulated:
+            figures["stall_emulated_compute_ms"] = increment * 1e3
+        elif isinstance(training, Embedding):
+            figures["stall_seconds_per_checkpoint"] = increment
+            figures["commit_seconds"] = statistics.median(found[ours[1].name].commit_seconds)
+            figures["stall_full_vs_best_peer"] = full / best
+            figures["stall_increment_vs_best_peer"] = increment / best
+            figures["stall_vs_best_peer"] = max(full, increment) / best
+            for minutes in (5, 30):
+                share = increment / (minutes * 60) * 100
+                figures[f"slowdown_pct_every_{minutes}min"] = share
+
+
+def measure_processor_time(
+    run: Run, place: Path, quick: bool, figures: Figures, rows: Rows
 ) -> None:
-    spec = VersionSpec(layout="intermittent", bits=bits)
-    beside = beside_training(run, keeper, spec, saves)
-    rows.append(
-        [f"intermittent, {width(bits)}, beside training", f"{beside['pause_ms']:.2f}",
-         f"{beside['stall_s']:.2f}", f"{beside['commit_s']:.2f}", "", "",
-         f"{beside['peak_mb']:.0f}", "", ""]
-    )  # fmt: skip
-    if bits is None:
-        figures["stall_seconds_per_checkpoint"] = beside["stall_s"]
-        figures["commit_seconds"] = beside["commit_s"]
-        figures["save_peak_extra_mb"] = beside["peak_mb"]
-        for minutes in (5, 30):
-            share = beside["stall_s"] / (minutes * 60) * 100
-            figures[f"slowdown_pct_every_{minutes}min"] = share
+    """Core-seconds per gigabyte of selected float32 planes before encoding."""
+    gigabytes = run.nbytes / 1e9
+    contenders: list[Contender] = [
+        Ours(run, place, bits=bits, increment=False) for bits in ([None] if quick else WIDTHS)
+    ]
+    taken: dict[str, list[ProcessorTime]] = {}
+    contenders += peers(run, place)[1:2] if quick else peers(run, place)
+    for _ in range(1 if quick else 3):
+        for contender in contenders:
+            taken.setdefault(contender.name, []).append(processor_time(contender))
+            contender.close()
+        taken.setdefault(COPY, []).append(copy_and_write(run, place))
+    own = {name: statistics.median(t.own for t in times) for name, times in taken.items()}
+    machine = {name: statistics.median(t.machine for t in times) for name, times in taken.items()}
+    for name in taken:
+        per_gb = f"{own[name] / gigabytes:.2f} ({machine[name] / gigabytes:.2f})"
+        rows.append([f"alone: {name}", "", "", per_gb, *[""] * 4])
+    figures["core_seconds_per_gb"] = own[contenders[0].name] / gigabytes
+    figures["core_seconds_vs_copy"] = own[contenders[0].name] / own[COPY]
+    for contender, bits in zip(contenders, [] if quick else WIDTHS, strict=False):
+        if bits is not None:
+            figures[f"core_seconds_per_gb_{bits}bit"] = own[contender.name] / gigabytes
 
 
 def measure(given: Options, torch_path: Path) -> None:
@@ -408,11 +389,13 @@ def measure(given: Options, torch_path: Path) -> None:
     measure_sizes(run, given.quick, figures, rows)
     writer.join()
     saves = 10 if given.quick else 100
-    # After two increments the next version is a baseline: what is restored is the longest there is.
-    beside = 1 if given.quick else 2
     with baseline(run) as keeper:
-        measure_beside(run, keeper, None, beside, figures, rows)
-        ours, by_torch, peak = restore_times(
+        run.change()
+        with Peak() as peak:
+            keeper.save(1, spec=VersionSpec(layout="intermittent"))
+            keeper.wait()
+        figures["save_peak_extra_mb"] = peak.extra_mb
+        ours, by_torch, extra_mb = restore_times(
             run, keeper, torch_path / "model.pt", 1 if given.quick else 2
         )
         small = Run(ROWS // 10)
@@ -421,21 +404,17 @@ def measure(given: Options, torch_path: Path) -> None:
         del small
     figures["restore_speed_vs_torch_load"] = by_torch / ours
     figures["restore_seconds"] = ours
-    figures["restore_peak_extra_mb"] = peak
+    figures["restore_peak_extra_mb"] = extra_mb
     figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 4 if given.quick else 12)
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
     figures["pause_growth_10x_table"] = statistics.median(taken) / statistics.median(small_taken)
+    where = torch_path.parent
+    with process_group():
+        measure_processor_time(run, where, given.quick, figures, rows)
+        measure_stalls(run, where, given.quick, figures, rows)
     if not given.quick:
-        for bits in WIDTHS[1:]:
-            with baseline(run) as keeper:
-                measure_beside(run, keeper, bits, beside, figures, rows)
-        for name, (pause, commit, nbytes, extra) in peers(run, 2).items():
-            rows.append(
-                [name, f"{pause * 1e3:.0f}", f"{pause:.2f}", f"{commit:.2f}",
-                 f"{nbytes / 1e6:.0f}", f"{nbytes / 1e6:.0f}", f"{extra:.0f}", "1.0×", "1.0×"]
-            )  # fmt: skip
         del run
         elementwise = Run(ROWS // 4, Adagrad(lr=LR))
         elementwise.change()
@@ -447,7 +426,7 @@ def measure(given: Options, torch_path: Path) -> None:
             )
             ratio = elementwise.nbytes / mean
             rows.append(
-                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}", "",
+                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}",
                  f"{ratio:.1f}×", f"{elementwise.nbytes / capacity:.1f}×"]
             )  # fmt: skip
     report(
@@ -459,11 +438,17 @@ def measure(given: Options, torch_path: Path) -> None:
             "ids": f"Zipf {SKEW}", "storage": "memory" if place else "disk",
         },
         figures=figures,
-        columns=["what", "pause ms", "stall s", "commit s", "MB written", "MB stored", "extra MB",
-                 "bytes less", "storage less"],
+        columns=["what", "stall s", "commit s", "core-s per GB (machine)", "MB written",
+                 "MB stored", "bytes less", "storage less"],
         rows=rows,
         notes=[
-            f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32."
+            f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32.",
+            ("Stall: wall time of the steps from request to commit, less as many undisturbed steps "
+            "(their median just before and after); median of the rounds, least to most. An "
+            "increment holds about a quarter of the rows; every peer writes all of them."),
+            ("Core-seconds: user and system time of all threads and processes of a save with "
+            "nothing beside it, per GB of float32 planes before encoding; in brackets that of "
+            "the whole machine, writing back pages included."),
         ],
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ def _die() -> None:
 
 def end_at_disk_call(number: int) -> None:
     """SIGKILL in place of the n-th system call of the store; a write gets half of its bytes out."""
-    from emberkeep.blobs.local_store import Disk
+    from emberkeep.blobs.system_disk import Disk
 
     lock, left = threading.Lock(), [number]
 

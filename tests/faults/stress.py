@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from emberkeep.blobs import LocalStore
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import FencedError, SaveError, StorageError, TierError

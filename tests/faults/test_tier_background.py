@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DeadlineError, StoppedError, TierError
 from emberkeep.testing.virtual_clock import VirtualClock

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.blobs.local_store import Disk, LocalStore
+from emberkeep.blobs.local_store import LocalStore
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.erasure.codes import Parity

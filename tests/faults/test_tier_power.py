@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut

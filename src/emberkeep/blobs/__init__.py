@@ -1,9 +1,10 @@
 """Blob stores: named immutable objects on a local disk, in memory, or in an object store."""
 
-from emberkeep.blobs.local_store import Disk, LocalStore
+from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.object_store import ObjectStore
 from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, ReadsInto, check_name, read_into
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.blobs.url import open_store
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 A put writes a file beside the name space, syncs it, moves it under its name and syncs the
 directory: at no moment does a torn object stand under a name, and a put that returned survives
-the plug being pulled. `Disk` holds the handful of system calls that this needs, so that tests can
-record them, fail them, and replay any prefix of them without what was never synced.
+the plug being pulled.
 
 Only "not found", said by the system, is absence. Every other error of every call comes out as
 `StorageError`: a listing that failed would else be an empty one, on which runs start over and gc
@@ -13,24 +12,21 @@ deletes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
 import stat
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
+from emberkeep.blobs.direct_file import DirectFile, copy_bytes, read_long
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-
-if sys.platform == "darwin":
-    import fcntl
 
 _Result = TypeVar("_Result")
 
@@ -55,116 +51,6 @@ _REMEDIES = {
     errno.EMFILE: "this process has as many open files as it may: raise its limit (ulimit -n)",
     errno.ENFILE: "the system has as many open files as it may: raise its limit (fs.file-max)",
 }
-
-
-class Disk:
-    """The system calls behind `LocalStore` and tiers, one method each."""
-
-    def create(self, path: str) -> int:
-        """Opens a new file for writing; fails if the path exists."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def write(self, handle: int, view: memoryview) -> None:
-        while view:
-            view = view[os.write(handle, view) :]
-
-    def open_to_read(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def size(self, handle: int) -> int:
-        """The length of an open file."""
-        return os.fstat(handle).st_size
-
-    def read(self, handle: int, nbytes: int, offset: int) -> bytes:
-        """Bytes from `offset` on; fewer if the file ends before."""
-        found = os.pread(handle, nbytes, offset)
-        while len(found) < nbytes:
-            more = os.pread(handle, nbytes - len(found), offset + len(found))
-            if not more:
-                break
-            found += more
-        return found
-
-    def read_into(self, handle: int, view: memoryview, offset: int) -> int:
-        """Fills `view` with bytes from `offset` on; how many there were before the file ended."""
-        done = 0
-        while done < len(view) and (count := os.preadv(handle, [view[done:]], offset + done)):
-            done += count
-        return done
-
-    def status(self, path: str) -> os.stat_result | None:
-        """What a path leads to; None if there is nothing."""
-        try:
-            return os.stat(path)
-        except FileNotFoundError:
-            return None
-
-    def entries(self, path: str) -> list[str] | None:
-        """The names in a directory; None if there is no such directory."""
-        try:
-            return os.listdir(path)
-        except FileNotFoundError:
-            return None
-
-    def open(self, path: str, *, direct: bool) -> int:
-        """Opens a file for reading and writing; `direct` keeps it out of the page cache."""
-        flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
-        return os.open(path, flags)
-
-    def write_at(self, handle: int, view: memoryview, offset: int) -> None:
-        while view:
-            written = os.pwrite(handle, view, offset)
-            view, offset = view[written:], offset + written
-
-    def allocate(self, handle: int, offset: int, nbytes: int) -> None:
-        """Makes sure that so many bytes from `offset` on can be written: zeros until they are."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, offset, nbytes)
-        else:
-            os.ftruncate(handle, max(os.fstat(handle).st_size, offset + nbytes))
-
-    def sync(self, handle: int) -> None:
-        """Forces the file's bytes to the medium."""
-        if sys.platform == "darwin":
-            # fsync leaves the bytes in the drive's cache there.
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(handle)
-
-    def close(self, handle: int) -> None:
-        os.close(handle)
-
-    def rename(self, source: str, target: str) -> None:
-        """Moves a file, replacing the target."""
-        os.replace(source, target)
-
-    def link(self, source: str, target: str) -> None:
-        """A second name for a file; fails if the target exists."""
-        os.link(source, target)
-
-    def rename_new(self, source: str, target: str) -> None:
-        """Moves a file; fails if the target exists. For file systems without hard links."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "renameat2"):
-            raise OSError(errno.ENOSYS, "renameat2 is not available", target)
-        at_cwd, no_replace = -100, 1
-        if libc.renameat2(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), no_replace):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), target)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def make_directory(self, path: str) -> None:
-        os.mkdir(path)
-
-    def sync_directory(self, path: str) -> None:
-        """Forces the directory's entries to the medium."""
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.sync(handle)
-        finally:
-            os.close(handle)
 
 
 class LocalStore:
@@ -286,15 +172,17 @@ class LocalStore:
         with self._open(name) as handle:
             if length < _LONG_NBYTES:
                 return self._call(name, self._disk.read, handle, length, start)
-            size = self._call(name, self._disk.size, handle)
-            into = self._call(name, _recycled, max(0, min(length, size - start)))
-            return into[: self._call(name, self._disk.read_into, handle, into, start)]
+            return self._call(name, read_long, self._disk, handle, start, length)
 
     def read_into(self, name: str, start: int, into: memoryview) -> int:
         """Fills `into` with bytes from `start` on; how many there were before the file ended."""
         check_range(name, start, len(into))
         with self._open(name) as handle:
-            return self._call(name, self._disk.read_into, handle, into, start)
+            if len(into) < _LONG_NBYTES:
+                return self._call(name, self._disk.read_into, handle, into, start)
+            found = self._call(name, read_long, self._disk, handle, start, len(into))
+            copy_bytes(into[: len(found)], found)
+            return len(found)
 
     def size(self, name: str) -> int:
         status = self._call(name, self._disk.status, self._path(name))
@@ -373,13 +261,13 @@ class LocalStore:
         """The data as a synced file outside the name space."""
         self._ensure_directory(self._staging)
         staged = os.path.join(self._staging, f"{os.getpid()}-{secrets.token_hex(8)}")
-        size = 0
         handle = self._call(name, self._disk.create, staged)
         try:
             try:
+                file = DirectFile(self._disk, handle)
                 for view in as_buffers(data):
-                    self._call(name, self._disk.write, handle, view)
-                    size += view.nbytes
+                    self._call(name, file.write, view)
+                self._call(name, file.finish)
                 self._call(name, self._disk.sync, handle)
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to tell
@@ -389,7 +277,7 @@ class LocalStore:
         except BaseException:
             self._discard(staged)
             raise
-        return staged, size
+        return staged, file.size
 
     def _create(self, name: str, staged: str, target: str) -> bool:
         """Gives the staged file its name unless that is taken."""
@@ -479,12 +367,6 @@ class LocalStore:
         remedy = _REMEDIES.get(error.errno or 0, "check the disk and the directory")
         kind = FullError if error.errno in _FULL else StorageError
         return kind(f"{name} in {self._root}: {reason}; {remedy}")
-
-
-def _recycled(nbytes: int) -> memoryview:
-    from emberkeep.runtime.memory import recycled  # needs numpy, which `emberkeep --help` does not
-
-    return recycled(nbytes)
 
 
 def _utc(seconds: float) -> datetime:

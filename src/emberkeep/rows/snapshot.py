@@ -24,7 +24,7 @@ from emberkeep.kernels import row_copies
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
-from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.memory import lazy_zeros, recycled
 from emberkeep.runtime.pool import ForkLock
 
 # Rows copied, and words of bitmaps looked at, under one holding of the lock.
@@ -32,6 +32,7 @@ _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
 _CHUNK_NBYTES = 16 * 2**20
+_LARGE_NBYTES = 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
 # A save takes a few megabytes at a time; one that takes nothing for that long hangs.
@@ -132,9 +133,14 @@ class Arrays:
         self._planes = dict(planes)
 
     def take(self, rows: I64, out: Planes) -> None:
+        start = int(rows[0]) if rows.size else 0
+        together = rows.size and int(rows[-1]) - start + 1 == rows.size  # they ascend
         for name, values in out.items():
-            # With "raise" numpy would copy to a buffer first.
-            np.take(self._planes[name], rows, axis=0, out=values, mode="clip")
+            if together:
+                np.copyto(values, self._planes[name][start : start + rows.size])
+            else:
+                # With "raise" numpy would copy to a buffer first.
+                np.take(self._planes[name], rows, axis=0, out=values, mode="clip")
 
 
 class RowHolder(Protocol):
@@ -345,10 +351,7 @@ class Snapshot:
         return CopiedRows(present, ids, planes).cut(0, count), word
 
     def _empty(self, table: TableRange, rows: int) -> Planes:
-        return {
-            name: np.empty((rows, self._shapes[name][0]), self._shapes[name][1])
-            for name in table.planes
-        }
+        return {name: _fresh(rows, *self._shapes[name]) for name in table.planes}
 
     def _take_saved(self, most: int) -> Iterator[Chunk]:
         """What writers had to save so far; it counts against the room until it was used."""
@@ -438,6 +441,15 @@ class PrioritisedRows:
             if PRIORITISED not in advanced and self.holder.ranking is not None:
                 for taken in self._taken:
                     self.holder.ranking.put_back(taken)
+
+
+def _fresh(rows: int, width: int, kind: np.dtype[Any]) -> Array:
+    """Room for rows of a plane. A large one has been used before: to have pages made for it takes
+    longer than to copy the rows."""
+    nbytes = rows * width * np.dtype(kind).itemsize
+    if nbytes < _LARGE_NBYTES:
+        return np.empty((rows, width), kind)
+    return np.frombuffer(recycled(nbytes), kind).reshape(rows, width)
 
 
 def _as_chunks(table: TableRange, parts: Sequence[CopiedRows]) -> Iterator[Chunk]:

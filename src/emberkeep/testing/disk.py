@@ -16,7 +16,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 
 _SECTOR = 512
 

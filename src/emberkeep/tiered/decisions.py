@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from emberkeep.blobs.local_store import Disk, LocalStore
+from emberkeep.blobs.local_store import LocalStore
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import DamageError, EmberkeepError, TierError
 from emberkeep.runtime.fields import Fields, parse
 from emberkeep.tiered import directory

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import TierError
 
 _LOCK = "lock"

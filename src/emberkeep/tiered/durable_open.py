@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from emberkeep._types import I64, Json
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import ConfigError, DamageError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import I64, U8, U64, Bools, Json
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time

@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from emberkeep._types import Bools, Json
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import DamageError, FormatError, StateError
 from emberkeep.runtime.fields import MOST, Fields, parse
 

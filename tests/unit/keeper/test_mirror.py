@@ -27,7 +27,6 @@ from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, verify
 from emberkeep.repository.maintenance.version_copy import Origin
-from emberkeep.runtime.clock import SYSTEM_CLOCK
 
 STEPS = 12
 NOW = SaveSettings(grace=timedelta(0))
@@ -365,7 +364,7 @@ def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> N
     assert with_disk.bits() == life.bits()
 
 
-def test_servers_write_to_the_first_place_as_fast_as_they_may_and_it_is_mirrored(
+def test_what_servers_write_to_the_first_place_is_mirrored(
     tmp_path: Path,
 ) -> None:
     whole = Life(MemoryStore(), None).train(6)
@@ -374,10 +373,7 @@ def test_servers_write_to_the_first_place_as_fast_as_they_may_and_it_is_mirrored
     life = Life(tmp_path / "a", mirror, cluster=ek.servers(shards=2), settings=settings)
     try:
         assert life.keeper.shortest_interval == timedelta(seconds=200 * 32 / 0.01e6)
-        start = SYSTEM_CLOCK.monotonic()
         life.train(6).keeper.close()
-        written = Repository.open(LocalStore(tmp_path / "a")).manifest(1).nbytes
-        assert SYSTEM_CLOCK.monotonic() - start >= written / 0.01e6 / 4  # each has half of it
     finally:
         life.model.bags.cluster.close()  # type: ignore[attr-defined]
     # Rows that servers held come back into another process, from the mirror.

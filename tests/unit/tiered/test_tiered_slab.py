@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import emberkeep as ek
-from emberkeep.blobs.local_store import Disk
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier

@@ -1,0 +1,393 @@
+"""What a checkpoint takes from training that runs beside it, for every contender alike.
+
+The stall is the wall time of the steps from the request to the commit, less as many undisturbed
+steps: their median just before and just after. Contenders take turns, round after round. Processor
+time is that of a save with nothing beside it, of all threads and processes, and of the whole
+machine, where writing back pages is somebody else's.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from emberkeep.blobs.direct_file import DirectFile
+from emberkeep.blobs.system_disk import Disk
+from emberkeep.checkpoint import SaveSettings, VersionSpec
+from emberkeep.keeper import Keeper
+from emberkeep.repository import KeepLast
+from emberkeep.strategies import Every, Strategy
+
+UNDISTURBED = 10  # steps before a request and after a commit
+# What an accelerator computes while the cores do nothing.
+EMULATED_MS = 40.0
+
+
+class Model(Protocol):
+    """What is trained and saved."""
+
+    bags: Any
+
+    @property
+    def planes(self) -> dict[str, Any]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def step(self) -> None: ...
+
+    def change(self) -> None: ...
+
+
+class Contender:
+    """One way to save. `start` returns when training may go on; the function that it returns says
+    whether the checkpoint is durable, and raises what went wrong."""
+
+    name: str
+
+    def start(self) -> Callable[[], bool]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Removes what it wrote."""
+
+
+class Ours(Contender):
+    """A version, through `Keeper`; an increment holds what changed since the version before."""
+
+    def __init__(self, model: Model, place: Path, *, bits: int | None, increment: bool) -> None:
+        self.name = f"emberkeep, {'increment' if increment else 'full'}"
+        self.name += "" if bits is None else f", {bits} bits"
+        self._model, self._place, self._increment = model, place, increment
+        layout: Any = "consecutive" if increment else "full"
+        self._spec = VersionSpec(layout=layout, bits=bits)
+        self._keeper: Keeper | None = None
+        self._path: Path | None = None
+
+    def start(self) -> Callable[[], bool]:
+        keeper = self._ready()
+        saving = keeper.save()
+        assert saving is not None
+
+        def done() -> bool:
+            if not saving.committed.done():
+                return False
+            kind = saving.committed.result().layout["kind"]
+            assert (kind != "full") == self._increment, kind
+            return True
+
+        return done
+
+    def _ready(self) -> Keeper:
+        if self._keeper is None:
+            self._path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=self._place))
+            bags = self._model.bags
+            self._keeper = Keeper(
+                self._path, bags, bags.optimizer,
+                strategy=Strategy(
+                    spec=self._spec, schedule=Every(steps=10**9), retention=KeepLast(n=1)
+                ),
+                settings=SaveSettings(grace=timedelta(0)),
+            )  # fmt: skip
+            if self._increment:
+                self._keeper.save()
+                self._keeper.wait()
+        return self._keeper
+
+    def before(self) -> None:
+        """What is not measured: for an increment the baseline, and the changes since."""
+        self._ready()
+        if self._increment:
+            self._model.change()
+
+    def close(self) -> None:
+        if self._keeper is not None and self._path is not None:
+            self._keeper.close(save=False)
+            shutil.rmtree(self._path)
+            self._keeper = None
+
+
+class Peer(Contender):
+    """Saves all planes as tensors into a directory of its own."""
+
+    def __init__(
+        self, name: str, model: Model, place: Path,
+        save: Callable[[dict[str, Any], Path], Callable[[], bool]],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._model, self._place, self._save = model, place, save
+        self._paths: list[Path] = []
+
+    def start(self) -> Callable[[], bool]:
+        path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=self._place))
+        self._paths.append(path)
+        state = {name: torch.from_numpy(plane) for name, plane in self._model.planes.items()}
+        return self._save(state, path)
+
+    def close(self) -> None:
+        for path in self._paths:
+            shutil.rmtree(path)
+        self._paths = []
+
+
+def _torch_thread(state: dict[str, Any], path: Path) -> Callable[[], bool]:
+    """A copy, so that later steps are not in it, then torch.save and fsync in a thread."""
+    copied = {name: tensor.clone() for name, tensor in state.items()}
+    ended: list[BaseException | None] = []
+
+    def save() -> None:
+        try:
+            with open(path / "model.pt", "wb") as file:
+                torch.save(copied, file)
+                file.flush()
+                os.fsync(file.fileno())
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    threading.Thread(target=save).start()
+    return lambda: _ended(ended)
+
+
+def _torch_blocking(state: dict[str, Any], path: Path) -> Callable[[], bool]:
+    with open(path / "model.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: True
+
+
+def _ended(ended: list[BaseException | None]) -> bool:
+    if ended and ended[0] is not None:
+        raise ended[0]
+    return bool(ended)
+
+
+def _dcp(kind: str) -> Callable[[dict[str, Any], Path], Callable[[], bool]]:
+    def save(state: dict[str, Any], path: Path) -> Callable[[], bool]:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        future: Any = dcp.async_save(
+            state, checkpoint_id=str(path / "dcp"),
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+        )  # fmt: skip
+        future = getattr(future, "upload_completion", future)
+
+        def done() -> bool:
+            if future.done():
+                future.result()
+            return bool(future.done())
+
+        return done
+
+    return save
+
+
+def peers(model: Model, place: Path) -> list[Contender]:
+    """torch.save and DCP's async_save, each as its users run it. Needs a process group."""
+    return [
+        Peer("torch.save", model, place, _torch_blocking),
+        Peer("torch.save in a thread", model, place, _torch_thread),
+        Peer("DCP async_save, thread", model, place, _dcp("thread")),
+        Peer("DCP async_save, process", model, place, _dcp("process")),
+    ]
+
+
+class process_group:
+    """One rank with a store that other processes of this machine reach, as DCP needs."""
+
+    def __enter__(self) -> None:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        os.environ["MASTER_PORT"] = str(store.port)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+# -- stalls ------------------------------------------------------------------------------------
+
+
+class Embedding:
+    """Pulls and pushes alone: every core is busy with rows."""
+
+    name = "embedding only"
+
+    def __init__(self, model: Model) -> None:
+        self.step = model.step
+
+
+class Network:
+    """Rows and a network on the same cores."""
+
+    name = "rows and network"
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        torch.manual_seed(0)
+        self._net = torch.nn.Sequential(
+            torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256),
+            torch.nn.ReLU(), torch.nn.Linear(256, 1),
+        )  # fmt: skip
+        self._optimizer = torch.optim.SGD(self._net.parameters(), lr=1e-3)
+        self._inputs = torch.randn(2048, 512)
+
+    def step(self) -> None:
+        self._model.step()
+        self._net(self._inputs).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Emulated:
+    """Rows, and a wait as long as an accelerator would compute."""
+
+    name = f"emulated compute, {EMULATED_MS:g} ms"
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def step(self) -> None:
+        self._model.step()
+        time.sleep(EMULATED_MS / 1e3)
+
+
+@dataclass
+class Stalls:
+    """Of one contender beside one kind of training, one entry per round."""
+
+    seconds: list[float] = field(default_factory=list)
+    commit_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({min(self.seconds):.2f} to {max(self.seconds):.2f})"
+
+
+def stall(contender: Contender, step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds that training lost to one checkpoint, and seconds from request to commit."""
+    if isinstance(contender, Ours):
+        contender.before()
+    alone = _timed(step, UNDISTURBED)
+    steps, start = 0, time.perf_counter()
+    done = contender.start()
+    while not done():
+        step()
+        steps += 1
+    total = time.perf_counter() - start
+    alone += _timed(step, UNDISTURBED)
+    return total - steps * statistics.median(alone), total
+
+
+def _timed(step: Callable[[], None], count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def stalls(contenders: Iterable[Contender], training: Any, rounds: int) -> dict[str, Stalls]:
+    """By contender; in each round the next one begins."""
+    order = list(contenders)
+    found = {contender.name: Stalls() for contender in order}
+    for number in range(rounds):
+        turn = number % len(order)
+        for contender in order[turn:] + order[:turn]:
+            seconds, commit = stall(contender, training.step)
+            found[contender.name].seconds.append(seconds)
+            found[contender.name].commit_seconds.append(commit)
+            contender.close()
+            print(f"{training.name}: {contender.name}: {seconds:.2f} s", flush=True)
+    return found
+
+
+# -- processor time ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Seconds of all our threads and processes, and of the whole machine."""
+
+    own: float
+    machine: float
+
+
+def processor_time(contender: Contender) -> ProcessorTime:
+    """What a save takes with nothing beside it, from the request to the commit."""
+    if isinstance(contender, Ours):
+        contender.before()
+    own, machine = _own_seconds(), _machine_seconds()
+    done = contender.start()
+    while not done():
+        time.sleep(0.005)
+    return ProcessorTime(_own_seconds() - own, _machine_seconds() - machine)
+
+
+def copy_and_write(model: Model, place: Path) -> ProcessorTime:
+    """The least that a save could take: every plane once through a buffer, past the page cache."""
+    path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=place))
+    own, machine = _own_seconds(), _machine_seconds()
+    disk = Disk()
+    handle = disk.create(str(path / "planes"))
+    file = DirectFile(disk, handle)
+    for plane in model.planes.values():
+        flat = memoryview(plane.reshape(-1).view(np.uint8))
+        file.write(flat)
+    file.finish()
+    disk.sync(handle)
+    disk.close(handle)
+    spent = ProcessorTime(_own_seconds() - own, _machine_seconds() - machine)
+    shutil.rmtree(path)
+    return spent
+
+
+def _own_seconds() -> float:
+    """User and system time of this process, of children that ended, and of those that live."""
+    ended = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in ended) + _children_seconds()
+
+
+def _children_seconds() -> float:
+    parents, seconds = {}, {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        pid = int(entry.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    below, found = {os.getpid()}, True
+    while found:
+        found = {pid for pid, parent in parents.items() if parent in below} - below
+        below |= found
+    return sum(seconds[pid] for pid in below - {os.getpid()})
+
+
+def _machine_seconds() -> float:
+    user, nice, system, _, _, interrupts, softly, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + interrupts + softly) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,117 @@
+"""Files written and read past the page cache, through aligned buffers that are used again.
+
+For every page that goes through the cache the kernel makes a page, copies, and later looks for
+somebody who no longer needs his. That takes ten times the processor time of moving the same bytes
+from and to a buffer, and puts out of the cache what others read.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from emberkeep.blobs.system_disk import Disk
+
+BUFFER_NBYTES = 8 * 2**20
+BLOCK_NBYTES = 4096
+"""Buffers, lengths and places of direct writes and reads are multiples of it."""
+
+
+class DirectFile:
+    """Collects what is written to a new file; `finish` hands on the rest.
+
+    Files that fit into one buffer go through the page cache, and so do all where the file system
+    cannot do without it.
+    """
+
+    def __init__(self, disk: Disk, handle: int) -> None:
+        self._disk, self._handle = disk, handle
+        self._buffer: memoryview | None = None
+        self._filled = 0
+        self._direct: bool | None = None
+        self.size = 0
+
+    def write(self, view: memoryview) -> None:
+        from emberkeep.runtime.memory import recycled  # needs numpy, `emberkeep --help` does not
+
+        self.size += len(view)
+        while view:
+            if self._buffer is None:
+                self._buffer = recycled(BUFFER_NBYTES)
+            part = view[: BUFFER_NBYTES - self._filled]
+            copy_bytes(self._buffer[self._filled : self._filled + len(part)], part)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == BUFFER_NBYTES:
+                self._flush()
+
+    def finish(self) -> None:
+        """Everything is in the file, though not yet synced."""
+        if self._buffer is None:
+            return
+        rest = self._buffer[: self._filled]
+        if self._direct:
+            whole = len(rest) // BLOCK_NBYTES * BLOCK_NBYTES
+            if whole:
+                self._disk.write(self._handle, rest[:whole])
+            rest = rest[whole:]
+            self._disk.set_direct(self._handle, False)
+        if rest:
+            self._disk.write(self._handle, rest)
+        self._buffer = None
+
+    def _flush(self) -> None:
+        assert self._buffer is not None
+        rest = self._buffer
+        if self._direct is None:
+            self._direct = self._started(rest[:BLOCK_NBYTES])
+            rest = rest[BLOCK_NBYTES:]
+        self._disk.write(self._handle, rest)
+        self._filled = 0
+
+    def _started(self, block: memoryview) -> bool:
+        """Writes the first block; whether that went past the cache.
+
+        Some file systems take the flag and refuse the write. One block is written or not: no byte
+        can come twice.
+        """
+        if self._disk.set_direct(self._handle, True):
+            try:
+                self._disk.write(self._handle, block)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._disk.set_direct(self._handle, False)
+            else:
+                return True
+        self._disk.write(self._handle, block)
+        return False
+
+
+def read_long(disk: Disk, handle: int, start: int, length: int) -> memoryview:
+    """Bytes [start, start + length) of a file, cut off at its end; past the page cache, unless they
+    are in it."""
+    from emberkeep.runtime.memory import recycled  # as above
+
+    end = min(start + length, disk.size(handle))
+    if end <= start:
+        return memoryview(b"")
+    first = start // BLOCK_NBYTES * BLOCK_NBYTES
+    into = recycled(-(-(end - first) // BLOCK_NBYTES) * BLOCK_NBYTES)
+    found = None
+    if not disk.is_cached(handle, start) and disk.set_direct(handle, True):
+        try:
+            found = disk.read_blocks(handle, into, first, end - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise  # else this file system takes the flag and refuses to read
+        disk.set_direct(handle, False)
+    if found is None:
+        found = disk.read_into(handle, into[: end - first], first)
+    return into[start - first : min(found, end - first)]
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock, which `target[:] = source` keeps."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

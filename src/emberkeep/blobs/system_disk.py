@@ -1,0 +1,154 @@
+"""The system calls behind local stores and tiers, so that tests can record and fail them, and
+replay any prefix of them without what was never synced."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import sys
+
+
+class Disk:
+    """One method for each."""
+
+    def create(self, path: str) -> int:
+        """Opens a new file for writing; fails if the path exists."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, view: memoryview) -> None:
+        while view:
+            view = view[os.write(handle, view) :]
+
+    def set_direct(self, handle: int, on: bool) -> bool:
+        """Whether what is written and read from now on goes past the page cache."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return False
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False  # this file system has no such files
+        return on
+
+    def open_to_read(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, handle: int) -> int:
+        """The length of an open file."""
+        return os.fstat(handle).st_size
+
+    def read(self, handle: int, nbytes: int, offset: int) -> bytes:
+        """Bytes from `offset` on; fewer if the file ends before."""
+        found = os.pread(handle, nbytes, offset)
+        while len(found) < nbytes:
+            more = os.pread(handle, nbytes - len(found), offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+    def read_into(self, handle: int, view: memoryview, offset: int) -> int:
+        """Fills `view` with bytes from `offset` on; how many there were before the file ended."""
+        return self.read_blocks(handle, view, offset, len(view))
+
+    def read_blocks(self, handle: int, view: memoryview, offset: int, nbytes: int) -> int:
+        """Reads into `view` until `nbytes` are there or the file ends; how many there are then.
+
+        A direct read fills whole blocks: the view may be longer than the bytes that are wanted.
+        """
+        done = 0
+        while done < nbytes and (count := os.preadv(handle, [view[done:]], offset + done)):
+            done += count
+        return done
+
+    def is_cached(self, handle: int, offset: int) -> bool:
+        """Whether the byte there is in the page cache; yes where the system does not say."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            return True
+
+    def status(self, path: str) -> os.stat_result | None:
+        """What a path leads to; None if there is nothing."""
+        try:
+            return os.stat(path)
+        except FileNotFoundError:
+            return None
+
+    def entries(self, path: str) -> list[str] | None:
+        """The names in a directory; None if there is no such directory."""
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            return None
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """Opens a file for reading and writing; `direct` keeps it out of the page cache."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
+        return os.open(path, flags)
+
+    def write_at(self, handle: int, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(handle, view, offset)
+            view, offset = view[written:], offset + written
+
+    def allocate(self, handle: int, offset: int, nbytes: int) -> None:
+        """Makes sure that so many bytes from `offset` on can be written: zeros until they are."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, offset, nbytes)
+        else:
+            os.ftruncate(handle, max(os.fstat(handle).st_size, offset + nbytes))
+
+    def sync(self, handle: int) -> None:
+        """Forces the file's bytes to the medium."""
+        if sys.platform == "darwin":
+            # fsync leaves the bytes in the drive's cache there.
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, source: str, target: str) -> None:
+        """Moves a file, replacing the target."""
+        os.replace(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        """A second name for a file; fails if the target exists."""
+        os.link(source, target)
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Moves a file; fails if the target exists. For file systems without hard links."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            raise OSError(errno.ENOSYS, "renameat2 is not available", target)
+        at_cwd, no_replace = -100, 1
+        if libc.renameat2(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), no_replace):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        """Forces the directory's entries to the medium."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync(handle)
+        finally:
+            os.close(handle)

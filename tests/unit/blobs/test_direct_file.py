@@ -1,0 +1,163 @@
+"""Large objects go past the page cache, byte for byte, wherever the file system lets them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import direct_file, local_store
+from emberkeep.blobs.direct_file import BLOCK_NBYTES
+from emberkeep.blobs.local_store import LocalStore
+from emberkeep.blobs.system_disk import Disk
+from emberkeep.errors import FullError, StorageError
+from emberkeep.testing.disk import FaultyDisk
+
+BUFFER_NBYTES = 4 * BLOCK_NBYTES
+LENGTHS = [
+    buffers * BUFFER_NBYTES + blocks * BLOCK_NBYTES + more
+    for buffers in (0, 1, 2) for blocks in (0, 1) for more in (0, 1, BLOCK_NBYTES - 1)
+]  # fmt: skip
+
+
+class Counting(Disk):
+    """Tells how many bytes were written past the page cache."""
+
+    def __init__(self) -> None:
+        self.direct: set[int] = set()
+        self.direct_nbytes = 0
+
+    def set_direct(self, handle: int, on: bool) -> bool:
+        """As if every file system could, so that the test does not depend on this one."""
+        (self.direct.add if on else self.direct.discard)(handle)
+        return on
+
+    def write(self, handle: int, view: memoryview) -> None:
+        if handle in self.direct:
+            address = np.frombuffer(view, np.uint8).ctypes.data
+            offset = os.lseek(handle, 0, os.SEEK_CUR)
+            assert not [n for n in (address, offset, len(view)) if n % BLOCK_NBYTES]
+            self.direct_nbytes += len(view)
+        super().write(handle, view)
+
+    def is_cached(self, handle: int, offset: int) -> bool:
+        return False
+
+    def read_blocks(self, handle: int, view: memoryview, offset: int, nbytes: int) -> int:
+        if handle in self.direct:
+            address = np.frombuffer(view, np.uint8).ctypes.data
+            assert not [n for n in (address, offset, len(view)) if n % BLOCK_NBYTES]
+            self.direct_nbytes += nbytes
+        return super().read_blocks(handle, view, offset, nbytes)
+
+
+class Cached(Counting):
+    """A file system whose files are always in the page cache."""
+
+    def set_direct(self, handle: int, on: bool) -> bool:
+        return False
+
+
+class Refusing(Counting):
+    """One that takes the flag, and then no write."""
+
+    def write(self, handle: int, view: memoryview) -> None:
+        if handle in self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().write(handle, view)
+
+    def read_blocks(self, handle: int, view: memoryview, offset: int, nbytes: int) -> int:
+        if handle in self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().read_blocks(handle, view, offset, nbytes)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_file, "BUFFER_NBYTES", BUFFER_NBYTES)
+    monkeypatch.setattr(local_store, "_LONG_NBYTES", 1)
+
+
+def pieces_of(data: bytes, *lengths: int) -> list[bytes]:
+    pieces = []
+    for length in lengths:
+        pieces.append(data[:length])
+        data = data[length:]
+    return [*pieces, data]
+
+
+@pytest.mark.parametrize("kind", [Disk, Counting, Cached, Refusing])
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_what_is_put_is_there(tmp_path: Path, kind: type[Disk], nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    disk = kind()
+    store = LocalStore(tmp_path, disk=disk)
+    for pieces in ([data], pieces_of(data, 1, 5000, BUFFER_NBYTES)):
+        assert store.put("object", pieces) == nbytes
+        assert store.get("object") == data
+    if isinstance(disk, Counting):
+        wanted = type(disk) is Counting and nbytes >= BUFFER_NBYTES
+        assert disk.direct_nbytes == 2 * (nbytes // BLOCK_NBYTES * BLOCK_NBYTES if wanted else 0)
+
+
+@pytest.mark.parametrize("kind", [Disk, Counting, Cached, Refusing])
+@pytest.mark.parametrize("nbytes", [1, BLOCK_NBYTES, 3 * BLOCK_NBYTES + 5])
+def test_every_range_is_read(tmp_path: Path, kind: type[Disk], nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    disk = kind()
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", data)
+    if isinstance(disk, Counting):
+        disk.direct_nbytes = 0
+    ends = [0, 1, 7, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, nbytes - 1, nbytes, 2**20]
+    for start in ends:
+        for length in ends:
+            expected = data[start : start + length]
+            assert bytes(store.get_range("object", start, length)) == expected
+            into = memoryview(bytearray(length))
+            assert store.read_into("object", start, into) == len(expected)
+            assert into[: len(expected)] == expected
+    if isinstance(disk, Counting):
+        assert (disk.direct_nbytes > 0) == (type(disk) is Counting)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    class Shrinking(Counting):
+        def size(self, handle: int) -> int:
+            return super().size(handle) + 2 * BLOCK_NBYTES
+
+    store = LocalStore(tmp_path, disk=Shrinking())
+    store.put("object", b"x" * 5000)
+    assert bytes(store.get_range("object", 10, 10**6)) == b"x" * 4990
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL])
+def test_a_call_that_fails_leaves_nothing_and_the_next_put_is_whole(
+    tmp_path: Path, code: int
+) -> None:
+    data = np.random.default_rng(1).bytes(2 * BUFFER_NBYTES + 5000)
+    disk = FaultyDisk(Counting())
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", data)
+    disk.heal()
+    store.put("object", data)
+    failed = []
+    for at, call in enumerate(list(disk.calls)):
+        disk.fail(at, code)
+        try:
+            store.put("another", data)
+        except StorageError as error:
+            failed.append(type(error))
+            disk.heal()
+            if call not in ("rename", "sync_directory"):
+                assert sorted(blob.name for blob in store.list()) == ["object"]
+        disk.heal()
+        assert store.put("another", data) == len(data)
+        assert store.get("another") == data
+        store.delete(["another"])
+    assert len(failed) >= 6
+    assert set(failed) == {FullError if code == errno.ENOSPC else StorageError}
+    assert not list((tmp_path / ".incomplete").iterdir())
