@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +78,10 @@ def is_calibrated(keeper: Keeper) -> bool:
 
 def _checked(keeper: Keeper, candidates: Sequence[int]) -> tuple[RepositorySaver, VersionSpec]:
     """What is calibrated; refuses what cannot be."""
+    if not isinstance(keeper, Keeper):
+        raise ConfigError(f"calibrate() takes a keeper, not a {type(keeper).__name__}")
+    if keeper._closed:
+        raise StateError("the keeper is closed: make another")
     for bits in candidates:
         Quantized(bits=bits)
     if not candidates:
@@ -134,6 +139,7 @@ class _Trials:
         self._subject = keeper._parts.subject
         self._validate, self._trial, self._spec = validate, trial, spec
         self._loss = self._allowed = math.nan
+        self._losses: set[float] = set()
         self._budget_text = ""
 
     def __enter__(self) -> _Trials:
@@ -189,7 +195,14 @@ class _Trials:
             self._subject.install(chunk.table, chunk.ids, planes)
 
     def _measured(self) -> float:
-        loss = float(self._validate())
+        found = self._validate()
+        try:
+            loss = float(found)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"validate() returned {found!r}: it must return the loss, a number"
+            ) from None
+        self._losses.add(loss)
         if not math.isfinite(loss):
             raise StateError(
                 f"validate() returned {loss}: a loss that is no number cannot be kept within a "
@@ -224,6 +237,13 @@ class _Trials:
             else:
                 self._install(table, {})
                 chosen[table.name] = Width(bits=None, why="; ".join(tried))
+        if self._tables and len(self._losses) == 1:
+            warnings.warn(
+                f"validate() returned {self._loss:.6g} whatever the rows were, so the narrowest "
+                "width looks good for every table: it should compute the loss of the model "
+                "again each time, on samples that look rows up",
+                stacklevel=3,
+            )
         return Widths(
             tables=chosen,
             why=f"accuracy budget {self._budget_text}: validation loss {self._loss:.6g} to "

@@ -321,6 +321,8 @@ def mirror_of(
         if settings.mirror_mb_per_second is not None:
             raise ConfigError("mirror_mb_per_second is for a mirror: give mirror= too")
         return None
+    if not where or (not isinstance(where, str | os.PathLike) and not hasattr(where, "put")):
+        raise ConfigError(f"mirror={where!r} is no place: give a path, a URL or a store")
     store = open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
     if store is beside or (store is not where and store.url == beside.url):
         raise ConfigError(f"the mirror of {beside.url} is the same place: choose another")

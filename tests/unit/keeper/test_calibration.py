@@ -196,9 +196,17 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     refused(run, "bits must be 2, 3, 4 or 8", candidates=(5,))
     refused(run, "candidates= is empty", candidates=())
 
+    refused(run, "it must return the loss, a number", validate=lambda: "low")
+    with pytest.raises(ConfigError, match="takes a keeper, not a Model"):
+        ek.calibrate(run.model, run.validate)  # type: ignore[arg-type]
+
     def broken() -> float:
         raise RuntimeError("no samples")
 
     refused(run, "no samples", RuntimeError, validate=broken)
     assert run.bits() == before  # an error in a trial leaves everything as it was, too
     assert Repository.open(run.keeper._store).versions() == ()  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="whatever the rows were"):
+        ek.calibrate(run.keeper, lambda: 0.7)
+    run.keeper.close(save=False)
+    refused(run, "the keeper is closed", StateError)

@@ -292,6 +292,9 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
         Life(store, MemoryStore(), strategy=ek.all_versions(every=2))
     with pytest.raises(ConfigError, match="is the same place"):
         Life(tmp_path / "run", str(tmp_path / "run"))
+    for nowhere in ("", 5):
+        with pytest.raises(ConfigError, match="is no place"):
+            Life(store, nowhere)
     with pytest.raises(ConfigError, match="mirror_every= is for a mirror"):
         Life(store, None, mirror_every="2h")
     with pytest.raises(ConfigError, match="mirror_mb_per_second is for a mirror"):
