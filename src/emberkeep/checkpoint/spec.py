@@ -30,7 +30,7 @@ class VersionSpec:
       falls back to 8 bits when reality exceeds it; `widths` names one for each table. Without any
       of them, nothing is lost.
     - `accuracy_budget` is the share of the validation loss that the `expected_restores` (one if not
-      given) may cost together: versions are exact until `Keeper.calibrate` has measured which
+      given) may cost together: versions are exact until `ek.calibrate` has measured which
       widths keep it.
     - `bins` and `range_ratio` are those of the search for the range of a row, for 4 bits and fewer
       (`Quantized`, where it is `ratio`); by default the paper's.

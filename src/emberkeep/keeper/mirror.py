@@ -21,7 +21,9 @@ from emberkeep.errors import (
     ConfigError,
     DeadlineError,
     FencedError,
+    NoRepositoryError,
     StorageError,
+    UnsupportedStoreError,
 )
 from emberkeep.keeper.run_saver import Hear
 from emberkeep.repository import (
@@ -98,8 +100,16 @@ class Mirror:
     def __init__(
         self, store: BlobStore, *, every: Every | None, schema: Json, retention: RetentionPolicy,
         settings: SaveSettings, exclusive: bool, on_event: Hear, clock: Clock,
+        must_exist: bool = False,
     ) -> None:  # fmt: skip
+        """With `must_exist` none is created: a run that must exist is nowhere else."""
         try:
+            if must_exist and not Repository.exists(store):
+                raise NoRepositoryError(
+                    f"neither the repository nor its mirror {store.url} is there, and this run "
+                    "must exist: nothing was created. Check the paths, and that disks are mounted; "
+                    "leave must_exist out to start a new run"
+                )
             if Repository.exists(store):
                 self.repository = Repository.open(store, clock=clock)
                 check_schema(self.repository.tables, schema)
@@ -109,6 +119,8 @@ class Mirror:
                 )
             self._writer = Writer.open(self.repository)
             newest = newest_origin(self.repository)
+        except (NoRepositoryError, UnsupportedStoreError):
+            raise
         except StorageError as error:
             raise StorageError(
                 f"the mirror {store.url} cannot be reached, and it may hold a newer version than "
@@ -119,7 +131,7 @@ class Mirror:
         self._settings = settings
         self._collector = Collector(self._writer, policy=retention, grace=settings.grace)
         self._bandwidth = Bandwidth(settings.mirror_mb_per_second, clock=clock)
-        self._on_event = on_event
+        self._listener = on_event
         self._clock = clock
         self._source: Repository | None = None
         self._start()
@@ -249,6 +261,12 @@ class Mirror:
             )
         self._on_event("mirror_failed", {"error": str(error), "failures": self._in_a_row})
 
+    def _on_event(self, event: str, details: Json) -> None:
+        try:
+            self._listener(event, details)
+        except Exception as error:  # a listener must not be able to fail a copy
+            warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
+
     def check(self) -> None:
         """Raises `FencedError` if another process writes to the mirror: it has this run."""
         if self._fenced is not None:
@@ -313,7 +331,7 @@ def mirror_of(
     where: str | os.PathLike[str] | BlobStore | None, every: Interval | None, beside: BlobStore,
     schema: Callable[[], Json], strategy: Strategy, settings: SaveSettings, *, exclusive: bool,
     on_event: Hear, clock: Clock,
-) -> Callable[[], Mirror] | None:  # fmt: skip
+) -> Callable[..., Mirror] | None:  # fmt: skip
     """What opens the mirror of a keeper; None without one. Refuses what cannot be mirrored."""
     if where is None:
         if every is not None:

@@ -42,9 +42,11 @@ class RepositorySaver(Checkpointer):
     def __init__(
         self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
         settings: SaveSettings, exclusive: bool, must_exist: bool, on_event: Hear,
-        clock: Clock, mirror: Callable[[], Mirror] | None = None,
+        clock: Clock, mirror: Callable[..., Mirror] | None = None,
     ) -> None:  # fmt: skip
-        copies = None if mirror is None else mirror()
+        copies = None
+        if mirror is not None:
+            copies = mirror(must_exist=must_exist and not Repository.exists(store))
         must_exist = must_exist and (copies is None or copies.empty)
         if Repository.exists(store):
             repository = Repository.open(store, clock=clock)

@@ -286,6 +286,29 @@ def test_a_damaged_version_comes_back_from_the_mirror(tmp_path: Path) -> None:
     assert second.bits() == first.bits()
 
 
+def test_a_manifest_that_is_damaged_does_not_hide_what_the_mirror_has(tmp_path: Path) -> None:
+    mirror, local = MemoryStore(), tmp_path / "run"
+    first = Life(local, mirror).train(4)
+    first.keeper.close()
+    (local / Repository.open(LocalStore(local)).manifest(2).name).write_bytes(b"damage")
+    second = Life(local, mirror)
+    assert second.resumed is not None
+    assert second.resumed.step == 4
+    assert second.bits() == first.bits()
+
+
+def test_a_listener_that_raises_fails_no_copy() -> None:
+    def listen(event: str, _: Any) -> None:
+        if event == "mirrored":
+            raise RuntimeError("listener")
+
+    life = Life(MemoryStore(), MemoryStore())
+    life.mirror._listener = listen
+    with pytest.warns(UserWarning, match="on_event\\('mirrored'\\) raised"):
+        life.train(2).settle().keeper.close()
+    assert life.status.failed == 0
+
+
 def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     with pytest.raises(ConfigError, match="a grid cannot be mirrored"):
@@ -316,8 +339,9 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_must_exist_may_exist_in_the_mirror(tmp_path: Path) -> None:
     mirror = MemoryStore()
-    with pytest.raises(NoRepositoryError):
+    with pytest.raises(NoRepositoryError, match="neither the repository nor its mirror"):
         Life(tmp_path / "a", mirror, must_exist=True)
+    assert not Repository.exists(mirror)
     Life(tmp_path / "a", mirror).train(4).keeper.close()
     assert Life(tmp_path / "b", mirror, must_exist=True).resumed.step == 4  # type: ignore[union-attr]
 

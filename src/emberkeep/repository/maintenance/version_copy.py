@@ -71,9 +71,15 @@ def origins(repository: Repository) -> dict[Origin, VersionId]:
 
 
 def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
-    """The newest whole version; None where there is none."""
-    newest = repository.newest_whole()
-    return None if newest is None else (Origin.of(repository.manifest(newest)), newest)
+    """The newest whole version whose manifest can be read; None where there is none."""
+    for version in reversed(repository.versions()):
+        try:
+            manifest = repository.manifest(version)
+            if manifest.whole:
+                return Origin.of(manifest), version
+        except (DamageError, NoVersionError):
+            continue
+    return None
 
 
 def same_run(one: Repository, other: Repository) -> bool:
