@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from emberkeep.errors import EmberkeepError, ShardLostError
     from emberkeep.inference.follower import Follower
     from emberkeep.keeper import Keeper, TierKeeper
+    from emberkeep.keeper.calibration import calibrate
     from emberkeep.models.deepfm import DeepFM
     from emberkeep.models.dlrm import DLRM
     from emberkeep.models.pnn import PNN
@@ -55,6 +56,7 @@ _HOMES = {
     "errors": ("EmberkeepError", "ShardLostError"),
     "inference.follower": ("Follower",),
     "keeper": ("Keeper", "TierKeeper"),
+    "keeper.calibration": ("calibrate",),
     "models.deepfm": ("DeepFM",),
     "models.dlrm": ("DLRM",),
     "models.pnn": ("PNN",),
@@ -96,6 +98,7 @@ __all__ = [
     "Uniform",
     "__version__",
     "all_versions",
+    "calibrate",
     "check_n_run",
     "connect",
     "cpr",

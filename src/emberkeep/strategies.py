@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, TypeAlias
@@ -16,15 +17,25 @@ from typing import Literal, TypeAlias
 from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
 from emberkeep.checkpoint.spec import VersionSpec
+from emberkeep.checkpoint.widths import Width, Widths
 from emberkeep.config import duration
 from emberkeep.erasure.codes import Parity, Unprotected
 from emberkeep.errors import ConfigError
-from emberkeep.repository import DEFAULT_RETENTION, KeepAll, KeepLast, KeepNamed, RetentionPolicy
-from emberkeep.repository.policies import Grid, Layout
+from emberkeep.repository import (
+    DEFAULT_RETENTION,
+    KeepAll,
+    KeepFor,
+    KeepLast,
+    KeepNamed,
+    RetentionPolicy,
+)
+from emberkeep.repository.policies import Grid, Layout, Predictor
+from emberkeep.repository.retention import KeepIntersection, KeepUnion
 from emberkeep.rows.priority import Kind, Priority
 
 Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
 Interval: TypeAlias = "int | timedelta | str"
+Bits: TypeAlias = "int | Mapping[str, int] | None"
 
 # The most batches that a reader may hand out before time is looked at again.
 _MOST_BATCHES = 1000
@@ -106,15 +117,39 @@ def _interval_message(given: object) -> str:
     )
 
 
-def retention(keep: Keep) -> RetentionPolicy:
-    """`3`: the last three and every named one; `"all"`: everything; or a policy as it is."""
+def retention(
+    keep: Keep,
+    *,
+    keep_for: timedelta | str | None = None,
+    drop_after: timedelta | str | None = None,
+) -> RetentionPolicy:
+    """`3`: the last three and every named one; `"all"`: everything; or a policy as it is.
+
+    `keep_for` keeps younger ones as well, however many they are. `drop_after` lets older ones go,
+    however few there are, but for the newest and those with a name.
+    """
+    policy: RetentionPolicy
     if keep == "all":
-        return KeepAll()
-    if isinstance(keep, bool | str):
+        policy = KeepAll()
+    elif isinstance(keep, bool | str):
         raise ConfigError(f"keep= takes a number of versions, 'all' or a policy, not {keep!r}")
-    if isinstance(keep, int):
-        return KeepLast(n=keep) | KeepNamed()
-    return keep
+    else:
+        policy = KeepLast(n=keep) if isinstance(keep, int) else keep
+    if keep_for is not None:
+        policy = KeepUnion(policies=(policy, KeepFor(age=_age("keep_for", keep_for))))
+    if drop_after is not None:
+        policy = KeepIntersection(policies=(policy, KeepFor(age=_age("drop_after", drop_after))))
+    as_given = not isinstance(keep, int) and keep_for is None and drop_after is None
+    return policy if as_given else KeepUnion(policies=(policy, KeepNamed()))
+
+
+def _age(what: str, age: timedelta | str) -> timedelta:
+    if isinstance(age, timedelta):
+        return age
+    try:
+        return duration(age)
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{what}={age!r} is no age: write '14d', '36h' or a timedelta") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,28 +178,69 @@ class Strategy:
             )
 
 
+def _spec(
+    layout: Layout, bits: Bits, expected_restores: int | None, job: Job | None,
+    accuracy_budget: float | None, quantize_optimizer: bool, bins: int | None,
+    range_ratio: float | None, *, predictor: Predictor = "growth", grid: Grid | None = None,
+) -> VersionSpec:  # fmt: skip
+    """`bits` of all tables, or of each; `job` says how many restores are expected."""
+    if job is not None:
+        if expected_restores is not None:
+            raise ConfigError(
+                f"job= expects {job.expected_restores} restores: leave out expected_restores=, or "
+                "job="
+            )
+        expected_restores = job.expected_restores
+    widths = None
+    if isinstance(bits, Mapping):
+        if accuracy_budget is not None:
+            raise ConfigError(
+                "accuracy_budget= measures the width of every table: leave out bits= of single ones"
+            )
+        widths = Widths(tables={table: Width(bits=each) for table, each in bits.items()})
+        bits = None
+    return VersionSpec(
+        layout=layout, bits=bits, expected_restores=expected_restores, widths=widths,
+        accuracy_budget=accuracy_budget, quantize_optimizer=quantize_optimizer, bins=bins,
+        range_ratio=range_ratio, predictor=predictor, grid=grid,
+    )  # fmt: skip
+
+
 def incremental(
     *,
     every: Interval = "30min",
     layout: Layout = "intermittent",
-    bits: int | None = None,
+    predictor: Predictor = "growth",
+    bits: Bits = None,
     expected_restores: int | None = None,
+    job: Job | None = None,
+    accuracy_budget: float | None = None,
     quantize_optimizer: bool = False,
+    bins: int | None = None,
+    range_ratio: float | None = None,
     keep: Keep = 3,
+    keep_for: timedelta | str | None = None,
+    drop_after: timedelta | str | None = None,
     recovery: Literal["full"] | None = None,
 ) -> Strategy:
-    """Versions that hold the rows that changed. Nothing is lost unless `bits=` or
-    `expected_restores=` says so; `VersionSpec` explains the choices. With `recovery="full"` lost
-    shards take everybody back to the newest version, the first of which is taken at once."""
+    """Versions that hold the rows that changed. Nothing is lost unless `bits=`,
+    `expected_restores=`, a `job=` that expects them, or `accuracy_budget=` says so; `VersionSpec`
+    explains the choices, `retention` what is kept. With `recovery="full"` lost shards take
+    everybody back to the newest version, the first of which is taken at once."""
     return Strategy(
-        spec=VersionSpec(
-            layout=layout,
-            bits=bits,
-            expected_restores=expected_restores,
-            quantize_optimizer=quantize_optimizer,
+        spec=_spec(
+            layout,
+            bits,
+            expected_restores,
+            job,
+            accuracy_budget,
+            quantize_optimizer,
+            bins,
+            range_ratio,
+            predictor=predictor,
         ),
         schedule=schedule(every),
-        retention=retention(keep),
+        retention=retention(keep, keep_for=keep_for, drop_after=drop_after),
         recovery=None if recovery is None else Recovery(scope=recovery),
     )
 
@@ -178,21 +254,31 @@ def all_versions(
     behind: Literal["skip", "wait"] = "skip",
     restore_budget: timedelta | str | None = None,
     storage_budget_nbytes: int | None = None,
-    bits: int | None = None,
+    bits: Bits = None,
     expected_restores: int | None = None,
+    job: Job | None = None,
+    accuracy_budget: float | None = None,
     quantize_optimizer: bool = False,
+    bins: int | None = None,
+    range_ratio: float | None = None,
     keep: Keep = "all",
+    keep_for: timedelta | str | None = None,
+    drop_after: timedelta | str | None = None,
 ) -> Strategy:
     """Every version kept, in little more than the space of what changed, and any of them restored
     about as fast as if it had been saved whole; `Grid` explains the choices."""
     if isinstance(restore_budget, str):
         restore_budget = schedule(restore_budget).time
     return Strategy(
-        spec=VersionSpec(
-            layout="grid",
-            bits=bits,
-            expected_restores=expected_restores,
-            quantize_optimizer=quantize_optimizer,
+        spec=_spec(
+            "grid",
+            bits,
+            expected_restores,
+            job,
+            accuracy_budget,
+            quantize_optimizer,
+            bins,
+            range_ratio,
             grid=Grid(
                 ratio=ratio,
                 concatenate=concatenate,
@@ -203,7 +289,7 @@ def all_versions(
             ),
         ),
         schedule=schedule(every),
-        retention=retention(keep),
+        retention=retention(keep, keep_for=keep_for, drop_after=drop_after),
     )
 
 
@@ -215,23 +301,36 @@ def check_n_run(
     *,
     every: Interval = "30min",
     layout: Layout = "intermittent",
-    bits: int | None = None,
+    predictor: Predictor | None = None,
+    bits: Bits = None,
     expected_restores: int | None = None,
+    job: Job | None = None,
+    accuracy_budget: float | None = None,
     quantize_optimizer: bool = False,
+    bins: int | None = None,
+    range_ratio: float | None = None,
     keep: Keep = 1,
+    drop_after: timedelta | str | None = "14d",
 ) -> Strategy:
-    """`incremental` with the defaults of the Check-N-Run paper: quantized, and only the newest
-    version is kept. Unless said otherwise one restore is expected, which means 2 bits until a
-    second one happens and 8 bits from then on."""
-    if bits is None and expected_restores is None:
+    """`incremental` with the defaults of the Check-N-Run paper: its predictor, quantized, and only
+    the newest version is kept; of several that you `keep`, those of the last 14 days. Unless `job=`
+    or something else says otherwise one restore is expected, which means 2 bits until a second one
+    happens and 8 bits from then on."""
+    if bits is None and expected_restores is None and job is None and accuracy_budget is None:
         expected_restores = 1
     return incremental(
         every=every,
         layout=layout,
+        predictor=predictor or ("paper" if layout == "intermittent" else "growth"),
         bits=bits,
         expected_restores=expected_restores,
+        job=job,
+        accuracy_budget=accuracy_budget,
         quantize_optimizer=quantize_optimizer,
+        bins=bins,
+        range_ratio=range_ratio,
         keep=keep,
+        drop_after=drop_after,
     )
 
 

@@ -427,3 +427,41 @@ def test_sizes_numbers_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines._last -= 10
     lines.advance(50)
     assert capsys.readouterr().err == "verifying: 50% of 200 bytes\n"
+
+
+def test_mirror(shell: Shell, root: Path, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    first = shell.json("mirror", root, copies, "--version", 2)
+    assert (first["version"], first["copy"]) == (2, 2)  # with version 1, which it needs
+    rest = shell.json("mirror", root, copies)
+    assert (rest["version"], rest["copy"]) == (4, 4)
+    assert 0 < rest["nbytes"] < first["nbytes"]
+    assert shell.json("mirror", root, copies)["nbytes"] == 0  # it is there
+    found = shell.json("versions", copies)
+    assert [line["step"] for line in found] == [100, 200, 300, 400]
+    assert shell("verify", copies) == 0
+    assert shell("diff", copies, 1, 4) == 0
+    assert shell("mirror", copies, tmp_path / "back", "--most-mb-per-second", "1000") == 0
+    assert "version 4 is version 4 of" in shell.out
+    assert shell("mirror", tmp_path / "back", root) == 0  # the same versions, by way of another
+    assert len(shell.json("versions", root)) == 4
+    assert shell("mirror", root, root) == 2
+    assert "the same place" in shell.err
+    other = Run(store=LocalStore(tmp_path / "other"))
+    other.save(3)
+    assert shell("mirror", root, tmp_path / "other") == 2
+    assert "versions of another run" in shell.err
+
+
+def test_gc_by_age(shell: Shell, root: Path) -> None:
+    for manifest in (root / "versions").iterdir():
+        os.utime(manifest, (1e9, 1e9))  # long ago
+
+    def reasons(*options: object) -> Any:
+        return shell.json("gc", root, "--dry-run", "--grace", 0, *options)["reasons"]
+
+    assert reasons("--keep-last", 4)["3"] == ["retention", "needed by 4"]
+    assert reasons("--keep-last", 4, "--drop-after", "14d")["3"] == ["needed by 4"]
+    assert reasons("--keep-last", 1, "--keep-for", "20000d")["3"] == ["retention", "needed by 4"]
+    assert shell("gc", root, "--dry-run", "--drop-after", "old") == 2
+    assert "drop_after='old' is no age" in shell.err

@@ -137,3 +137,20 @@ def test_a_store_without_conditional_puts_is_refused(
 def test_remote_libraries_are_imported_on_use() -> None:
     code = "import sys, emberkeep.repository; sys.exit('obstore' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_is_mirrored_to_s3_and_goes_on_from_there(s3_endpoint: str, tmp_path: Path) -> None:
+    from tests.unit.keeper.test_mirror import Life, steps_in
+
+    urllib.request.urlopen(urllib.request.Request(f"{s3_endpoint}/mirrored", method="PUT"))
+    store = open_store(
+        f"s3://mirrored/run?endpoint={s3_endpoint}&allow_http=true&region=us-east-1",
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+    )
+    first = Life(tmp_path / "a", store).train(5)
+    first.keeper.close()
+    assert steps_in(store)[-1] == 5
+    assert verify(Repository.open(store)).damages == ()
+    second = Life(tmp_path / "b", store)
+    assert second.bits() == first.bits()

@@ -186,3 +186,103 @@ def test_failures_under_parity_leave_no_trace() -> None:
     )  # fmt: skip
     assert hurt.digest == whole.digest
     assert hurt.auc == whole.auc
+
+
+def test_widths_are_measured_on_samples_that_come_next_and_nothing_is_changed(
+    tmp_path: Path,
+) -> None:
+    plain = run(demo(SMALL))
+    given = settings(
+        tmp_path / "run", "checkpoint.accuracy_budget=1e-3", "checkpoint.calibrate_at=6",
+        "checkpoint.calibration_samples=300",
+    )  # fmt: skip
+    recorder = interrupted(given, 13)
+    ((name, chosen),) = [event for event in recorder.events if event[0] == "calibrated"]
+    assert name == "calibrated"
+    assert all("%" in table["why"] for table in chosen["tables"].values())
+    manifest = Repository.open(LocalStore(tmp_path / "run")).manifest(3)
+    assert manifest.layout["widths"] == json.loads(json.dumps(chosen))
+    assert manifest.layout["codecs"]
+    again = Recorder()
+    run(given, hooks=[again])
+    assert "calibrated" not in [event for event, _ in again.events]  # the version says it
+    # A run that is never restored has the bits of one that was never calibrated.
+    whole = settings(tmp_path / "other", "checkpoint.accuracy_budget=1e-3")
+    assert same(run(whole), plain)
+
+
+def test_too_late_a_calibration_is_refused(tmp_path: Path) -> None:
+    given = settings(
+        tmp_path / "run", "checkpoint.accuracy_budget=1e-3", "checkpoint.calibrate_at=17"
+    )
+    with pytest.raises(ConfigError, match=r"calibrate_at to an earlier step"):
+        run(given)
+
+
+def test_a_run_moves_to_another_disk_by_its_mirror(tmp_path: Path) -> None:
+    mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
+    whole = run(demo(SMALL))
+    interrupted(settings(tmp_path / "run", mirror), 9)
+    result = run(settings(tmp_path / "other", mirror, "checkpoint.mirror_every=8 steps"))
+    assert result.resumed_step is not None
+    assert result.resumed_step > 0
+    assert same(result, whole)
+    assert result.checkpoints is not None
+    assert result.checkpoints.mirror is not None
+    assert result.checkpoints.mirror.step == 18
+    with pytest.raises(StateError, match=r"mirror holds a run with other settings"):
+        run(settings(tmp_path / "third", mirror, "optimizer.lr=0.5"))
+
+
+def test_what_versions_cost_is_printed_one_by_one(tmp_path: Path) -> None:
+    arguments = [f"--set={each}" for each in (*SMALL, f"checkpoint.path={tmp_path / 'run'}")]
+    printed = CliRunner().invoke(app, ["train", "--demo", *arguments, "--json"])
+    costs = json.loads(printed.stdout.splitlines()[-1])["checkpoints"]
+    assert [cost["step"] for cost in costs["each"]] == [4, 8, 12, 16, 18]
+    assert sum(cost["nbytes"] for cost in costs["each"]) == costs["written_nbytes"]
+    assert sum(cost["core_seconds"] for cost in costs["each"]) == pytest.approx(
+        costs["core_seconds"]
+    )
+    assert all(cost["core_seconds"] > 0 and cost["pause_ms"] > 0 for cost in costs["each"])
+    printed = CliRunner().invoke(app, ["train", "--demo", *arguments, "--fresh"])
+    assert "core-seconds were spent on them" in printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["calibrate_at=3"], "calibrate_at is for accuracy_budget"),
+        (["mirror_every=2h"], "mirror_every is for a mirror"),
+        (["mirror=x", "layout=grid"], "a grid cannot be mirrored"),
+        (["mirror=x", "mirror_every=often"], "every='often' is no interval"),
+        (["mtbf=2d"], "belong together"),
+        (["mtbf=2d", "job_duration=5d", "bits=4"], "leave them out"),
+        (["mtbf=2x", "job_duration=5d"], "mtbf is a duration"),
+        (["keep_for=long"], "keep_for='long' is no age"),
+        (["most_mb_per_second=0"], "most_mb_per_second must be above 0"),
+        (["recovery=partial", "accuracy_budget=1e-3"], "not for partial recovery"),
+        (["predictor=paper", "layout=full"], "when an intermittent layout starts over"),
+    ],
+)
+def test_settings_of_versions_that_cannot_work(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        demo(["checkpoint.path=x", *(f"checkpoint.{each}" for each in overrides)])
+
+
+def test_settings_reach_the_strategy() -> None:
+    given = demo([
+        "checkpoint.path=x", "checkpoint.job_duration=5d", "checkpoint.mtbf=2d",
+        "checkpoint.quantize_optimizer=true", "checkpoint.bins=30", "checkpoint.range_ratio=0.4",
+        "checkpoint.predictor=paper", "checkpoint.drop_after=14d",
+    ]).checkpoint.strategy()  # fmt: skip
+    spec = given.spec
+    assert (spec.expected_restores, spec.quantize_optimizer, spec.predictor) == (3, True, "paper")
+    assert (spec.bins, spec.range_ratio) == (30, 0.4)
+    assert "14" in str(given.retention)
+    partial = demo([
+        "checkpoint.path=x", "checkpoint.recovery=partial", "checkpoint.bits=4",
+        "checkpoint.quantize_optimizer=true", "checkpoint.keep_for=2d",
+    ]).checkpoint.strategy()  # fmt: skip
+    assert (partial.spec.bits, partial.spec.quantize_optimizer) == (4, True)
+    with pytest.raises(ConfigError, match="mirror needs versions"):
+        demo(["checkpoint.mirror=x"])

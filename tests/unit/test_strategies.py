@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.checkpoint import Job, VersionSpec
+from emberkeep.checkpoint.codec_choice import choose
 from emberkeep.checkpoint.recovery import Recovery
+from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
-from emberkeep.repository import KeepAll, KeepEvery, KeepLast, KeepNamed
+from emberkeep.repository import KeepAll, KeepEvery, KeepFor, KeepLast, KeepNamed
 from emberkeep.rows.priority import Priority
 from emberkeep.strategies import Every, Strategy, cpr, partial, retention, schedule
 
@@ -106,6 +109,43 @@ def test_what_cannot_be_kept_is_refused(keep: Any) -> None:
         retention(keep)
 
 
+JOB = Job(
+    duration=timedelta(days=5), mtbf=timedelta(days=2), shards=4, save=timedelta(seconds=1),
+    load=timedelta(minutes=1),
+)  # fmt: skip
+
+
+def test_the_width_follows_from_the_failures_of_the_job() -> None:
+    assert JOB.expected_restores == 3  # 2.5 failures
+    chosen = choose(ek.check_n_run(job=JOB).spec, 0)
+    assert chosen.codecs["weight"].to_dict()["bits"] == 3
+    assert "3 expected restores" in chosen.why
+    often = replace(JOB, mtbf=timedelta(hours=6))
+    assert choose(ek.check_n_run(job=often).spec, 0).codecs["weight"].to_dict()["bits"] == 4
+    assert "4 restores, 3 were expected: 8 bits" in choose(ek.check_n_run(job=JOB).spec, 4).why
+
+
+def test_bins_and_ratio_of_the_search_are_those_given_where_there_is_a_search() -> None:
+    spec = ek.check_n_run(expected_restores=3, bins=9, range_ratio=0.4).spec
+    assert choose(spec, 0).codecs["weight"] == Quantized(bits=3, bins=9, ratio=0.4)
+    assert choose(spec, 4).codecs["weight"] == Quantized(bits=8)
+
+
+def test_tables_have_widths_of_their_own() -> None:
+    spec = ek.incremental(bits={"users": 2, "items": 8}, expected_restores=1).spec
+    assert choose(spec, 1).codecs == {
+        "users/weight": Quantized(bits=2), "items/weight": Quantized(bits=8)
+    }  # fmt: skip
+    assert choose(spec, 2).codecs["users/weight"] == Quantized(bits=8)
+
+
+def test_what_is_kept_by_age() -> None:
+    two_weeks = KeepFor(age=timedelta(days=14))
+    assert retention(3, keep_for="14d") == (KeepLast(n=3) | two_weeks) | KeepNamed()
+    assert retention(3, drop_after="14d") == (KeepLast(n=3) & two_weeks) | KeepNamed()
+    assert retention("all", drop_after=timedelta(days=14)) == (KeepAll() & two_weeks) | KeepNamed()
+
+
 def test_presets() -> None:
     plain = ek.incremental()
     assert plain.spec.layout == "intermittent"
@@ -113,13 +153,14 @@ def test_presets() -> None:
     assert plain.schedule == Every(time=timedelta(minutes=30))
     assert plain.retention == KeepLast(n=3) | KeepNamed()
     paper = ek.check_n_run()
-    assert paper.spec.codecs(0)["weight"].to_dict()["bits"] == 2
-    assert paper.spec.codecs(2)["weight"].to_dict()["bits"] == 8
-    assert paper.retention == KeepLast(n=1) | KeepNamed()
-    assert ek.check_n_run(bits=4).spec.codecs(9)["weight"].to_dict()["bits"] == 4
-    assert ek.check_n_run(every=10, expected_restores=20, keep=3) == ek.incremental(
-        every=10, expected_restores=20
-    )
+    assert paper.spec.predictor == "paper"
+    assert choose(paper.spec, 0).codecs["weight"].to_dict()["bits"] == 2
+    assert choose(paper.spec, 2).codecs["weight"].to_dict()["bits"] == 8
+    assert paper.retention == KeepLast(n=1) & KeepFor(age=timedelta(days=14)) | KeepNamed()
+    assert choose(ek.check_n_run(bits=4).spec, 9).codecs["weight"].to_dict()["bits"] == 4
+    assert ek.check_n_run(
+        every=10, expected_restores=20, keep=3, drop_after=None
+    ) == ek.incremental(every=10, expected_restores=20, predictor="paper")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +170,21 @@ def test_presets() -> None:
         ({"bits": 5}, "bits"),
         ({"layout": "spiral"}, "layout must be one of"),
         ({"expected_restores": -1}, "0 or more"),
+        ({"bits": "4"}, "bits must be 2, 3, 4 or 8"),
+        ({"bits": {"users": 5}}, "bits must be 2, 3, 4 or 8"),
+        ({"bits": 4, "accuracy_budget": 1e-4}, "leave out accuracy_budget="),
+        ({"bits": {"users": 4}, "accuracy_budget": 1e-4}, "measures the width of every table"),
+        ({"accuracy_budget": 2}, "share of the validation loss"),
+        ({"accuracy_budget": 1e-4, "quantize_optimizer": True}, "leave out quantize_optimizer="),
+        ({"bins": 25}, "bins= and range_ratio= are for weights of 4, 3 or 2 bits"),
+        ({"bits": 8, "range_ratio": 0.5}, "bins= and range_ratio= are for"),
+        ({"bits": 4, "bins": 0}, "bins must be"),
+        ({"bits": 4, "range_ratio": 2.0}, "ratio must be"),
+        ({"predictor": "oracle"}, "predictor must be one of growth, paper"),
+        ({"predictor": "paper", "layout": "full"}, "when an intermittent layout starts over"),
+        ({"job": JOB, "expected_restores": 2}, "job= expects 3 restores"),
+        ({"keep_for": "some"}, "keep_for='some' is no age"),
+        ({"drop_after": "0d"}, "an age above 0"),
         ({"every": 0}, "1 step or more"),
         ({"keep": 0}, "at least 1"),
     ],

@@ -55,6 +55,21 @@ class Job:
         """How many are expected."""
         return self.duration / self.mtbf
 
+    @property
+    def expected_restores(self) -> int:
+        """How often the job will be restored, if every failure takes it back to a version."""
+        return expected_restores(self.duration, self.mtbf)
+
+
+def expected_restores(duration: timedelta, mtbf: timedelta) -> int:
+    """The expected failures of a job of that length, rounded up: what a bit width is chosen for."""
+    if duration <= _NONE or mtbf <= _NONE:
+        raise ConfigError(
+            f"a job and the time between its failures are longer than no time, not {duration} and "
+            f"{mtbf}"
+        )
+    return math.ceil(duration / mtbf - 1e-9)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:

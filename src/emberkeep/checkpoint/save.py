@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.codec_choice import Choice
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.codecs import Codec
 from emberkeep.errors import CancelledError
@@ -110,6 +111,12 @@ class BackgroundSaver(Generic[_K]):
         self.check(least=1)
         return self._saving.committed.result()
 
+    def hurry(self) -> None:
+        """Writes as fast as it can from now on, which it does anyway unless it has a limit."""
+
+    def leave(self, left: timedelta) -> None:
+        """Ends what may follow the last save within the time that is `left`."""
+
     def check(self, least: int | None = None) -> None:
         """Raises what made saves fail, if there were enough of them, or `least`."""
         raise NotImplementedError
@@ -171,11 +178,15 @@ class BackgroundSaver(Generic[_K]):
         return [] if error is None or error is seen else [error]
 
     def _tell_saved(
-        self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int
-    ) -> None:
+        self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int,
+        core_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """`core_seconds` are those of this process, from the cut to the commit; None where they
+        are not counted."""
         details = {
             "version": version, "step": saving.step, "kind": kind, "nbytes": nbytes,
             "pause_ms": saving.pause.total_seconds() * 1e3,
+            "core_seconds": core_seconds,
             "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
         }  # fmt: skip
         self._tell("saved", details)
@@ -199,8 +210,12 @@ class Save:
     counters: Json
     since: str | None
     """What the rows have changed since; None for all rows."""
-    codecs: dict[str, Codec]
+    choice: Choice
     spec: VersionSpec
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        return self.choice.codecs
 
     @property
     def in_grid(self) -> bool:

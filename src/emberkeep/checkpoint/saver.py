@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.codec_choice import Choice, choose
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -29,6 +30,7 @@ from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, NoticesEdits, Subject, WritesItself
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
+from emberkeep.checkpoint.widths import Widths, check_tables, is_lossy, loses
 from emberkeep.errors import (
     CancelledError,
     DamageError,
@@ -45,8 +47,9 @@ from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
+from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.core_time import CoreTime, CountedPool
 from emberkeep.runtime.crew import Crew
-from emberkeep.runtime.pool import Pool
 
 _NICEST = 19
 # A version may be terabytes; one that takes longer hangs.
@@ -57,7 +60,7 @@ _PATIENCE = timedelta(hours=6)
 class _Chain:
     """The baseline that increments count from, and how large they were beside it; the prioritised
     versions since the newest whole one. `grid` says that versions are those of a grid, which the
-    baseline began."""
+    baseline began; `lossy` that some of their rows are not what they were."""
 
     baseline: VersionId | None = None
     newest: VersionId | None = None
@@ -65,6 +68,7 @@ class _Chain:
     grid: bool = False
     sizes: list[float] = field(default_factory=list)
     nbytes: int = 0
+    lossy: bool = False
 
 
 class Checkpointer(BackgroundSaver[Manifest]):
@@ -88,6 +92,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.spec = spec or VersionSpec()
         self.settings = settings or SaveSettings()
         check_schema(repository.tables, subject.schema())
+        check_tables(self.spec.widths, repository.tables)
         subject.track(self.spec.priority)
         if self.spec.written_by_holders:
             check_holders(subject, repository.store.url, repository.id)
@@ -99,15 +104,18 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
-        self._restores = repository.restores()
+        self._restores = repository.restores(exact=False)
+        self._codecs: Json = {}
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._cancelled_since_version = False
-        self._pool = Pool(self.settings.threads, nice=self.settings.nice)
+        self._cores = CoreTime()
+        self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
+        self._bandwidth = Bandwidth(self.settings.most_mb_per_second, clock=self._clock)
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
-            nice=min(_NICEST, self.settings.nice + 9),
+            nice=min(_NICEST, self.settings.nice + 9), bandwidth=self._bandwidth,
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
@@ -148,7 +156,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         spec = spec or self.spec
         self.make_room()
         self.check()
-        codecs = spec.codecs(self._restores)
+        choice = self._chosen(spec)
         if self.subject.forgot_changes():
             self._chain = _Chain()
         since = self._since(spec) if whole or self.due_whole else PRIORITISED
@@ -164,7 +172,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             counters = extras.counters() if callable(extras.counters) else extras.counters
             save = Save(
                 saving=saving, frozen=frozen, extras=extras, counters=counters, since=since,
-                codecs=codecs, spec=spec,
+                choice=choice, spec=spec,
             )  # fmt: skip
             write = partial(self._write, save)
         try:
@@ -173,6 +181,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
             save.close(())
             raise
         return saving
+
+    def _chosen(self, spec: VersionSpec) -> Choice:
+        """How the next version is stored; said when that is not as the one before was."""
+        choice = choose(spec, self._restores)
+        codecs = {key: codec.to_dict() for key, codec in choice.codecs.items()}
+        if codecs != self._codecs:
+            self._codecs = codecs
+            self._tell("widths", {"why": choice.why, "codecs": codecs})
+        return choice
 
     def _since(self, spec: VersionSpec) -> str | None:
         """Which rows the next version holds: what changed since when; None for all of them."""
@@ -188,9 +205,17 @@ class Checkpointer(BackgroundSaver[Manifest]):
             if reason is not None:
                 self._tell("baseline_reset", {"reason": reason, "grid": chain.baseline.number})
             return SINCE_VERSION if reason is None else None
-        if needs_baseline(spec.layout, chain.sizes):
+        if needs_baseline(spec.layout, chain.sizes, spec.predictor):
             return None
         return SINCE_VERSION if spec.layout == "consecutive" else SINCE_BASELINE
+
+    def use_widths(self, widths: Widths) -> None:
+        """Stores tables so from now on; the next version is a baseline, since rows were replaced
+        to find that out."""
+        self.join()
+        check_tables(widths, self.repository.tables)
+        self.spec = replace(self.spec, widths=widths)
+        self._chain = _Chain()
 
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
@@ -235,8 +260,10 @@ class Checkpointer(BackgroundSaver[Manifest]):
             warnings.warn(f"saving step {saving.step} failed: {error}", stacklevel=1)
 
     def _write(self, save: Save) -> None:
+        before = self._cores.seconds
         try:
-            manifest = self._write_version(save)
+            with self._cores.counting():
+                manifest = self._write_version(save)
         except BaseException as error:
             if save.saving.committed.done():  # and not followed: nothing may build on the chain
                 self._chain = _Chain()
@@ -252,7 +279,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._cancelled_since_version = False
         self._tell_saved(
             save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
-            nbytes=manifest.nbytes,
+            nbytes=manifest.nbytes, core_seconds=self._cores.seconds - before,
         )  # fmt: skip
         if grid_of(manifest) is None:
             self._collect()
@@ -280,6 +307,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             saving.copied.set_result(None)
             if extras.dense is not None:
                 dense = extras.dense() if callable(extras.dense) else extras.dense
+                self._bandwidth.spend(len(dense), saving.cancelled)
                 draft.add(dense, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
@@ -291,10 +319,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 "layout": save.spec.layout,
                 "shards": len(save.frozen),
                 "codecs": {plane: codec.to_dict() for plane, codec in save.codecs.items()},
+                "why": save.choice.why,
+                "lossy": (since is not None and chain.lossy)
+                or loses(save.codecs, self.repository.tables),
                 "sizes": [*chain.sizes] if since else [],
                 "baseline_nbytes": chain.nbytes if since else None,
                 "tables": save.frozen.tables,
             }
+            if self.spec.widths is not None:  # also in an exact version: a resumed run takes them
+                layout["widths"] = self.spec.widths.to_dict()
             if save.in_grid:
                 layout["grid"] = str(draft.version if since is None else chain.baseline)
                 layout["before"] = None if since is None else str(chain.newest)
@@ -334,6 +367,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             earlier = [] if endless else manifest.described.list_of("sizes", float)
             sizes = [] if endless else [*earlier, nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
+        self._chain.lossy = is_lossy([manifest], self.repository.tables)
 
     def _write_shards(self, draft: Draft, save: Save) -> None:
         """Each shard's rows as pieces of its own; what servers hold they write themselves, all at
@@ -357,6 +391,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     written = threads.submit(
                         rows.write, draft, save.codecs, threads=settings.threads,
                         nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
+                        most_mb_per_second=self._bandwidth.share(len(on_servers)),
                     )  # fmt: skip
                     written.add_done_callback(
                         lambda done: cancelled.set() if done.exception() else None
@@ -379,13 +414,14 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     draft, slabs, save.codecs, self._pool,
                     tables=list(self.repository.tables),
                     file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
-                    cancelled=cancelled,
+                    cancelled=cancelled, bandwidth=self._bandwidth, cores=self._cores,
                 )  # fmt: skip
                 continue
             local_rows = [rows for rows in slabs if rows not in on_servers]
             write_pieces(
                 draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
-                nice=settings.nice, shard=shard, cancelled=cancelled,
+                nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
+                cores=self._cores,
             )  # fmt: skip
 
     def _collect(self) -> None:
@@ -482,8 +518,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         start = self._clock.monotonic()
         with Pin(self.repository, target):
             restored = load(self.repository, target, self.subject, self._pool, fits)
-        self.repository.record_restore(target)
-        self._restores += 1
+        self.count_restore(target)
         manifest = restored.manifest
         shards = manifest.described.number("shards", least=1)
         self._chain = _Chain()
@@ -510,7 +545,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             return None
         newest = (self._chain.prioritised or [self._whole.version])[-1]
         with Pin(self.repository, newest):
-            manifest = load_shard(self.repository, newest, target, shard, whose, self._pool)
-        self.repository.record_restore(newest)
-        self._restores += 1
-        return manifest
+            return load_shard(self.repository, newest, target, shard, whose, self._pool)
+
+    def count_restore(self, version: VersionId) -> None:
+        """One failure, however many shards came back: rows of an exact version are what they were,
+        so that one does not count against the restores that a width was chosen for."""
+        lossy = is_lossy(self.repository.chain(version), self.repository.tables)
+        self.repository.record_restore(version, exact=not lossy)
+        self._restores += lossy

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from emberkeep.codecs import Codec, NonNegative, Quantized
+from emberkeep.checkpoint.widths import Widths
+from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import DEFAULT_RETENTION, RetentionPolicy
 from emberkeep.repository.pieces import PIECE_NBYTES
-from emberkeep.repository.policies import LAYOUTS, Grid, Layout, bits_for
+from emberkeep.repository.policies import LAYOUTS, PREDICTORS, Grid, Layout, Predictor
 from emberkeep.rows.priority import Priority
+from emberkeep.runtime.bandwidth import check_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,16 @@ class VersionSpec:
       first version; *intermittent* does so too and starts over when that has become cheaper;
       *consecutive* saves what changed since the last version; *grid* does so too, and rearranges
       rows beside training so that any version is restored fast, as `grid` says.
+      An intermittent layout expects increments to go on growing; with `predictor="paper"` it
+      decides as Check-N-Run does, from the last one.
     - `bits` quantizes weights to 8, 4, 3 or 2 bits; `expected_restores` chooses the width, and
-      falls back to 8 bits when reality exceeds it. Without either, nothing is lost.
+      falls back to 8 bits when reality exceeds it; `widths` names one for each table. Without any
+      of them, nothing is lost.
+    - `accuracy_budget` is the share of the validation loss that the `expected_restores` (one if not
+      given) may cost together: versions are exact until `ek.calibrate` has measured which
+      widths keep it.
+    - `bins` and `range_ratio` are those of the search for the range of a row, for 4 bits and fewer
+      (`Quantized`, where it is `ratio`); by default the paper's.
     - `quantize_optimizer` stores accumulators in 8 bits too, row-wise ones in 16.
     - `priority` saves the rows that matter most between whole versions: of every
       `priority.rounds` saves the first is whole, as `layout` says, the others are prioritised.
@@ -34,16 +44,27 @@ class VersionSpec:
     bits: int | None = None
     expected_restores: int | None = None
     quantize_optimizer: bool = False
+    widths: Widths | None = None
+    accuracy_budget: float | None = None
+    bins: int | None = None
+    range_ratio: float | None = None
+    predictor: Predictor = "growth"
     priority: Priority | None = None
     grid: Grid | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
-        if self.bits is not None:
-            if self.expected_restores is not None:
-                raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
-            Quantized(bits=self.bits)
+        self._check_widths()
+        if self.predictor not in PREDICTORS:
+            raise ConfigError(
+                f"predictor must be one of {', '.join(PREDICTORS)}, not {self.predictor!r}"
+            )
+        if self.predictor != "growth" and self.layout != "intermittent":
+            raise ConfigError(
+                f"predictor= decides when an intermittent layout starts over, and this one is "
+                f"{self.layout}: leave it out"
+            )
         if self.grid is not None and self.layout != "grid":
             raise ConfigError(f"grid= goes with layout='grid', not {self.layout!r}")
         if self.layout == "grid" and self.priority is not None:
@@ -51,32 +72,52 @@ class VersionSpec:
                 "a grid holds whole versions, and prioritised ones are not of one instant: choose "
                 "another layout, or no priority"
             )
+
+    def _check_widths(self) -> None:
+        if self.bits is not None:
+            if self.expected_restores is not None:
+                raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
+            if self.widths is not None or self.accuracy_budget is not None:
+                raise ConfigError(
+                    "bits= is the width of every table: leave out accuracy_budget= and widths of "
+                    "single tables, or bits="
+                )
+            Quantized(bits=self.bits)
         if self.expected_restores is not None and self.expected_restores < 0:
             raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
+        if self.accuracy_budget is not None and not 0 < self.accuracy_budget < 1:
+            raise ConfigError(
+                "accuracy_budget is a share of the validation loss, such as 1e-4, not "
+                f"{self.accuracy_budget}"
+            )
+        if self.bins is not None or self.range_ratio is not None:
+            if self.bits == 8 or not self.quantizes:
+                raise ConfigError(
+                    "bins= and range_ratio= are for weights of 4, 3 or 2 bits: give bits=, "
+                    "expected_restores= or accuracy_budget=, or leave them out"
+                )
+            Quantized(bits=2, bins=self.bins, ratio=self.range_ratio)
+        if self.quantize_optimizer and self.accuracy_budget is not None:
+            raise ConfigError(
+                "accuracy_budget= finds out whether optimizer planes are quantized: leave out "
+                "quantize_optimizer="
+            )
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether weights are quantized, or will be."""
+        given = (self.bits, self.expected_restores, self.widths, self.accuracy_budget)
+        return any(value is not None for value in given)
 
     @property
     def lossy(self) -> bool:
-        return (
-            self.bits is not None or self.expected_restores is not None or self.quantize_optimizer
-        )
+        return self.quantizes or self.quantize_optimizer
 
     @property
     def written_by_holders(self) -> bool:
         """Whether servers write versions themselves: not those of a grid, whose rows stand together
         whatever their shard; but a lossy strategy ends with an exact version outside the grid."""
         return self.layout != "grid" or self.lossy
-
-    def codecs(self, restores: int) -> dict[str, Codec]:
-        """The codec of each plane that is not stored as it is."""
-        bits = self.bits
-        if self.expected_restores is not None:
-            bits = bits_for(self.expected_restores, restores)
-        chosen: dict[str, Codec] = {}
-        if bits is not None:
-            chosen["weight"] = Quantized(bits=bits)
-        if self.quantize_optimizer:
-            chosen["accumulator"] = chosen["second_moment"] = NonNegative()
-        return chosen
 
 
 LOSSLESS = VersionSpec(layout="full")
@@ -91,6 +132,11 @@ class SaveSettings:
     cancelled none is until a version is committed: where writing takes longer than the interval,
     every other save is a version, and the one after it waits.
 
+    `most_mb_per_second` is how fast versions are written at most, by all servers together, and
+    `mirror_mb_per_second` how fast they are copied to a mirror; a process that is being stopped
+    writes as fast as it can. From it follows how often a version can be taken
+    (`Keeper.shortest_interval`).
+
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
     """
@@ -103,6 +149,8 @@ class SaveSettings:
     max_failures: int = 3
     retention: RetentionPolicy = DEFAULT_RETENTION
     grace: timedelta = timedelta(minutes=10)
+    most_mb_per_second: float | None = None
+    mirror_mb_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if self.overlap not in ("wait", "cancel"):
@@ -110,3 +158,5 @@ class SaveSettings:
         for name in ("threads", "piece_nbytes", "buffer_nbytes", "max_failures"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        check_rate(self.most_mb_per_second)
+        check_rate(self.mirror_mb_per_second)

@@ -128,7 +128,7 @@ class WritesItself(Protocol):
 
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
-        piece_nbytes: int, cancelled: threading.Event,
+        piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None,
     ) -> None:  # fmt: skip
         """Returns when the rows are in the store, and their files part of the draft."""
         ...

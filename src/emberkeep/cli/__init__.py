@@ -15,6 +15,7 @@ from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
 from emberkeep.cli.import_rows import import_rows
+from emberkeep.cli.mirror import mirror
 from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
 from emberkeep.cli.serve import serve
@@ -58,6 +59,7 @@ app.command(rich_help_panel=_USE)(restore)
 app.command(rich_help_panel=_USE)(export)
 app.command("import", rich_help_panel=_USE)(import_rows)
 app.command(rich_help_panel=_USE)(fork)
+app.command(rich_help_panel=_TIDY)(mirror)
 app.command(rich_help_panel=_TIDY)(tag)
 app.command(rich_help_panel=_TIDY)(untag)
 app.command(rich_help_panel=_TIDY)(gc)

@@ -112,6 +112,23 @@ class _Telling(Hook):
                 f"{details['reason']}; all workers are started again, attempt "
                 f"{details['attempt']} of {details['attempts']}"
             )
+        elif event == "calibrated":
+            widths = details["tables"].values()
+            bits = sorted(table["bits"] for table in widths if table["bits"] is not None)
+            spread = " to ".join(dict.fromkeys(map(str, (*bits[:1], *bits[-1:])))) or "no"
+            quantized = sum(table["optimizer"] for table in widths)
+            say(
+                f"calibrated: {len(bits)} of {len(widths)} tables get {spread} bits, optimizer "
+                f"planes of {quantized} are quantized ({details['why']})"
+            )
+        elif event == "brought_from_mirror":
+            say(f"the mirror has a newer version: step {details['step']} was copied from there")
+        elif event == "bandwidth":
+            seconds = details["shortest_interval_seconds"]
+            say(
+                f"at {details['most_mb_per_second']:g} MB/s a version of all rows takes up to "
+                f"{seconds:,.1f} s: the shortest interval"
+            )
         elif event == "finished":
             say(f"this training is finished: nothing is left to train; {details['start_over']}")
         elif (line := cluster_line(event, details)) is not None:

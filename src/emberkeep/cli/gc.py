@@ -30,6 +30,15 @@ def gc(
         int | None,
         typer.Option(metavar="M", help="Also keep every version whose number M divides."),
     ] = None,
+    keep_for: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Also keep versions younger than this: 14d.")
+    ] = None,
+    drop_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE", help="Keep none that is older, but the newest and tagged ones."
+        ),
+    ] = None,
     grace: Annotated[
         float, typer.Option(metavar="MINUTES", min=0, help="Spare what is younger than this.")
     ] = 10.0,
@@ -51,10 +60,11 @@ def gc(
     from emberkeep.blobs.wrapper import spending_reserve
     from emberkeep.inspect.summary import plan_collection
     from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
+    from emberkeep.strategies import retention
 
-    policy = KeepLast(n=keep_last) | KeepNamed()
-    if keep_every is not None:
-        policy = policy | KeepEvery(m=keep_every)
+    last = KeepLast(n=keep_last)
+    wanted = keep_last if keep_every is None else last | KeepEvery(m=keep_every) | KeepNamed()
+    policy = retention(wanted, keep_for=keep_for, drop_after=drop_after)
     repository, _ = open_repository(url)
     spared = timedelta(minutes=grace)
     if dry_run:

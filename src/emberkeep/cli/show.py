@@ -115,6 +115,7 @@ def _print_facts(described: dict[str, Any]) -> None:
         "version": f"{version['number']}, step {version['step']:,}, saved {version['created']}",
         "kind": f"{kind}, layout {version['layout']}; a restore reads {chain}",
         "stored": f"{version['codec']}; saved by {count_text(version['shards'] or 1, 'shard')}",
+        "chosen because": version["why"] or "",
         "tags": ", ".join(version["tags"]),
         "reader": _plain(version["reader"]),
         "user state": _plain(version["user"]),

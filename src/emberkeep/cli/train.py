@@ -180,9 +180,36 @@ def _print_costs(costs: Costs, result: Result) -> None:
         f"stood still for {costs.stall_seconds:.2f} s in all "
         f"({costs.stall_seconds / result.seconds:.1%} of the time)",
         f"{_size(costs.written_nbytes)} were written; {where} keeps {_size(costs.kept_nbytes)}",
+        *_more_costs(costs),
         sep="\n",
         soft_wrap=True,
     )
+
+
+def _more_costs(costs: Costs) -> list[str]:
+    """Processor time, how much steps were slowed down, and the mirror, as far as they are known."""
+    words = []
+    if costs.core_seconds is not None:
+        words.append(
+            f"{costs.core_seconds:.2f} core-seconds were spent on them, "
+            f"{costs.core_seconds / max(1, costs.versions):.3f} for each"
+        )
+    known = [cost for cost in costs.each if cost.slowdown_ms is not None]
+    if costs.slowdown_seconds is not None:
+        words.append(
+            f"steps beside {len(known)} of them took {costs.slowdown_seconds:.2f} s longer in all "
+            "than steps without a save"
+        )
+    lines = ["; ".join(words)] if words else []
+    mirror = costs.mirror
+    if mirror is not None:
+        has = "no version" if mirror.step is None else f"step {mirror.step}"
+        wrong = "" if mirror.error is None else f"; it fails: {mirror.error}"
+        lines.append(
+            f"{mirror.url} has {has}: {mirror.copied} versions, {_size(mirror.copied_nbytes)} were "
+            f"copied there{wrong}"
+        )
+    return lines
 
 
 def _size(nbytes: int) -> str:

@@ -16,6 +16,7 @@ from emberkeep.checkpoint.contents import checked_rows, dense_tensors
 from emberkeep.checkpoint.restore import table_state
 from emberkeep.checkpoint.targets import DENSE
 from emberkeep.codecs import Codec, NonNegative8, Quantized, Raw, codec_from_dict
+from emberkeep.codecs.table_codecs import codec_of
 from emberkeep.errors import DamageError, EmberkeepError, NoVersionError, StorageError
 from emberkeep.repository import (
     Collected,
@@ -98,15 +99,29 @@ def list_versions(repository: Repository) -> list[VersionSummary]:
 
 
 def codec_text(repository: Repository, manifest: Manifest) -> str:
-    """How planes are stored, in a few words: "exact", "weight 4 bits"."""
-    planes = {plane for table in repository.tables.values() for plane in table["planes"]}
+    """How planes are stored, in a few words: "exact", "weight 4 bits", "weight 2 to 8 bits"."""
+    codecs = _codecs(manifest)
+    found: dict[str, set[int | str]] = defaultdict(set)
+    for name, table in repository.tables.items():
+        for plane in table["planes"]:
+            codec = codec_of(codecs, name, plane)
+            bits = codec.bits if isinstance(codec, Quantized) else None
+            bits = 8 if isinstance(codec, NonNegative8) else bits
+            found[plane].add(bits or codec.name)
     words = []
-    for plane, codec in _codecs(manifest).items():
-        if plane not in planes:
-            continue
-        bits = codec.bits if isinstance(codec, Quantized) else None
-        bits = 8 if isinstance(codec, NonNegative8) else bits
-        words.append(f"{plane} {bits} bits" if bits else f"{plane} {codec.name}")
+    for plane, widths in found.items():
+        bits_found = sorted(bits for bits in widths if isinstance(bits, int))
+        others = sorted(
+            "exact" if other == Raw.name else str(other)
+            for other in widths
+            if isinstance(other, str)
+        )
+        if bits_found:
+            spread = " to ".join(dict.fromkeys([str(bits_found[0]), str(bits_found[-1])]))
+            some = f" ({', '.join(others)} in some tables)" if others else ""
+            words.append(f"{plane} {spread} bits{some}")
+        elif others != ["exact"]:
+            words.append(f"{plane} {', '.join(others)}")
     return ", ".join(words) or "exact"
 
 
@@ -134,6 +149,7 @@ def describe(repository: Repository, version: VersionId) -> Json:
             "exclusive": repository.exclusive,
             "versions": len(repository.versions()),
             "restores": repository.restores(),
+            "exact_restores": repository.restores(exact=True),
         },
         "version": {
             "number": version.number,
@@ -143,6 +159,8 @@ def describe(repository: Repository, version: VersionId) -> Json:
             "kind": _text(manifest, "kind"),
             "layout": _text(manifest, "layout"),
             "codec": codec_text(repository, manifest),
+            "why": _text(manifest, "why"),
+            "widths": manifest.layout.get("widths"),
             "shards": manifest.layout.get("shards"),
             "parent": manifest.parent and manifest.parent.number,
             "baseline": manifest.baseline and manifest.baseline.number,
@@ -182,9 +200,9 @@ def _table(name: str, spec: Json, manifest: Manifest, chain: Sequence[Manifest])
             plane: {
                 "width": width,
                 "dtype": kind,
-                "codec": codecs.get(plane, Raw()).to_dict(),
+                "codec": codec_of(codecs, name, plane).to_dict(),
                 # By the codec's own account; rows that it stores raw are larger.
-                "nbytes_about": rows * codecs.get(plane, Raw()).nbytes_per_row(width, kind),
+                "nbytes_about": rows * codec_of(codecs, name, plane).nbytes_per_row(width, kind),
             }
             for plane, (width, kind) in spec["planes"].items()
         },

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from emberkeep.erasure.status import ParityStatus
+from emberkeep.errors import ConfigError
+from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.torch_tables import Hook
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import Registry, Sample, families
+from emberkeep.runtime.metrics import MetricsServer, Registry, Sample, families
+
+# So many steps without a save beside them are needed to say how much one slowed steps down.
+_LEAST_STEPS = 5
+_MOST_STEPS = 200
+# What a run remembers of single versions; sums are of all.
+_MOST_VERSIONS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionCost:
+    """What one version has cost."""
+
+    version: int | None
+    """Its number; a tier has none."""
+    step: int
+    kind: str
+    nbytes: int
+    pause_ms: float
+    """How long training stood still while it was cut."""
+    slowdown_ms: float | None
+    """How much longer the steps took from the cut to the commit than as many without a save beside
+    them, by their median: the stall. None if too few steps were seen to say; noise may make it
+    negative."""
+    core_seconds: float | None
+    """Processor time of this process for it, without that of servers and of later extraction; None
+    where it is not counted."""
+    commit_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +64,51 @@ class Costs:
     written_nbytes: int
     kept_nbytes: int
     """What the repository holds now, older versions included."""
+    core_seconds: float | None = None
+    """Processor time for all versions; None where it is not counted."""
+    slowdown_seconds: float | None = None
+    """The sum of `slowdown_ms` of those versions of which it is known; None if of none."""
+    each: tuple[VersionCost, ...] = ()
+    """The last thousand versions, one by one."""
+    mirror: MirrorStatus | None = None
+    """What the mirror has; None without one."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Costs:
+        """As another process has it, which sent it as JSON."""
+        mirror = document.get("mirror")
+        return cls(
+            **{
+                **document,
+                "each": tuple(VersionCost(**cost) for cost in document.get("each", ())),
+                "mirror": None if mirror is None else MirrorStatus(**mirror),
+            }
+        )
+
+
+def metrics_server(
+    page: Callable[[], str], port: int, not_ready: Callable[[], str | None]
+) -> MetricsServer:
+    try:
+        return MetricsServer(page, port, not_ready=not_ready)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served on port {port}: {error.strerror}; choose another "
+            "metrics_port, or 0 for any free one"
+        ) from None
+
+
+class _Beside:
+    """A save under way, and how long steps take beside it."""
+
+    def __init__(self) -> None:
+        self.pause_ms: float | None = None
+        self.steps: list[float] = []
+        self.cost: VersionCost | None = None
+        self.ended = False
 
 
 class Ledger:
@@ -47,16 +119,71 @@ class Ledger:
         self._lock = threading.Lock()
         self._pauses_ms: list[float] = []
         self._commits_ms: list[float] = []
+        self._each: deque[VersionCost] = deque(maxlen=_MOST_VERSIONS)
+        self._core_seconds: float | None = None
+        self._slowdown_seconds: float | None = None
+        self._undisturbed: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._stepped_at: float | None = None
+        self._beside: _Beside | None = None
         self.stall_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
         self.cancelled = 0
         self.resumed = 0
-        self.step = 0
+        self._step = 0
         self.version = 0
 
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        """A step has ended, or another one was resumed."""
+        now = self._clock.monotonic()
+        with self._lock:
+            if self._stepped_at is not None and step == self._step + 1:
+                seconds = now - self._stepped_at
+                if self._beside is None:
+                    self._undisturbed.append(seconds)
+                else:
+                    self._beside.steps.append(seconds)
+                    if self._beside.ended:
+                        self._note_slowdown()
+            self._step, self._stepped_at = step, now
+
+    def cutting(self) -> None:
+        """A version is about to be cut: before anything of it can end."""
+        with self._lock:
+            self._note_slowdown()
+            self._beside = _Beside()
+
     def paused(self, pause_ms: float) -> None:
-        self._pauses_ms.append(pause_ms)
+        with self._lock:
+            self._pauses_ms.append(pause_ms)
+            beside = self._beside
+            if beside is None:
+                return
+            beside.pause_ms = pause_ms
+            if beside.cost is not None:  # it is committed already
+                beside.cost = self._replace(beside.cost, pause_ms=pause_ms)
+
+    def _replace(self, cost: VersionCost, **changes: Any) -> VersionCost:
+        """One that is remembered, with what is known by now."""
+        at = next(i for i, each in enumerate(self._each) if each is cost)
+        self._each[at] = replace(cost, **changes)
+        return self._each[at]
+
+    def _note_slowdown(self) -> None:
+        """What the steps beside the last save say of it."""
+        beside, self._beside = self._beside, None
+        if beside is None or beside.cost is None:
+            return
+        if beside.steps and len(self._undisturbed) >= _LEAST_STEPS:
+            usual = statistics.median(self._undisturbed) * len(beside.steps)
+            slowdown = sum(beside.steps) - usual
+            self._slowdown_seconds = (self._slowdown_seconds or 0.0) + slowdown
+            self._replace(beside.cost, slowdown_ms=slowdown * 1e3)
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
@@ -81,13 +208,32 @@ class Ledger:
                 self._commits_ms.append(details["commit_ms"])
                 self.written_nbytes += details["nbytes"]
                 self.version = details["version"] or 0  # a tier has none
-        elif event == "save_failed":
-            self.failed += 1
-        elif event == "save_cancelled":
-            self.cancelled += 1
+                beside = self._beside if self._beside and not self._beside.ended else None
+                cost = VersionCost(
+                    version=details["version"], step=details["step"], kind=details["kind"],
+                    nbytes=details["nbytes"], slowdown_ms=None,
+                    pause_ms=details["pause_ms"],
+                    core_seconds=details.get("core_seconds"),
+                    commit_seconds=details["commit_ms"] / 1e3,
+                )  # fmt: skip
+                self._each.append(cost)
+                if cost.core_seconds is not None:
+                    self._core_seconds = (self._core_seconds or 0.0) + cost.core_seconds
+                if beside is not None:
+                    if beside.pause_ms is not None:
+                        cost = self._replace(cost, pause_ms=beside.pause_ms)
+                    beside.cost, beside.ended = cost, True
+        elif event in ("save_failed", "save_cancelled"):
+            self.failed += event == "save_failed"
+            self.cancelled += event == "save_cancelled"
+            with self._lock:
+                if self._beside is not None:
+                    self._beside.ended = True
 
-    def costs(self, kept_nbytes: int) -> Costs:
+    def costs(self, kept_nbytes: int, mirror: MirrorStatus | None = None) -> Costs:
         with self._lock:
+            if self._beside is not None and self._beside.ended:
+                self._note_slowdown()
             return Costs(
                 versions=len(self._commits_ms),
                 failed=self.failed,
@@ -97,6 +243,10 @@ class Ledger:
                 commit_seconds_median=statistics.median(self._commits_ms or [0.0]) / 1e3,
                 written_nbytes=self.written_nbytes,
                 kept_nbytes=kept_nbytes,
+                core_seconds=self._core_seconds,
+                slowdown_seconds=self._slowdown_seconds,
+                each=tuple(self._each),
+                mirror=mirror,
             )
 
     def counters(self) -> dict[str, Any]:
@@ -127,6 +277,8 @@ class Ledger:
                 ("cancelled_saves_total", "counter", "saves given up for newer ones",
                  self.cancelled),
                 ("resumes_total", "counter", "versions restored", self.resumed),
+                ("core_seconds_total", "counter", "processor time spent on versions",
+                 self._core_seconds or 0.0),
                 ("written_bytes_total", "counter", "bytes written", self.written_nbytes),
                 ("pause_seconds_total", "counter", "training stood still while versions were cut",
                  sum(self._pauses_ms) / 1e3),

@@ -18,8 +18,10 @@ from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
-from emberkeep.keeper.costs import Costs, Ledger
+from emberkeep.keeper.costs import Costs, Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
+from emberkeep.keeper.interval import shortest_interval
+from emberkeep.keeper.mirror import MirrorStatus, mirror_of
 from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
@@ -32,8 +34,7 @@ from emberkeep.keeper.tier_saver import TierSaver
 from emberkeep.keeper.warm_start import Resumed, WarmStart, check_partial, warm_start
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.metrics import MetricsServer
-from emberkeep.strategies import Strategy, incremental
+from emberkeep.strategies import Interval, Strategy, incremental
 
 
 class Keeper:
@@ -75,6 +76,8 @@ class Keeper:
     - `metrics_port` serves Prometheus, health and readiness on the loopback interface (0: any free
       port); of several ranks the first does.
     - `total_steps` is how long the job is, which a strategy that recovers partially must know.
+    - `mirror` is a second place, a path or URL: whole versions are copied there beside training,
+      at most one for each `mirror_every`, and a run is resumed from the newest of either place.
     - `clock` is where time comes from; tests hand in another.
 
     Shards that are lost come back as the strategy says: partially while a pull or push waits, and
@@ -101,6 +104,8 @@ class Keeper:
         batches_per_step: int = 1,
         metrics_port: int | None = None,
         total_steps: int | None = None,
+        mirror: str | os.PathLike[str] | BlobStore | None = None,
+        mirror_every: Interval | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_reader(reader)
@@ -128,10 +133,10 @@ class Keeper:
         )
         self._saver: RunSaver | None = None
         if self._store is None:
-            if about or settings or exclusive:
+            if about or settings or exclusive or mirror:
                 raise ConfigError(
-                    "about=, settings= and exclusive= are for a repository, and the run is kept in "
-                    "its tier: leave them out, or give the keeper a repository"
+                    "about=, settings=, exclusive= and mirror= are for a repository, and the run "
+                    "is kept in its tier: leave them out, or give the keeper a repository"
                 )
             self._saver = TierSaver(
                 self._parts, self._strategy, must_exist=must_exist, on_event=self._hear,
@@ -142,7 +147,15 @@ class Keeper:
                 self._store, self._parts.subject, self._strategy, about=about or {},
                 settings=self._settings, exclusive=exclusive, must_exist=must_exist,
                 on_event=self._hear, clock=clock,
+                mirror=mirror_of(
+                    mirror, mirror_every, self._store, self._parts.subject.schema, self._strategy,
+                    self._settings, exclusive=exclusive, on_event=self._hear, clock=clock,
+                ),
             )  # fmt: skip
+        hear = self._hear if self._ranks.leads else None
+        self.shortest_interval = shortest_interval(
+            self._parts.subject, self._strategy, self._settings, hear
+        )
         self._recoverer = make_recoverer(
             self._strategy, homes, self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
@@ -155,7 +168,7 @@ class Keeper:
         self._exact_step = 0
         self._server = None
         if metrics_port is not None and self._ranks.leads:
-            self._server = MetricsServer.open(self.metrics, metrics_port, not_ready=self._not_ready)
+            self._server = metrics_server(self.metrics, metrics_port, self._not_ready)
         self._unfollow = (
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
@@ -465,17 +478,22 @@ class Keeper:
     def costs(self) -> Costs:
         """What this process has spent on versions so far."""
         if self._saver is not None:
-            return self._ledger.costs(self._saver.kept_nbytes())
+            return self._ledger.costs(self._saver.kept_nbytes(), self.mirror_status())
         assert self._store is not None
         return self._ledger.costs(kept_nbytes(self._store))
 
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
+        summaries = [found for found in (self.recoveries(), self.mirror_status()) if found]
         return self._ledger.exposition(
             [status for status in statuses if status is not None],
-            () if self._recoverer is None else self._recoverer.summary().samples(),
+            [sample for summary in summaries for sample in summary.samples()],
         )
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """What the mirror has; None without one, and on ranks that do not write."""
+        return self._saver.mirror_status() if isinstance(self._saver, RepositorySaver) else None
 
     def _not_ready(self) -> str | None:
         """Why training stands still; None if it does not."""
@@ -532,6 +550,7 @@ class Keeper:
         self._pace.saved()
         if self._saver is None:
             return None
+        self._ledger.cutting()
         cut = self._saver.cut(self.steps, state, self._counters, whole=whole)
         self._ledger.paused((self._clock.monotonic() - start) * 1e3)
         return cut
@@ -562,9 +581,11 @@ class Keeper:
         state = self._capture()
         saved: int | None = None
         if self._saver is not None:
+            self._saver.hurry()
             saved = save_until(
                 deadline, self._saver, self.steps, state, self._counters, self._clock
             )
+            self._saver.leave(timedelta(seconds=max(0.0, deadline - self._clock.monotonic())))
         self._ranks.barrier()
         self._release()
         self._leave(asked, saved)

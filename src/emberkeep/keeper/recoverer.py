@@ -236,11 +236,7 @@ class Recoverer:
     def _carry_out(self, decided: Plan, start: float) -> Recovered:
         step, kept = self._steps(), None
         if decided.scope == "partial":
-            exact = decided.losses == self.losses
-            for home, first, shards in self._by_home(decided.shards):
-                if not exact:
-                    self._count([first + shard for shard in shards])
-                kept = self._saver.recover_shards(home, shards)
+            kept = self._saver.recover_shards(self._losing(decided))
         else:
             assert self._go_back is not None
             self._going_back = True
@@ -265,6 +261,14 @@ class Recoverer:
             seconds=self._clock.monotonic() - start,
             reason=decided.reason,
         )
+
+    def _losing(self, decided: Plan) -> Iterator[tuple[Home, list[int]]]:
+        """The shards of each cluster, which are counted as lost when their turn comes."""
+        exact = decided.losses == self.losses
+        for home, first, shards in self._by_home(decided.shards):
+            if not exact:
+                self._count([first + shard for shard in shards])
+            yield home, shards
 
     def _count(self, shards: Sequence[int]) -> None:
         """Counts what a partial recovery takes from these shards, before it begins: if it ends

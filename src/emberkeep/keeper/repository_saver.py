@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
@@ -13,7 +15,9 @@ from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
-from emberkeep.errors import NoRepositoryError, NoVersionError, StateError
+from emberkeep.checkpoint.widths import Widths
+from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
+from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
@@ -30,7 +34,8 @@ class RepositorySaver(Checkpointer):
     """Makes this process the only writer of a repository, which is created if it is not there.
 
     With `must_exist` a repository that is not there or has no version is refused instead, before
-    anything is created or taken over. `about` goes into every manifest.
+    anything is created or taken over, unless the `mirror` has one. `about` goes into every
+    manifest. What the mirror has that is newer is copied to the repository first.
     """
 
     busy = False
@@ -38,8 +43,12 @@ class RepositorySaver(Checkpointer):
     def __init__(
         self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
         settings: SaveSettings, exclusive: bool, must_exist: bool, on_event: Hear,
-        clock: Clock,
+        clock: Clock, mirror: Callable[..., Mirror] | None = None,
     ) -> None:  # fmt: skip
+        copies = None
+        if mirror is not None:
+            copies = mirror(must_exist=must_exist and not Repository.exists(store))
+        must_exist = must_exist and (copies is None or copies.empty)
         if Repository.exists(store):
             repository = Repository.open(store, clock=clock)
         elif must_exist:
@@ -67,6 +76,12 @@ class RepositorySaver(Checkpointer):
         )
         self.url = store.url
         self._about = about
+        self._mirror = copies
+        if copies is not None:
+            copies.follow(repository)
+            brought = copies.bring_newer(self.writer)
+            if brought is not None:
+                self._tell("brought_from_mirror", _brought(brought))
 
     @property
     def exact(self) -> bool:
@@ -111,16 +126,80 @@ class RepositorySaver(Checkpointer):
         self, version: int | str | None, *, fall_back: bool, fits: Fits
     ) -> Returned | None:
         number = None if version is None else self.repository.named(version).number
-        restored = self.restore(
-            number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
-        )
-        return None if restored is None else _returned(restored)
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> Manifest | None:
-        return recover_partially(self, home, shards)
+        def restore() -> Restored | None:
+            return self.restore(
+                number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
+            )
+
+        try:
+            restored = restore()
+        except DamageError as error:
+            again = None if self._mirror is None or version is not None else self._mirror
+            brought = None if again is None else again.bring_again(self.writer)
+            if brought is None:
+                raise
+            warnings.warn(
+                f"{error}; it was copied from the mirror again, as version "
+                f"{brought.version.number}",
+                stacklevel=5,
+            )
+            self._tell("brought_from_mirror", _brought(brought))
+            restored = restore()
+        if restored is None:
+            return None
+        described = restored.manifest.described
+        if self.spec.accuracy_budget is not None and "widths" in described:
+            self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
+        return _returned(restored)
+
+    # -- the mirror ------------------------------------------------------------------------------
+
+    def _tell_saved(
+        self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
+        core_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        super()._tell_saved(
+            saving, version=version, kind=kind, nbytes=nbytes, core_seconds=core_seconds
+        )
+        if self._mirror is not None and saving.whole:
+            self._mirror.offer(saving.step)
+
+    def check(self, least: int | None = None) -> None:
+        if self._mirror is not None:
+            self._mirror.check()
+        super().check(least)
+
+    def _end(self) -> None:
+        super()._end()
+        if self._mirror is not None:
+            self._mirror.finish(None if self._whole is None else self._whole.step)
+
+    def leave(self, left: timedelta) -> None:
+        if self._mirror is not None:
+            self._mirror.finish(None if self._whole is None else self._whole.step, left)
+
+    def hurry(self) -> None:
+        self._bandwidth.lift()
+        if self._mirror is not None:
+            self._mirror.lift_limit()
+
+    def mirror_status(self) -> MirrorStatus | None:
+        return None if self._mirror is None else self._mirror.status()
+
+    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Manifest | None:
+        found = [recover_partially(self, home, shards) for home, shards in lost]
+        manifest = found[-1] if found else None
+        if manifest is not None:
+            self.count_restore(manifest.version)
+        return manifest
 
     def kept_nbytes(self) -> int:
         return kept_nbytes(self.repository.store)
+
+
+def _brought(copied: Manifest) -> Json:
+    return {"version": copied.version.number, "step": copied.step}
 
 
 def kept_nbytes(store: BlobStore) -> int:

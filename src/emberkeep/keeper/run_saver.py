@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
@@ -87,8 +87,9 @@ class RunSaver(Protocol):
     def tag(self, name: str, version: int | str | None = None) -> Manifest:
         """Names a version, the newest unless another is given; the name moves."""
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> Kept | None:
-        """Brings lost shards back with what is saved of them; the others go on."""
+    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:
+        """Brings the shards that one failure took back with what is saved of them; the others go
+        on."""
 
     def kept_nbytes(self) -> int: ...
 
@@ -99,6 +100,12 @@ class RunSaver(Protocol):
 
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to be durable."""
+
+    def hurry(self) -> None:
+        """The process is being stopped: no limit of bandwidth holds from now on."""
+
+    def leave(self, left: timedelta) -> None:
+        """Uses what is `left` of the time for what may follow the last save."""
 
     def join(self, timeout: timedelta | None = None) -> bool: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -231,8 +231,12 @@ class TierSaver(BackgroundSaver[DurableStep]):
             f"{self.url} is a tier, which has one durable step and no versions that could be named"
         )
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> None:
+    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> None:
         """Brings lost shards back from their own files, at the durable step."""
+        for home, shards in lost:
+            self._recover_shards(home, shards)
+
+    def _recover_shards(self, home: Home, shards: Sequence[int]) -> None:
         cluster = home.cluster
         assert isinstance(cluster, LocalCluster)
         steps = steps_of(cluster)

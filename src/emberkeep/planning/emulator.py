@@ -28,9 +28,9 @@ from emberkeep.planning.failures import HOUR, Failure, drawn_failures, uniform_t
 from emberkeep.rows.priority import Kind
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.strategies import Every
+from emberkeep.train.checkpoint_settings import CheckpointSettings
 from emberkeep.train.hooks import Step
 from emberkeep.train.run_config import (
-    CheckpointSettings,
     DataSettings,
     FailureSettings,
     ModelSettings,

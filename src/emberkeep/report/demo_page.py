@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from emberkeep._types import Json
+from emberkeep.keeper.costs import Costs, VersionCost
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing
 from emberkeep.train.demo import Demonstration
@@ -19,6 +20,7 @@ _KINDS = {
     "initial value: in no version": COLOURS[4],
 }
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+_MOST_LINES = 40
 _WIDTH = 5.4  # inches: its text is as large as the page's on a phone
 
 
@@ -144,7 +146,7 @@ def _in_the_end(page: Page, found: Demonstration) -> None:
 
 
 def _versions(page: Page, found: Demonstration) -> None:
-    saves = found.failing.saves
+    saves, costs = found.failing.saves, found.failing.result.checkpoints
     if not saves:
         return
     page.heading("What was saved on the way")
@@ -163,6 +165,41 @@ def _versions(page: Page, found: Demonstration) -> None:
                 f"{np.median([s['pause_ms'] for s in made]):.2f} ms",
             )
             for kind, made in kinds.items()
+        ],
+    )  # fmt: skip
+    if costs is not None and costs.versions:
+        _cost_of_each(page, costs)
+
+
+def _cost_of_each(page: Page, costs: Costs) -> None:
+    """What every version has cost, and all of them."""
+    unknown = "not known"
+
+    def row(name: str, cost: VersionCost) -> Sequence[object]:
+        return (
+            name, cost.step, _kind_text(cost.kind), _megabytes(cost.nbytes),
+            f"{cost.pause_ms:.2f} ms",
+            unknown if cost.slowdown_ms is None else f"{cost.slowdown_ms:+.0f} ms",
+            unknown if cost.core_seconds is None else f"{1e3 * cost.core_seconds:.0f} ms",
+        )  # fmt: skip
+
+    slowdown, cores = costs.slowdown_seconds, costs.core_seconds
+    page.heading("What versions cost")
+    page.text(
+        "Pause: training stood still. Stall: how much longer the steps from cut to commit took "
+        "than as many without a save, by their median. Cores: processor time of the writing "
+        "threads."
+    )
+    page.table(
+        ["version", "step", "holds", "bytes", "pause", "stall", "cores"],
+        [
+            *(row(str(cost.version or ""), cost) for cost in costs.each[-_MOST_LINES:]),
+            (
+                f"all {costs.versions}", "", "", _megabytes(costs.written_nbytes),
+                f"{sum(cost.pause_ms for cost in costs.each):.2f} ms",
+                unknown if slowdown is None else f"{1e3 * slowdown:+.0f} ms",
+                unknown if cores is None else f"{1e3 * cores:.0f} ms",
+            ),
         ],
     )  # fmt: skip
 

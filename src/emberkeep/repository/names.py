@@ -19,6 +19,7 @@ PINS = "pins"
 TAGS = "tags"
 CONDEMNED = "condemned"
 RESTORES = "restores"
+EXACT = "exact-"
 PROBES = "probes"
 GRID = "grid"
 

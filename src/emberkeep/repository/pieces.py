@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from emberkeep._types import Json
 from emberkeep.blobs import Buffer
-from emberkeep.codecs import Codec, Raw, codec_from_dict, is_plane, pack_ids, unpack_ids
+from emberkeep.codecs import Codec, codec_from_dict, is_plane, pack_ids, unpack_ids
+from emberkeep.codecs.table_codecs import codec_of, differ_by_table
 from emberkeep.errors import ConfigError, DamageError, FormatError
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.snapshot import Chunk
@@ -32,8 +33,7 @@ SUFFIX = "arrow"
 PIECE_NBYTES = 256 * 2**20
 _SMALL_NBYTES = 2**18
 _MANY_RECORDS = 64
-_FORMAT = 1
-_RAW = Raw()
+_FORMAT = 2
 
 Codecs = Mapping[str, Codec]
 
@@ -41,7 +41,11 @@ Codecs = Mapping[str, Codec]
 def _schema(codecs: Codecs) -> Any:
     import pyarrow as pa
 
-    about = {"format": _FORMAT, "codecs": {name: codec.to_dict() for name, codec in codecs.items()}}
+    # Format 2 has codecs by table: a release that would take them for absent refuses the file.
+    about = {
+        "format": 2 if differ_by_table(codecs) else 1,
+        "codecs": {name: codec.to_dict() for name, codec in codecs.items()},
+    }
     return pa.schema(
         [
             ("table", pa.string()),
@@ -109,7 +113,7 @@ class Piece:
         part = "tombstones" if chunk.planes is None else "ids"
         yield chunk.table, group, part, count, "", 0, "", "", pack_ids(chunk.ids)
         for plane, values in (chunk.planes or {}).items():
-            codec = self._codecs.get(plane, _RAW)
+            codec = codec_of(self._codecs, chunk.table, plane)
             for name, buffer in codec.encode(values, self._pool).items():
                 width, kind = values.shape[1], values.dtype.name
                 yield chunk.table, group, "plane", count, plane, width, kind, name, buffer
@@ -237,7 +241,7 @@ def _chunk(group: list[dict[str, Any]], codecs: Codecs, pool: Pool) -> Chunk:
         ((width, dtype),) = forms if len(forms) == 1 else ((0, ""),)
         if count < 0 or plane in planes or not is_plane(width, dtype):
             raise DamageError(f"plane {plane!r} has a form that is never written")
-        codec = codecs.get(plane, _RAW)
+        codec = codec_of(codecs, first["table"], plane)
         planes[plane] = codec.decode(
             {record["buffer"]: record["data"] for record in parts},
             rows=count, width=width, dtype=dtype, pool=pool,

@@ -12,6 +12,8 @@ from emberkeep.errors import ConfigError
 Layout = Literal["full", "one_shot", "intermittent", "consecutive", "grid"]
 LAYOUTS: tuple[Layout, ...] = ("full", "one_shot", "intermittent", "consecutive", "grid")
 FILTERS = ("range", "bloom", "true")
+Predictor = Literal["growth", "paper"]
+PREDICTORS: tuple[Predictor, ...] = ("growth", "paper")
 
 # Up to how many restores each bit-width keeps the loss of accuracy negligible (Check-N-Run, 6.2).
 _RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
@@ -22,16 +24,17 @@ _RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
 _MOST_INCREMENTS: dict[Layout, int] = {"intermittent": 1000, "consecutive": 100}
 
 
-def needs_baseline(layout: Layout, sizes: Sequence[float]) -> bool:
+def needs_baseline(layout: Layout, sizes: Sequence[float], predictor: Predictor = "growth") -> bool:
     """Whether the next version is a new baseline.
 
     `sizes` are the increments since the baseline, oldest first, each as a fraction of the
     baseline. A consecutive layout starts over when they are together as large as the baseline: a
     restore reads at most about twice what a baseline takes, and versions that retention lets go
     are not needed for ever. An intermittent layout starts over when what a fresh start costs by
-    the same point next time, 1 + ΣS, is no more than going on, (i + 1)·S. Check-N-Run takes the
-    last increment for S. Increments grow, so the next is expected to be larger by as much as the
-    last one was. Either starts over after so many increments that manifests stay small.
+    the same point next time, 1 + ΣS, is no more than going on, (i + 1)·S. The "paper" takes the
+    last increment for S, and so waits longer than pays. Increments grow: "growth" expects the next
+    to be larger by as much as the last one was. Either starts over after so many increments that
+    manifests stay small.
     """
     if layout == "full":
         return True
@@ -41,7 +44,7 @@ def needs_baseline(layout: Layout, sizes: Sequence[float]) -> bool:
         return True
     if layout == "consecutive":
         return sum(sizes) >= 1.0
-    growth = sizes[-1] - sizes[-2] if len(sizes) > 1 else 0.0
+    growth = sizes[-1] - sizes[-2] if len(sizes) > 1 and predictor == "growth" else 0.0
     expected = sizes[-1] + max(growth, 0.0)
     return 1.0 + sum(sizes) <= (len(sizes) + 1) * expected
 

@@ -402,15 +402,19 @@ class Repository:
     def untag(self, name: str) -> None:
         self.store.delete([names.tag_name(name)])
 
-    def record_restore(self, version: VersionId) -> None:
-        """Counts a restore, for the choice of the bit-width."""
+    def record_restore(self, version: VersionId, *, exact: bool = False) -> None:
+        """Counts a restore, for the choice of the bit-width; one of an `exact` version costs no
+        accuracy, and is recorded under another name."""
         body = {"version": str(version), "at": self.clock.now().isoformat()}
-        name = f"{names.RESTORES}/{secrets.token_hex(8)}.json"
+        name = f"{names.RESTORES}/{names.EXACT if exact else ''}{secrets.token_hex(8)}.json"
         self.store.put(name, self.encode(name, "restore", body))
 
-    def restores(self) -> int:
-        """How often versions of this repository were restored."""
-        return sum(1 for _ in self.store.list(names.RESTORES))
+    def restores(self, *, exact: bool | None = None) -> int:
+        """How often versions of this repository were restored; those that were exact, or were not,
+        alone."""
+        start = f"{names.RESTORES}/{names.EXACT}"
+        found = [info.name.startswith(start) for info in self.store.list(names.RESTORES)]
+        return len(found) if exact is None else found.count(exact)
 
     def ensure_kept(self, version: VersionId) -> Manifest:
         """Called after a pin or tag was put: raises `NoVersionError` if gc may not have seen it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 from emberkeep.errors import ConfigError
@@ -20,6 +21,8 @@ class VersionFacts:
 
     version: VersionId
     tags: tuple[str, ...] = ()
+    age: timedelta = timedelta(0)
+    """Since its manifest was put, by the clock of the store."""
 
 
 class RetentionPolicy(Protocol):
@@ -33,6 +36,9 @@ class _Policy:
 
     def __or__(self: RetentionPolicy, other: RetentionPolicy) -> KeepUnion:
         return KeepUnion(policies=(self, other))
+
+    def __and__(self: RetentionPolicy, other: RetentionPolicy) -> KeepIntersection:
+        return KeepIntersection(policies=(self, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,22 @@ class KeepEvery(_Policy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepFor(_Policy):
+    """Every version that is younger than `age`. `KeepLast(n=3) | KeepFor(...)` keeps at least
+    three, `KeepLast(n=3) & KeepFor(...)` at most three, and none that is older; the newest version
+    stays whatever its age."""
+
+    age: timedelta
+
+    def __post_init__(self) -> None:
+        if self.age <= timedelta(0):
+            raise ConfigError(f"KeepFor takes an age above 0, not {self.age}")
+
+    def keep(self, history: Sequence[VersionFacts]) -> frozenset[VersionId]:
+        return frozenset(facts.version for facts in history if facts.age < self.age)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeepNamed(_Policy):
     """Every version that has a tag."""
 
@@ -87,6 +109,17 @@ class KeepUnion(_Policy):
 
     def keep(self, history: Sequence[VersionFacts]) -> frozenset[VersionId]:
         return frozenset().union(*(policy.keep(history) for policy in self.policies))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepIntersection(_Policy):
+    """What all of its policies keep; written `KeepLast(n=5) & KeepFor(age=timedelta(days=14))`."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def keep(self, history: Sequence[VersionFacts]) -> frozenset[VersionId]:
+        kept = [policy.keep(history) for policy in self.policies]
+        return kept[0].intersection(*kept[1:])
 
 
 DEFAULT_RETENTION: RetentionPolicy = KeepLast(n=3) | KeepNamed()

@@ -38,7 +38,9 @@ from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import Worker, end_all
+from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session
@@ -444,6 +446,7 @@ class ShardService:
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
+        bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
         files = CountedWriter(
             epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
             part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
@@ -457,6 +460,7 @@ class ShardService:
                 write_pieces(
                     files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
                     nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
+                    bandwidth=bandwidth, cores=CoreTime(),
                 )  # fmt: skip
             return {"files": [file.to_json() for file in files.written]}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep import config
+from emberkeep.train.checkpoint_settings import CheckpointSettings
 from emberkeep.train.hooks import Hook
 from emberkeep.train.run_config import (
     DEMO,
-    CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     RunConfig,

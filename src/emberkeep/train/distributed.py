@@ -131,8 +131,9 @@ def _ended_by_sigterm(code: int) -> Iterator[None]:
 
 
 def _result(settings: RunConfig, reply: Json) -> Result:
-    kinds = {"checkpoints": Costs, "recoveries": Recoveries}
+    checkpoints, recoveries = reply.get("checkpoints"), reply.get("recoveries")
     parts = {
-        key: None if reply.get(key) is None else kind(**reply[key]) for key, kind in kinds.items()
+        "checkpoints": None if checkpoints is None else Costs.from_dict(checkpoints),
+        "recoveries": None if recoveries is None else Recoveries(**recoveries),
     }
     return Result(**{**reply, **parts, "settings": settings})

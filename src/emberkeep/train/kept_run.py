@@ -82,8 +82,9 @@ class Keeping:
         else:
             assert given.path is not None
             about = {"settings": _decisive(self.settings)}
-            if not self.fresh:
-                _check_settings(given.path, about["settings"])
+            for where in () if self.fresh else (given.path, given.mirror):
+                if where is not None:
+                    _check_settings(where, about["settings"])
             strategy = given.strategy()
         keeper = Keeper(
             given.path,
@@ -96,6 +97,9 @@ class Keeping:
             on_event=self._tell,
             must_exist=given.must_exist or tier.must_exist,
             total_steps=progress.total,
+            settings=given.saving(),
+            mirror=given.mirror,
+            mirror_every=given.mirror_every,
             metrics_port=given.metrics_port,
         )
         for hook in self.hooks:

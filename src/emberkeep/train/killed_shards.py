@@ -24,9 +24,9 @@ from emberkeep.cluster.base import Cluster
 from emberkeep.data import Reader, Window
 from emberkeep.repository import Repository
 from emberkeep.train import build
+from emberkeep.train.checkpoint_settings import CheckpointSettings
 from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.run_config import (
-    CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     ParitySettings,

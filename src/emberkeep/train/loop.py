@@ -35,6 +35,7 @@ from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.kept_run import Keeping, Progress
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig
+from emberkeep.train.width_calibration import calibrate_when_due
 
 
 def run(
@@ -172,6 +173,11 @@ def fit(
         bags = [module for module in network.modules() if isinstance(module, EmbeddingBags)]
         ahead: list[tuple[Batch, _Tensors]] = []
 
+        def loss_of(batch: Batch) -> torch.Tensor:
+            dense, ids, labels = _tensors(batch)
+            loss: torch.Tensor = criterion(network(dense, ids), labels)
+            return loss
+
         def train(batch: Batch) -> None:
             prepared = ahead.pop() if ahead else None
             if prepared is not None and prepared[0] is batch:
@@ -196,8 +202,13 @@ def fit(
                 optimizer.step()
                 optimizer.zero_grad()
             progress.add(value, len(batch))
-            if keeper is not None:
+            if keeper is not None and keeping is not None:
                 keeper.step()
+                calibrate_when_due(
+                    keeper, keeping.settings.checkpoint, step=progress.steps, total=steps,
+                    samples=samples, place=reader.samples, batch_size=batch_size, loss_of=loss_of,
+                    optimizers=optimizers,
+                )  # fmt: skip
             step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=value)
             for hook in hooks:
                 hook.on_step(step)

@@ -16,12 +16,12 @@ from emberkeep import config
 from emberkeep.config import setting
 from emberkeep.errors import ConfigError
 from emberkeep.tables import Optimizer, Tier, optimizer_from
+from emberkeep.train.checkpoint_settings import CheckpointSettings
 
 if TYPE_CHECKING:
     from emberkeep.cluster.failure_schedule import Failure
     from emberkeep.cluster.remote.remote_shard import Timing
     from emberkeep.erasure.codes import Parity
-    from emberkeep.strategies import Strategy
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
 
@@ -166,83 +166,6 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         config.check(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
-    """What is saved beside training, so that a run can be stopped anywhere and resumed."""
-
-    path: str | None = setting(
-        "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
-        default=None, path=True)
-    must_exist: bool = setting(
-        "refuse to start over where there is no version: a mount may be missing", default=False)
-    start_from: str | None = setting(
-        "a repository whose newest version the run starts from while it has none of its own: what "
-        "fits of it, the rest is named", default=None, path=True)
-    map: Mapping[str, str] | None = setting(
-        "names of tables and tensors there that are others here (start_from)", default=None)
-    every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
-    layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
-        "what a version holds", default="intermittent")
-    bits: int | None = setting(
-        "quantize weights to 8, 4, 3 or 2 bits; exact if not set", default=None)
-    expected_restores: int | None = setting(
-        "choose the bits for so many restores", default=None, least=0)
-    keep: int = setting("how many versions are kept", default=3, least=1)
-    metrics_port: int | None = setting(
-        "serve Prometheus metrics and health of the run on this port of the loopback interface",
-        default=None, least=0)
-    recovery: Literal["full", "partial"] | None = setting(
-        "what happens when shards are lost; the run ends if not set", default=None)
-    priority: Literal["mfu", "ssu", "scar"] | None = setting(
-        "also save the rows that matter most, more often (partial recovery)", default=None)
-    fraction: float = setting(
-        "how many of all rows these are (priority)", default=0.125, above=0)
-    most_pls: float = setting(
-        "the portion of lost samples beyond which recovery is full (partial recovery)",
-        default=1.0, least=0)
-
-    def __post_init__(self) -> None:
-        config.check(self)
-        if self.recovery != "partial" and self.priority is not None:
-            raise ConfigError('priority is for recovery = "partial": other recoveries need whole '
-                              "versions")
-        if self.recovery == "partial" and self.expected_restores is not None:
-            raise ConfigError("expected_restores is not for partial recovery: set bits")
-        if self.path is not None:
-            self.strategy()
-        elif self.recovery is not None:
-            raise ConfigError("recovery needs versions: set path")
-        elif self.must_exist:
-            raise ConfigError("must_exist needs versions: set path")
-        elif self.start_from is not None:
-            raise ConfigError("start_from needs a place for the versions of this run: set path")
-        if self.map and self.start_from is None:
-            raise ConfigError("map is for start_from: set that, or leave map out")
-
-    def strategy(self) -> Strategy:
-        """What these settings mean; a combination that cannot work is refused."""
-        from emberkeep.strategies import incremental, partial
-
-        if self.recovery == "partial":
-            return partial(
-                every=self.every,
-                layout=self.layout,
-                bits=self.bits,
-                priority=self.priority,
-                fraction=self.fraction,
-                most_pls=self.most_pls,
-                keep=self.keep,
-            )
-        return incremental(
-            every=self.every,
-            layout=self.layout,
-            bits=self.bits,
-            expected_restores=self.expected_restores,
-            keep=self.keep,
-            recovery=self.recovery,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +381,10 @@ class RunConfig:
         if self.run.batch_size % self.cluster.workers:
             raise ConfigError(
                 f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
+        if self.checkpoint.accuracy_budget is not None and self.cluster.workers > 1:
+            raise ConfigError(
+                "checkpoint.accuracy_budget is measured in a run of one process: leave it out with "
+                "cluster.workers, and set checkpoint.bits")
         parity = self.parity.spec()
         if parity is not None:
             parity.check_shards(self.cluster.shards)

@@ -300,6 +300,14 @@ def test_nothing_lost_means_nothing_to_do() -> None:
     assert model.users.cluster.on_loss is None
 
 
+def test_a_failure_of_four_shards_of_two_clusters_is_one_restore() -> None:
+    model, store = Model(), MemoryStore()
+    with keeper_of(model, store, ek.partial(every=4, bits=4, priority=None)) as keeper:
+        train(model, keeper, {6: lambda: model.kill(0, 1, 2, 3)})
+        assert keeper.recoveries().partial == 1  # type: ignore[union-attr]
+    assert Repository.open(store).restores(exact=False) == 1
+
+
 def test_what_cannot_recover_partially_is_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="total_steps="):

@@ -42,6 +42,24 @@ def test_growth_is_expected_to_go_on() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "paper", "growth"),
+    [
+        ([0.25], False, False),
+        ([0.25, 0.42], False, True),  # 1.67 against 3 * 0.42, and against 3 * 0.59
+        ([0.25, 0.42, 0.55], False, True),
+        ([0.25, 0.42, 0.58], True, True),  # 2.25 against 4 * 0.58
+        ([1.0], True, True),
+        ([0.9], False, False),
+    ],
+)
+def test_the_paper_expects_the_last_increment_again(
+    sizes: list[float], paper: bool, growth: bool
+) -> None:
+    assert needs_baseline("intermittent", sizes, "paper") is paper
+    assert needs_baseline("intermittent", sizes, "growth") is growth
+
+
+@pytest.mark.parametrize(
     ("layout", "sizes", "expected"),
     [
         ("full", [], True),

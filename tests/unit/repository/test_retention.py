@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -14,6 +15,7 @@ from emberkeep.repository import (
     Collector,
     KeepAll,
     KeepEvery,
+    KeepFor,
     KeepLast,
     KeepNamed,
     Pin,
@@ -57,7 +59,47 @@ def test_policies(policy: RetentionPolicy, numbers: list[int], kept: list[int]) 
     assert sorted(version.number for version in decision) == kept
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (KeepFor(age=timedelta(days=14)), [3, 4, 5]),
+        (KeepFor(age=timedelta(days=15)), [2, 3, 4, 5]),
+        (KeepLast(n=2) & KeepFor(age=timedelta(days=14)), [4, 5]),
+        (KeepLast(n=4) & KeepFor(age=timedelta(days=14)), [3, 4, 5]),
+        (KeepLast(n=4) | KeepFor(age=timedelta(days=1)), [2, 3, 4, 5]),
+        (KeepLast(n=1) & KeepFor(age=timedelta(days=14)) | KeepNamed(), [2, 5]),
+    ],
+)
+def test_policies_by_age(policy: RetentionPolicy, kept: list[int]) -> None:
+    """Versions 1 to 5 are 21, 14, 7, 1 and 0 days old; 2 has a name."""
+    facts = [
+        replace(fact, age=timedelta(days=days))
+        for fact, days in zip(
+            history([1, 2, 3, 4, 5], named={2: "best"}), (21, 14, 7, 1, 0), strict=True
+        )
+    ]
+    assert sorted(version.number for version in policy.keep(facts)) == kept
+
+
+def test_gc_knows_how_old_versions_are_and_keeps_the_newest_whatever_its_age() -> None:
+    clock = VirtualClock()
+    repository = Repository.create(MemoryStore(clock), schema={}, clock=clock)
+    writer = Writer.open(repository)
+    policy = KeepLast(n=3) & KeepFor(age=timedelta(days=14))
+    collector = Collector(writer, policy=policy, grace=timedelta(0))
+    kept = []
+    for step in range(4):
+        save(writer, step)
+        clock.advance(timedelta(days=6))
+        kept.append([version.number for version in collector.collect().kept])
+    clock.advance(timedelta(days=30))
+    kept.append([version.number for version in collector.collect().kept])
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [4]]
+
+
 def test_policies_validate_themselves() -> None:
+    with pytest.raises(ConfigError):
+        KeepFor(age=timedelta(0))
     with pytest.raises(ConfigError):
         KeepLast(n=0)
     with pytest.raises(ConfigError):

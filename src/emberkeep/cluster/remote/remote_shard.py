@@ -485,13 +485,13 @@ class RemoteRows:
 
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
-        piece_nbytes: int, cancelled: threading.Event,
+        piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None = None,
     ) -> None:  # fmt: skip
         """Returns when the server has written its rows, and their files are part of the draft."""
         header = {
             "url": draft.url, "version": str(draft.version), "nonce": draft.nonce,
             "block_nbytes": draft.block_nbytes, "names": self._names, "threads": threads,
-            "nice": nice, "piece_nbytes": piece_nbytes,
+            "nice": nice, "piece_nbytes": piece_nbytes, "most_mb_per_second": most_mb_per_second,
             "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
         }  # fmt: skip
         answer = self._shard._until_done("write", header, cancelled)

@@ -24,6 +24,7 @@ import xxhash
 
 from emberkeep._types import I32, I64, U8, Array, Json
 from emberkeep.codecs import Codec, Raw, codec_from_dict, is_plane
+from emberkeep.codecs.table_codecs import codec_of
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository.manifest import FileRef
 from emberkeep.repository.pieces import Codecs
@@ -296,7 +297,7 @@ def encoded(
     stored: list[tuple[str, Codec, Array, dict[str, Array]]] = []
     kinds = np.zeros(rows, np.int64)
     for number, (plane, values) in enumerate(chunk.planes.items()):
-        codec = codecs.get(plane, _RAW)
+        codec = codec_of(codecs, chunk.table, plane)
         buffers = codec.encode(values, pool)
         stored.append((plane, codec, values, buffers))
         if "raw_rows" in buffers:

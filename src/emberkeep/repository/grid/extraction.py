@@ -50,6 +50,7 @@ from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import Grid
 from emberkeep.repository.writer import Writer
+from emberkeep.runtime.bandwidth import Bandwidth
 
 # Versions whose ids are remembered for pieces that were not compared with them yet.
 _MOST_UNSEEN = 16
@@ -163,8 +164,11 @@ class Extractor:
     living pieces: their deaths may be recorded later than they were, never earlier.
     """
 
-    def __init__(self, writer: Writer, grid: VersionId, settings: Grid) -> None:
+    def __init__(
+        self, writer: Writer, grid: VersionId, settings: Grid, bandwidth: Bandwidth | None = None
+    ) -> None:
         self.writer = writer
+        self._bandwidth = bandwidth or Bandwidth(None, clock=writer.repository.clock)
         self.grid = grid
         self.settings = settings
         self.catalog: Catalog | None = None
@@ -430,7 +434,8 @@ class Extractor:
     def _write(self, name: str, parts: Iterator[EncodedRows]) -> Bundle:
         bundle = BundleStream(parts, self._tables, nbytes=2**62, metadata={})
         digester = Digester()
-        self.writer.repository.store.put(name, digester.passing(bundle.stream()))
+        paced = self._bandwidth.passing(bundle.stream())
+        self.writer.repository.store.put(name, digester.passing(paced))
         self.written_nbytes += digester.size
         file = FileRef(
             name=name,

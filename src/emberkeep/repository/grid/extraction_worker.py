@@ -15,6 +15,7 @@ from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
 from emberkeep.repository.writer import Writer
 from emberkeep.runtime.background import Worker
+from emberkeep.runtime.bandwidth import Bandwidth
 
 # A round moves gigabytes; one that takes longer hangs.
 _PATIENCE = timedelta(hours=1)
@@ -37,7 +38,9 @@ class ExtractionWorker:
         tell: Callable[[str, Json], object],
         collect: Callable[[], object],
         nice: int,
+        bandwidth: Bandwidth | None = None,
     ) -> None:
+        self._bandwidth = bandwidth
         self.rules = rules
         self._collect = collect
         self.failure: FencedError | None = None
@@ -149,7 +152,7 @@ class ExtractionWorker:
         own = [manifest for manifest in waiting if grid_of(manifest) == grid]
         newest = own[-1] if own else newest
         if self._extractor is None or self._extractor.grid != grid:
-            self._extractor = Extractor(self._writer, grid, self.rules)
+            self._extractor = Extractor(self._writer, grid, self.rules, self._bandwidth)
         # Never twice in a row: the dead that are passed over would pile up.
         many = len(own) > self.rules.most_behind and self._passed_over is None
         split = self.rules.behind == "wait" or not many

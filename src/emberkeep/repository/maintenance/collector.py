@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from emberkeep.blobs import BlobInfo
@@ -164,11 +164,16 @@ class Collector:
         need."""
         tags = self._repository.tags()
         standing = sorted({*history.versions, *history.condemned} - doomed)
+        now = oldest + self._grace
         facts = [
-            VersionFacts(version=version, tags=tuple(tag for tag in tags if tags[tag] == version))
+            VersionFacts(
+                version=version,
+                tags=tuple(tag for tag in tags if tags[tag] == version),
+                age=now - history.listing.manifests[version].modified,
+            )
             for version in standing
         ]
-        untagged = self._policy.keep([VersionFacts(version=fact.version) for fact in facts])
+        untagged = self._policy.keep([replace(fact, tags=()) for fact in facts])
         roots: dict[VersionId, list[str]] = {version: [] for version in standing}
 
         def root(version: VersionId | None, reason: str) -> None:

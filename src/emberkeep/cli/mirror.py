@@ -1,0 +1,77 @@
+"""`emberkeep mirror`: copies the newest version of a repository to another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from emberkeep.cli._repository import (
+    JsonOption,
+    Url,
+    VersionOption,
+    choose,
+    emit,
+    open_repository,
+    print_json,
+    size_text,
+)
+from emberkeep.cli._shell import command
+from emberkeep.cli._work import WritingStore, progress
+
+
+@command
+def mirror(
+    url: Url,
+    to: Annotated[str, typer.Argument(metavar="TO", help="Where it is copied to.")],
+    version: VersionOption = None,
+    most_mb_per_second: Annotated[
+        float | None, typer.Option(metavar="MB", help="Copy no faster than this.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a version, with what it needs, to another repository; what is there is not copied again.
+
+    A trainer does this itself with checkpoint.mirror. By hand it makes up for a copy that a trainer
+    could not make, or brings a version back from a mirror. The other repository is created if it is
+    not there; only its writer may add to it, so a trainer that mirrors to it is stopped.
+    """
+    from emberkeep.blobs import open_store
+    from emberkeep.errors import ConfigError
+    from emberkeep.repository import Repository, Writer
+    from emberkeep.repository.maintenance.version_copy import (
+        check_copyable,
+        copy_version,
+        new_nbytes,
+        same_run,
+    )
+    from emberkeep.runtime.bandwidth import Bandwidth
+
+    repository, _ = open_repository(url)
+    chosen = choose(repository, version)
+    bandwidth = Bandwidth(most_mb_per_second)
+    store = WritingStore(open_store(to))
+    if store.url == repository.store.url:
+        raise ConfigError(f"{to} is the same place: choose another")
+    manifest = repository.manifest(chosen)
+    check_copyable(manifest)
+    if Repository.exists(store):
+        target = Repository.open(store)
+        if not same_run(repository, target):
+            raise ConfigError(f"{store.url} holds versions of another run: choose another place")
+    else:
+        target = Repository.create(
+            store, schema=repository.schema, exclusive=repository.exclusive, clock=repository.clock
+        )
+    nbytes = new_nbytes(repository, chosen, target)
+    with progress(f"copying version {chosen.number}", nbytes) as store.advance:
+        copied = copy_version(
+            repository, chosen, Writer.open(target), passing=bandwidth.passing
+        ).version
+    if as_json:
+        print_json({"version": chosen.number, "copy": copied.number, "nbytes": nbytes})
+    else:
+        emit(
+            f"version {chosen.number} is version {copied.number} of {store.url}: "
+            f"{size_text(nbytes)} copied"
+        )

@@ -1,0 +1,356 @@
+"""A second place for versions: whole ones are copied there beside training."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from emberkeep._types import Json
+from emberkeep.blobs import BlobStore, open_store
+from emberkeep.checkpoint.restore import check_schema
+from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.errors import (
+    CancelledError,
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    NoRepositoryError,
+    StorageError,
+    UnsupportedStoreError,
+)
+from emberkeep.keeper.run_saver import Hear
+from emberkeep.repository import (
+    Collector,
+    Manifest,
+    Repository,
+    RetentionPolicy,
+    VersionId,
+    Writer,
+)
+from emberkeep.repository.maintenance.version_copy import (
+    copy_version,
+    newest_origin,
+    origins,
+    same_run,
+)
+from emberkeep.runtime.background import Retry, Worker
+from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.metrics import Sample
+from emberkeep.strategies import Every, Interval, Strategy, schedule
+
+_RETRY = Retry(limit=None, first=timedelta(seconds=1), most=timedelta(minutes=1))
+# A version may be terabytes; a copy that takes longer hangs.
+_PATIENCE = timedelta(hours=6)
+# So often in a row a copy may fail before the end of a run stops waiting for it.
+_LAST_ATTEMPTS = 3
+_LAST_PATIENCE = timedelta(seconds=5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """What the second place has, as far as this process knows."""
+
+    url: str
+    step: int | None
+    """Of the newest version there; None while there is none."""
+    copied: int
+    """Versions that this process has copied."""
+    copied_nbytes: int
+    failed: int
+    """Attempts that failed."""
+    failing_since: float | None
+    """The time (Unix) since when no copy has succeeded; None while all is well."""
+    error: str | None
+    """The last error, while it lasts."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def samples(self) -> list[Sample]:
+        """The same for Prometheus."""
+        return [
+            ("mirror_copies_total", "counter", "versions copied to the mirror", self.copied),
+            ("mirror_copied_bytes_total", "counter", "bytes of these", self.copied_nbytes),
+            ("mirror_failures_total", "counter", "copies that failed", self.failed),
+            ("mirror_step", "gauge", "the step of the newest version there", self.step or 0),
+            ("mirror_failing_since_seconds", "gauge",
+             "since when (Unix) no copy has succeeded; 0 while all is well",
+             self.failing_since or 0.0),
+        ]  # fmt: skip
+
+
+class Mirror:
+    """Copies whole versions from one repository to another, one after the other, in the background.
+
+    The mirror is a repository of its own: what reads, verifies or collects a repository does so
+    there. Opening it makes this process its only writer, whatever other place an earlier one wrote
+    to: that one is stopped by `FencedError`. Where it cannot be reached when a run starts, the run
+    does not: a newer version may be there. While a run goes on, copies that fail are warned of,
+    counted and repeated; training does not wait for them.
+    """
+
+    def __init__(
+        self, store: BlobStore, *, every: Every | None, schema: Json, retention: RetentionPolicy,
+        settings: SaveSettings, exclusive: bool, on_event: Hear, clock: Clock,
+        must_exist: bool = False,
+    ) -> None:  # fmt: skip
+        """With `must_exist` none is created: a run that must exist is nowhere else."""
+        try:
+            if must_exist and not Repository.exists(store):
+                raise NoRepositoryError(
+                    f"neither the repository nor its mirror {store.url} is there, and this run "
+                    "must exist: nothing was created. Check the paths, and that disks are mounted; "
+                    "leave must_exist out to start a new run"
+                )
+            if Repository.exists(store):
+                self.repository = Repository.open(store, clock=clock)
+                check_schema(self.repository.tables, schema)
+            else:
+                self.repository = Repository.create(
+                    store, schema=schema, exclusive=exclusive, clock=clock
+                )
+            self._writer = Writer.open(self.repository)
+            newest = newest_origin(self.repository)
+        except (NoRepositoryError, UnsupportedStoreError):
+            raise
+        except StorageError as error:
+            raise StorageError(
+                f"the mirror {store.url} cannot be reached, and it may hold a newer version than "
+                f"the repository, so the run was not started: {error}; wait until it can, or leave "
+                "mirror= out to go on without it"
+            ) from error
+        self._every = every
+        self._settings = settings
+        self._collector = Collector(self._writer, policy=retention, grace=settings.grace)
+        self._bandwidth = Bandwidth(settings.mirror_mb_per_second, clock=clock)
+        self._listener = on_event
+        self._clock = clock
+        self._source: Repository | None = None
+        self._start()
+        self._given_up = threading.Event()
+        self._fenced: FencedError | None = None
+        self._step = None if newest is None else self.repository.manifest(newest[1]).step
+        self._copied_at: float | None = None
+        self._copied = self._copied_nbytes = self._failures = self._in_a_row = 0
+
+    def _start(self) -> None:
+        self._ended = False
+        self._worker = Worker(
+            "emberkeep-mirror", self._copy_newest, nice=self._settings.nice, retry=_RETRY,
+            on_error=self._failed, clock=self._clock,
+        )  # fmt: skip
+
+    def _wake(self) -> None:
+        if self._ended:  # a run that was closed goes on: a shard was lost at its very end
+            self._start()
+        self._worker.wake()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to go on from."""
+        return self._step is None
+
+    # -- before a run ----------------------------------------------------------------------------
+
+    def follow(self, source: Repository) -> None:
+        """Names the repository whose versions are copied."""
+        self._source = source
+        if not same_run(source, self.repository):
+            raise ConfigError(
+                f"{self.repository.store.url} holds versions of another run than "
+                f"{source.store.url}: choose another mirror, or remove what is there"
+            )
+
+    def bring_newer(self, writer: Writer) -> Manifest | None:
+        """Copies the newest whole version back if the repository has none as new; None if it
+        does."""
+        newest, known = newest_origin(self.repository), newest_origin(writer.repository)
+        if newest is None or (known is not None and not newest[0].newer_than(known[0])):
+            if known is not None and known[0] not in origins(self.repository):
+                self._wake()  # the run before was ended before it was copied
+            return None
+        return copy_version(self.repository, newest[1], writer)
+
+    def bring_again(self, writer: Writer) -> Manifest | None:
+        """Copies the newest whole version back beside its damaged double; None if it has none."""
+        newest, known = newest_origin(self.repository), newest_origin(writer.repository)
+        if newest is None or known is None or newest[0] != known[0]:
+            return None
+        return copy_version(self.repository, newest[1], writer, again=True)
+
+    # -- beside a run ----------------------------------------------------------------------------
+
+    def offer(self, step: int) -> None:
+        """A whole version of `step` is committed: it is copied if one is due."""
+        if self._due(step):
+            self._wake()
+
+    def _due(self, step: int) -> bool:
+        every = self._every
+        if every is None or self._step is None:
+            return True
+        if every.steps is not None:
+            return step < self._step or step - self._step >= every.steps
+        assert every.time is not None
+        if self._copied_at is None:
+            return True
+        return self._clock.monotonic() - self._copied_at >= every.time.total_seconds()
+
+    def _copy_newest(self) -> float | None:
+        assert self._source is not None
+        newest = self._source.newest_whole()
+        if newest is None or self._fenced is not None or self._given_up.is_set():
+            return None
+        started = self._clock.monotonic()
+        before = self._writer.newest
+        try:
+            copied = copy_version(
+                self._source, newest, self._writer, cancelled=self._given_up,
+                passing=partial(self._bandwidth.passing, cancelled=self._given_up),
+            )  # fmt: skip
+            self._note(newest.number, copied, before, started)
+            self._collector.collect()
+        except CancelledError:
+            pass
+        except FencedError as error:
+            with self._worker.changed:
+                self._fenced = error
+                self._worker.changed.notify_all()
+        return None
+
+    def _note(
+        self, number: int, copied: Manifest, before: VersionId | None, started: float
+    ) -> None:
+        nbytes = sum(
+            manifest.nbytes
+            for manifest in self.repository.chain(copied.version)
+            if before is None or manifest.version > before
+        )
+        with self._worker.changed:
+            self._copied += copied.version != before
+            self._copied_nbytes += nbytes
+            self._step, self._copied_at, self._in_a_row = copied.step, started, 0
+            self._worker.changed.notify_all()
+        if copied.version == before:
+            return
+        self._on_event(
+            "mirrored",
+            {
+                "version": number, "mirror_version": copied.version.number,
+                "step": copied.step, "nbytes": nbytes,
+                "seconds": self._clock.monotonic() - started,
+            },
+        )  # fmt: skip
+
+    def _failed(self, error: BaseException) -> None:
+        self._failures += 1
+        self._in_a_row += 1
+        if self._in_a_row == 1:
+            warnings.warn(
+                f"a version could not be copied to {self.repository.store.url}: {error}; training "
+                "goes on, and the copy is tried again",
+                stacklevel=1,
+            )
+        self._on_event("mirror_failed", {"error": str(error), "failures": self._in_a_row})
+
+    def _on_event(self, event: str, details: Json) -> None:
+        try:
+            self._listener(event, details)
+        except Exception as error:  # a listener must not be able to fail a copy
+            warnings.warn(f"on_event({event!r}) raised {error!r}", stacklevel=1)
+
+    def check(self) -> None:
+        """Raises `FencedError` if another process writes to the mirror: it has this run."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def status(self) -> MirrorStatus:
+        error, since = self._worker.error, self._worker.failed_since
+        return MirrorStatus(
+            url=self.repository.store.url,
+            step=self._step,
+            copied=self._copied,
+            copied_nbytes=self._copied_nbytes,
+            failed=self._failures,
+            failing_since=since,
+            error=None if error is None else str(error),
+        )
+
+    # -- after a run -----------------------------------------------------------------------------
+
+    def finish(self, step: int | None, patience: timedelta | None = None) -> None:
+        """Waits until the version of `step`, the newest, is in the mirror too, or a copy has failed
+        several times in a row, or `patience` is over; then ends the thread. What is missing is
+        warned of, and copied when the run is resumed."""
+        if step is not None and self._fenced is None and self._step != step:
+            self._in_a_row = 0
+            self._wake()
+            try:
+                self._worker.wait(
+                    lambda: self._step == step or self._hopeless,
+                    f"the copy of step {step} to {self.repository.store.url}",
+                    _PATIENCE if patience is None else patience,
+                )
+            except DeadlineError:
+                self.give_up()
+            if self._step != step:
+                has = "no version" if self._step is None else f"step {self._step}"
+                warnings.warn(
+                    f"{self.repository.store.url} has {has}, and the repository step {step}: the "
+                    "copy was not made; start the run again to have it made, or `emberkeep "
+                    "mirror`",
+                    stacklevel=2,
+                )
+        self._ended = True
+        self._worker.stop()
+        with suppress(DeadlineError):  # it hangs, and ends with the process
+            self._worker.join(_LAST_PATIENCE)
+
+    @property
+    def _hopeless(self) -> bool:
+        return self._in_a_row >= _LAST_ATTEMPTS or self._fenced is not None
+
+    def give_up(self) -> None:
+        """Ends the copy under way; nobody waits for it."""
+        self._given_up.set()
+        self._worker.stop()
+
+    def lift_limit(self) -> None:
+        self._bandwidth.lift()
+
+
+def mirror_of(
+    where: str | os.PathLike[str] | BlobStore | None, every: Interval | None, beside: BlobStore,
+    schema: Callable[[], Json], strategy: Strategy, settings: SaveSettings, *, exclusive: bool,
+    on_event: Hear, clock: Clock,
+) -> Callable[..., Mirror] | None:  # fmt: skip
+    """What opens the mirror of a keeper; None without one. Refuses what cannot be mirrored."""
+    if where is None:
+        if every is not None:
+            raise ConfigError("mirror_every= is for a mirror: give mirror= too")
+        if settings.mirror_mb_per_second is not None:
+            raise ConfigError("mirror_mb_per_second is for a mirror: give mirror= too")
+        return None
+    if not where or (not isinstance(where, str | os.PathLike) and not hasattr(where, "put")):
+        raise ConfigError(f"mirror={where!r} is no place: give a path, a URL or a store")
+    store = open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
+    if store is beside or (store is not where and store.url == beside.url):
+        raise ConfigError(f"the mirror of {beside.url} is the same place: choose another")
+    if strategy.spec.layout == "grid":
+        raise ConfigError(
+            "a grid cannot be mirrored: its rows move between the files of its versions; choose "
+            "another layout, leave mirror= out, or copy single versions with `emberkeep fork`"
+        )
+    return partial(
+        Mirror, store, every=None if every is None else schedule(every), schema=schema(),
+        retention=strategy.retention, settings=settings, exclusive=exclusive, on_event=on_event,
+        clock=clock,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Versions of one repository as versions of another: the same files under the same digests.
+
+Each place is a repository of its own, with its own writer, history, numbers and gc. What is the
+same version is known by its *origin*: the repository and version that were copied first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from emberkeep._types import Json
+from emberkeep.blobs import Buffer
+from emberkeep.errors import CancelledError, ConfigError, DamageError, NoVersionError
+from emberkeep.repository.grid.catalog import grid_of
+from emberkeep.repository.manifest import FileRef, Manifest, utc
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.pins import Pin
+from emberkeep.repository.repository import Repository
+from emberkeep.repository.writer import Writer
+from emberkeep.runtime.readahead import ahead_of
+
+# A pin lasts an hour, and a slow store may need longer for one file.
+_RENEW_AFTER = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a version was written first, and when."""
+
+    repository: str
+    version: VersionId
+    created: datetime
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Origin:
+        if "copied_from" not in manifest.described:
+            return cls(manifest.repository, manifest.version, manifest.created)
+        source = manifest.described.object("copied_from")
+        return cls(
+            source.text("repository"),
+            source.parsed("version", VersionId.parse),
+            source.parsed("created", utc),
+        )
+
+    def to_json(self) -> Json:
+        return {
+            "repository": self.repository,
+            "version": str(self.version),
+            "created": self.created.isoformat(),
+        }
+
+    def newer_than(self, other: Origin) -> bool:
+        """Of one repository the later version is newer; of two, what was saved later."""
+        if self.repository == other.repository:
+            return self.version > other.version
+        return self.created > other.created
+
+
+def origins(repository: Repository) -> dict[Origin, VersionId]:
+    """The versions that stand in a repository, by their origin; of several copies the newest."""
+    found = {}
+    for version in repository.versions():
+        try:
+            found[Origin.of(repository.manifest(version))] = version
+        except (DamageError, NoVersionError):
+            continue  # it is none that can be built on
+    return found
+
+
+def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
+    """The newest whole version whose manifest can be read; None where there is none."""
+    for version in reversed(repository.versions()):
+        try:
+            manifest = repository.manifest(version)
+            if manifest.whole:
+                return Origin.of(manifest), version
+        except (DamageError, NoVersionError):
+            continue
+    return None
+
+
+def same_run(one: Repository, other: Repository) -> bool:
+    """Whether versions of two repositories may be those of one run: some come from the same place,
+    or one of the two has none yet."""
+    runs = [
+        {origin.repository for origin in found} for found in (origins(one), origins(other)) if found
+    ]
+    return len(runs) < 2 or not (runs[0] | {one.id}).isdisjoint(runs[1] | {other.id})
+
+
+def new_nbytes(source: Repository, version: VersionId, target: Repository) -> int:
+    """How much a copy of a version would write."""
+    there = origins(target)
+    return sum(m.nbytes for m in source.chain(version) if Origin.of(m) not in there)
+
+
+def copy_version(
+    source: Repository,
+    version: VersionId,
+    writer: Writer,
+    *,
+    again: bool = False,
+    passing: Callable[[Iterator[Buffer]], Iterator[Buffer]] = iter,
+    cancelled: threading.Event | None = None,
+) -> Manifest:
+    """Copies a version, with what it needs of others, to where `writer` writes; its manifest there.
+
+    What is there already is not copied, unless `again` says that it may be damaged. Bytes are
+    checked against the digests of the source when they are read, and have the same ones where they
+    go. A copy that was interrupted has left nothing but files that gc removes.
+    """
+    with Pin(source, version) as pin:
+        chain = source.chain(pin.version)
+        check_copyable(chain[-1])
+        there = {} if again else origins(writer.repository)
+        copies: dict[VersionId, VersionId] = {}
+        copied: Manifest | None = None
+        for manifest in chain:
+            origin = Origin.of(manifest)
+            if origin in there:
+                copies[manifest.version] = there[origin]
+                continue
+            needs = [copies[needed] for needed in manifest.needs]
+            baseline = None if manifest.baseline is None else copies.get(manifest.baseline)
+            with writer.begin(needs=needs) as draft:
+                for file in manifest.files:
+                    stream = _watched(source.stream(file), pin, source, cancelled)
+                    put = draft.add(
+                        passing(ahead_of(stream, clock=source.clock)),
+                        kind=file.kind, suffix=file.name.rpartition(".")[2],
+                        metadata=file.metadata,
+                    )  # fmt: skip
+                    _check_same(file, put, writer.repository)
+                copied = draft.commit(
+                    step=manifest.step,
+                    baseline=baseline,
+                    layout={**manifest.layout, "copied_from": origin.to_json()},
+                    reader=manifest.reader,
+                    user=manifest.user,
+                    counters=manifest.counters,
+                )
+            copies[manifest.version] = copied.version
+        newest = copies[chain[-1].version]
+        if copied is None or copied.version != newest:
+            copied = writer.repository.manifest(newest)
+        return copied
+
+
+def check_copyable(manifest: Manifest) -> None:
+    if grid_of(manifest) is not None:
+        raise ConfigError(
+            f"version {manifest.version} belongs to a grid, whose rows move between the files of "
+            "its versions, so it cannot be copied by itself: use another layout, or `emberkeep "
+            "fork`, which copies what one version reads"
+        )
+
+
+def _watched(
+    blocks: Iterator[Buffer], pin: Pin, source: Repository, cancelled: threading.Event | None
+) -> Iterator[Buffer]:
+    """The blocks of a file, while the version is held and the copy is wanted."""
+    renewed = source.clock.monotonic()
+    for block in blocks:
+        if cancelled is not None and cancelled.is_set():
+            raise CancelledError(f"the copy of version {pin.version} was given up")
+        if source.clock.monotonic() - renewed > _RENEW_AFTER.total_seconds():
+            pin.renew()
+            renewed = source.clock.monotonic()
+        yield block
+
+
+def _check_same(file: FileRef, put: FileRef, target: Repository) -> None:
+    """What was checked when it was read can only differ if memory failed in between."""
+    if (put.size, put.digest) != (file.size, file.digest):
+        raise DamageError(
+            f"{put.name} in {target.store.url} has another digest than {file.name}, of which it is "
+            "a copy: the version was not copied; try again",
+            name=put.name,
+        )

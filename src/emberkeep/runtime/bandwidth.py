@@ -1,0 +1,78 @@
+"""How fast bytes may be written: storage that many jobs share is what limits how often each of
+them can save."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from emberkeep.errors import CancelledError, ConfigError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+
+_Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+# A wait is looked at so often: whether it was given up.
+_LOOK_SECONDS = 0.2
+# So much goes at once: a slow store is not sent 16 MB in a burst.
+_MOST_NBYTES = 4 * 2**20
+
+
+class Bandwidth:
+    """Lets `most_mb_per_second` through, on average over what several threads write; without a
+    number, everything at once. Up to 4 MiB more may be under way."""
+
+    def __init__(self, most_mb_per_second: float | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        check_rate(most_mb_per_second)
+        self._rate = None if most_mb_per_second is None else most_mb_per_second * 1e6
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._free_at = -math.inf
+
+    def passing(
+        self, buffers: Iterable[_Buffer], cancelled: threading.Event | None = None
+    ) -> Iterator[_Buffer]:
+        """The same bytes, each when it is their turn; `CancelledError` if that is given up
+        meanwhile."""
+        for buffer in buffers:
+            if self._rate is None:
+                yield buffer
+                continue
+            view = memoryview(buffer).cast("B")
+            for start in range(0, len(view), _MOST_NBYTES):
+                part = view[start : start + _MOST_NBYTES]
+                self.spend(len(part), cancelled)
+                yield part
+
+    def spend(self, nbytes: int, cancelled: threading.Event | None = None) -> None:
+        """Returns when so many bytes may be written."""
+        if self._rate is None:
+            return
+        with self._changed:
+            start = max(self._clock.monotonic(), self._free_at)
+            self._free_at = start + nbytes / self._rate
+            while self._rate is not None:
+                left = start - self._clock.monotonic()
+                if left <= 0:
+                    return
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError("writing was given up while it waited for bandwidth")
+                self._clock.wait_for(
+                    self._changed, lambda: self._rate is None, min(left, _LOOK_SECONDS)
+                )
+
+    def share(self, parts: int) -> float | None:
+        """What each of so many writers elsewhere may take."""
+        return None if self._rate is None else self._rate / parts / 1e6
+
+    def lift(self) -> None:
+        """From now on there is no limit: a process that is about to be ended has no time for it."""
+        with self._changed:
+            self._rate = None
+            self._changed.notify_all()
+
+
+def check_rate(most_mb_per_second: float | None) -> None:
+    if most_mb_per_second is not None and not 0 < most_mb_per_second < math.inf:
+        raise ConfigError(f"most_mb_per_second must be above 0, not {most_mb_per_second}")

@@ -1,0 +1,202 @@
+"""What of a run is saved, where and how, as settings that are read from TOML.
+
+Nothing here imports torch, as in `run_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from emberkeep import config
+from emberkeep.config import setting
+from emberkeep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from emberkeep.checkpoint.spec import SaveSettings
+    from emberkeep.strategies import Strategy
+
+# fmt: off
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """What is saved beside training, so that a run can be stopped anywhere and resumed."""
+
+    path: str | None = setting(
+        "where versions are kept: a directory or s3://, gs://, az://; nothing is saved if not set",
+        default=None, path=True)
+    must_exist: bool = setting(
+        "refuse to start over where there is no version: a mount may be missing", default=False)
+    start_from: str | None = setting(
+        "a repository whose newest version the run starts from while it has none of its own: what "
+        "fits of it, the rest is named", default=None, path=True)
+    map: Mapping[str, str] | None = setting(
+        "names of tables and tensors there that are others here (start_from)", default=None)
+    every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
+    layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
+        "what a version holds", default="intermittent")
+    predictor: Literal["growth", "paper"] = setting(
+        "when an intermittent layout starts over: growth expects increments to go on growing, "
+        "paper decides as Check-N-Run does", default="growth")
+    bits: int | None = setting(
+        "quantize weights to 8, 4, 3 or 2 bits; exact if not set", default=None)
+    expected_restores: int | None = setting(
+        "choose the bits for so many restores", default=None, least=0)
+    job_duration: str | None = setting(
+        "how long the job will take, \"5d\": with mtbf it says how many restores to expect",
+        default=None)
+    mtbf: str | None = setting(
+        "mean time between failures of the job, \"36h\" (job_duration)", default=None)
+    accuracy_budget: float | None = setting(
+        "measure the bits of each table instead: the share of the validation loss that restores "
+        "may cost, such as 1e-4", default=None, above=0, below=1)
+    calibrate_at: int | None = setting(
+        "measure after this step; a tenth of the run if not set (accuracy_budget)", default=None,
+        least=1)
+    calibration_samples: int = setting(
+        "measure on so many samples that come next (accuracy_budget)", default=16384, least=1)
+    quantize_optimizer: bool = setting(
+        "store accumulators in 8 bits, row-wise ones in 16", default=False)
+    bins: int | None = setting(
+        "steps in the search for the range of a row; the paper's if not set (4, 3, 2 bits)",
+        default=None, least=1)
+    range_ratio: float | None = setting(
+        "how much of the range that search may give up; the paper's if not set (4, 3, 2 bits)",
+        default=None, least=0)
+    keep: int = setting("how many versions are kept", default=3, least=1)
+    keep_for: str | None = setting(
+        "also keep versions younger than this, \"14d\"", default=None)
+    drop_after: str | None = setting(
+        "keep no version longer than this, \"14d\", but for the newest and tagged ones",
+        default=None)
+    most_mb_per_second: float | None = setting(
+        "write versions no faster than this, where many jobs share the storage", default=None,
+        above=0)
+    mirror: str | None = setting(
+        "a second place: whole versions are copied there, and the newest of either is resumed",
+        default=None, path=True)
+    mirror_every: str | None = setting(
+        "how often at most, \"2h\"; every version if not set (mirror)", default=None)
+    mirror_mb_per_second: float | None = setting(
+        "copy to the mirror no faster than this (mirror)", default=None, above=0)
+    metrics_port: int | None = setting(
+        "serve Prometheus metrics and health of the run on this port of the loopback interface",
+        default=None, least=0)
+    recovery: Literal["full", "partial"] | None = setting(
+        "what happens when shards are lost; the run ends if not set", default=None)
+    priority: Literal["mfu", "ssu", "scar"] | None = setting(
+        "also save the rows that matter most, more often (partial recovery)", default=None)
+    fraction: float = setting(
+        "how many of all rows these are (priority)", default=0.125, above=0)
+    most_pls: float = setting(
+        "the portion of lost samples beyond which recovery is full (partial recovery)",
+        default=1.0, least=0)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        if self.recovery != "partial" and self.priority is not None:
+            raise ConfigError('priority is for recovery = "partial": other recoveries need whole '
+                              "versions")
+        if self.recovery == "partial":
+            for key in ("expected_restores", "job_duration", "accuracy_budget"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f"{key} is not for partial recovery: set bits")
+        if self.accuracy_budget is None and self.calibrate_at is not None:
+            raise ConfigError("calibrate_at is for accuracy_budget: set that too")
+        if self.mirror is None:
+            for key in ("mirror_every", "mirror_mb_per_second"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f"{key} is for a mirror: set mirror")
+        elif self.layout == "grid":
+            raise ConfigError("a grid cannot be mirrored, since its rows move between the files of "
+                              "its versions: set another layout, or leave mirror out")
+        if self.path is not None:
+            self.strategy()
+        elif self.recovery is not None:
+            raise ConfigError("recovery needs versions: set path")
+        else:
+            for key in ("must_exist", "mirror", "most_mb_per_second", "accuracy_budget"):
+                if getattr(self, key):
+                    raise ConfigError(f"{key} needs versions: set path")
+            if self.start_from is not None:
+                raise ConfigError("start_from needs a place for the versions of this run: set path")
+        if self.map and self.start_from is None:
+            raise ConfigError("map is for start_from: set that, or leave map out")
+
+    def strategy(self) -> Strategy:
+        """What these settings mean; a combination that cannot work is refused."""
+        from emberkeep.strategies import incremental, partial, retention, schedule
+
+        if self.mirror_every is not None:
+            schedule(self.mirror_every)
+        if self.recovery == "partial":
+            strategy = partial(
+                every=self.every,
+                layout=self.layout,
+                bits=self.bits,
+                priority=self.priority,
+                fraction=self.fraction,
+                most_pls=self.most_pls,
+                keep=self.keep,
+            )
+            rounds = 1 if strategy.spec.priority is None else strategy.spec.priority.rounds
+            return replace(
+                strategy,
+                spec=replace(
+                    strategy.spec, predictor=self.predictor, bins=self.bins,
+                    range_ratio=self.range_ratio, quantize_optimizer=self.quantize_optimizer,
+                ),
+                retention=retention(
+                    self.keep * rounds, keep_for=self.keep_for, drop_after=self.drop_after
+                ),
+            )
+        return incremental(
+            every=self.every,
+            layout=self.layout,
+            predictor=self.predictor,
+            bits=self.bits,
+            expected_restores=self._expected(),
+            accuracy_budget=self.accuracy_budget,
+            quantize_optimizer=self.quantize_optimizer,
+            bins=self.bins,
+            range_ratio=self.range_ratio,
+            keep=self.keep,
+            keep_for=self.keep_for,
+            drop_after=self.drop_after,
+            recovery=self.recovery,
+        )
+
+    def _expected(self) -> int | None:
+        """How many restores are expected: as it is set, or from the failures of the job."""
+        from emberkeep.checkpoint.overheads import expected_restores
+
+        if (self.job_duration is None) != (self.mtbf is None):
+            raise ConfigError("job_duration and mtbf belong together: set both, or neither")
+        if self.job_duration is None or self.mtbf is None:
+            return self.expected_restores
+        if self.expected_restores is not None or self.bits is not None:
+            raise ConfigError(
+                "job_duration and mtbf choose how many restores are expected, and so the bits: "
+                "leave them out, or expected_restores and bits")
+        times = []
+        for key in ("job_duration", "mtbf"):
+            try:
+                times.append(config.duration(getattr(self, key)))
+            except ValueError:
+                raise ConfigError(
+                    f"{key} is a duration such as 36h or 5d, not {getattr(self, key)!r}") from None
+        return expected_restores(*times)
+
+    def saving(self) -> SaveSettings | None:
+        """How versions are written, where that is not as usual."""
+        from emberkeep.checkpoint.spec import SaveSettings
+
+        if self.most_mb_per_second is None and self.mirror_mb_per_second is None:
+            return None
+        return SaveSettings(
+            most_mb_per_second=self.most_mb_per_second,
+            mirror_mb_per_second=self.mirror_mb_per_second,
+        )
+
+# fmt: on

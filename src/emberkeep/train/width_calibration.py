@@ -1,0 +1,58 @@
+"""Widths of tables for a run from its settings: measured on samples that come next.
+
+These have not been trained on yet, so that the loss is an honest one, and no held-out sample is
+spent. Everything is taken back afterwards, and the run trains on them as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+
+from emberkeep.data import Batch, Reader, Window
+from emberkeep.errors import ConfigError
+from emberkeep.keeper import Keeper
+from emberkeep.keeper.calibration import calibrate, is_calibrated
+from emberkeep.train.checkpoint_settings import CheckpointSettings
+
+# What an optimizer remembers shows after a few steps.
+_TRIAL_STEPS = 8
+
+Loss = Callable[[Batch], torch.Tensor]
+
+
+def calibrate_when_due(
+    keeper: Keeper, given: CheckpointSettings, *, step: int, total: int, samples: Window,
+    place: int, batch_size: int, loss_of: Loss, optimizers: Sequence[torch.optim.Optimizer],
+) -> None:  # fmt: skip
+    """Once, after the step that the settings name, or as soon as a run is beyond it. `place` is
+    the next sample of `samples`."""
+    at = given.calibrate_at or max(1, total // 10)
+    if given.accuracy_budget is None or step < at or is_calibrated(keeper):
+        return
+    steps = max(1, given.calibration_samples // batch_size)
+    ahead = Window(source=samples, start=place)
+    with Reader(ahead, batch_size=batch_size) as reader:
+        batches = list(islice(reader, _TRIAL_STEPS + steps))
+    trained, judged = batches[:_TRIAL_STEPS], batches[_TRIAL_STEPS:]
+    if not judged:
+        raise ConfigError(
+            f"after step {step} of {total} there are {sum(map(len, batches))} samples left, too "
+            "few to calibrate on: set checkpoint.calibrate_at to an earlier step"
+        )
+
+    def validate() -> float:
+        with torch.no_grad():
+            losses = [loss_of(batch).item() * len(batch) for batch in judged]
+        return sum(losses) / sum(map(len, judged))
+
+    def trial() -> None:
+        for batch in trained:
+            loss_of(batch).backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    calibrate(keeper, validate, trial=trial)
