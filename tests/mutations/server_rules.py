@@ -65,8 +65,8 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S3-settle", "a push is acknowledged before hosts hold it", STREAMS,
-        "        return self._await("
-        "lambda: self._source.settled >= number or not self._source.hosts)\n",
+        "        return self._await(lambda: self._source.settled >= number or not "
+        "self._source.hosts)\n",
         "        return True\n", SIMULATOR,
     ),
     Mutation(

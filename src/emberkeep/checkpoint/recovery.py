@@ -195,13 +195,13 @@ def recover_partially(
 
 
 def steps_of(cluster: Cluster) -> dict[str, int]:
-    """How many pushes each table has taken part in, as the shards that still serve know it. Not
-    counted is what lost shards will be sent once they are back."""
+    """How many pushes each table has taken part in, as the shards that still serve know it: the
+    most, because one that has just come back from parity may have yet to get the last ones again.
+    Not counted is what lost shards will be sent once they are back."""
+    steps: dict[str, int] = {}
     for shard in cluster.handles:
         if shard.state == "serving":
-            before, state = -1, {}
-            while (unfinished := cluster.unfinished(shard.index)) != before:
-                # Again, if the push of another rank came in between.
-                before, state = unfinished, shard.table_state()
-            return {name: table["steps"] - unfinished for name, table in state.items()}
-    return {}
+            state, unfinished = shard.table_state(), cluster.unfinished(shard.index)
+            for name, table in state.items():
+                steps[name] = max(steps.get(name, 0), table["steps"] - unfinished)
+    return steps
