@@ -18,26 +18,26 @@ from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
-from emberkeep.keeper.costs import Costs, Ledger, metrics_server
+from emberkeep.keeper.costs import Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
 from emberkeep.keeper.interval import shortest_interval
-from emberkeep.keeper.mirror import MirrorStatus, mirror_of
 from emberkeep.keeper.model_parts import Optimizers, find_parts
+from emberkeep.keeper.open_saver import open_saver, refuse_for_tier, run_name
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
-from emberkeep.keeper.recoverer import Recovered, Recoveries, make_recoverer
-from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together, kept_nbytes
+from emberkeep.keeper.recoverer import Recovered, make_recoverer
+from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together
+from emberkeep.keeper.run_report import RunReport
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader, warn_of_data
 from emberkeep.keeper.signals import Termination, announce, end
-from emberkeep.keeper.tier_saver import TierSaver
 from emberkeep.keeper.warm_start import Resumed, WarmStart, check_partial, warm_start
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.strategies import Interval, Strategy, incremental
 
 
-class Keeper:
+class Keeper(RunReport):
     """Saves a model beside its training and brings it back, to the bit.
 
         keeper = ek.Keeper("runs/42", model, optimizer, reader=loader)
@@ -131,31 +131,17 @@ class Keeper:
         self._store = (
             open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
         )
-        self._saver: RunSaver | None = None
         if self._store is None:
-            if about or settings or exclusive or mirror:
-                raise ConfigError(
-                    "about=, settings=, exclusive= and mirror= are for a repository, and the run "
-                    "is kept in its tier: leave them out, or give the keeper a repository"
-                )
-            self._saver = TierSaver(
-                self._parts, self._strategy, must_exist=must_exist, on_event=self._hear,
-                clock=clock,
-            )  # fmt: skip
-        elif self._ranks.leads:
-            self._saver = RepositorySaver(
-                self._store, self._parts.subject, self._strategy, about=about or {},
-                settings=self._settings, exclusive=exclusive, must_exist=must_exist,
-                on_event=self._hear, clock=clock,
-                mirror=mirror_of(
-                    mirror, mirror_every, self._store, self._parts.subject.schema, self._strategy,
-                    self._settings, exclusive=exclusive, on_event=self._hear, clock=clock,
-                ),
-            )  # fmt: skip
-        hear = self._hear if self._ranks.leads else None
+            refuse_for_tier(about, settings, exclusive, mirror)
+        self._saver = open_saver(
+            self._store, self._parts, self._strategy, self._settings, leads=self._ranks.leads,
+            about=about or {}, exclusive=exclusive, must_exist=must_exist, mirror=mirror,
+            mirror_every=mirror_every, on_event=self._hear, clock=clock,
+        )  # fmt: skip
         self.shortest_interval = shortest_interval(
-            self._parts.subject, self._strategy, self._settings, hear
-        )
+            self._parts.subject, self._strategy, self._settings,
+            self._hear if self._ranks.leads else None,
+        )  # fmt: skip
         self._recoverer = make_recoverer(
             self._strategy, homes, self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
@@ -173,8 +159,8 @@ class Keeper:
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
         self._termination = Termination()
-        for home in self._parts.subject.homes():
-            home.cluster.tell(name=self._name())
+        for home in homes:
+            home.cluster.tell(name=run_name(self._saver))
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -334,10 +320,6 @@ class Keeper:
                 if not self._went_back:
                     return
 
-    def recoveries(self) -> Recoveries | None:
-        """What failures have cost this process so far; None for a model without shards."""
-        return None if self._recoverer is None else self._recoverer.summary()
-
     def _go_back(self) -> Kept | None:
         kept = self._resume(None, False, tell=False)
         self._went_back = True
@@ -456,60 +438,6 @@ class Keeper:
             details = {"version": version_number(kept), "step": kept.step, "lost": passed_over}
             self._tell("resumed", details)
         return kept
-
-    # -- what users may ask ----------------------------------------------------------------------
-
-    @property
-    def durable(self) -> int | None:
-        """The step that a crash comes back to, as this process knows it; None before there is one,
-        and on ranks that do not write."""
-        whole = None if self._saver is None else self._saver.whole
-        return None if whole is None else whole.step
-
-    @property
-    def saved_whole(self) -> Mapping[str, str]:
-        """The tables that cannot be followed row by row, and why."""
-        return dict(self._parts.whole)
-
-    def mark_all_changed(self) -> None:
-        """Call this before you change rows of torch's embeddings yourself, past the optimizer."""
-        self._parts.tables.announce()
-
-    def costs(self) -> Costs:
-        """What this process has spent on versions so far."""
-        if self._saver is not None:
-            return self._ledger.costs(self._saver.kept_nbytes(), self.mirror_status())
-        assert self._store is not None
-        return self._ledger.costs(kept_nbytes(self._store))
-
-    def metrics(self) -> str:
-        """The same for Prometheus, and how well rows are protected where there is parity."""
-        statuses = [home.cluster.parity for home in self._parts.subject.homes()]
-        summaries = [found for found in (self.recoveries(), self.mirror_status()) if found]
-        return self._ledger.exposition(
-            [status for status in statuses if status is not None],
-            [sample for summary in summaries for sample in summary.samples()],
-        )
-
-    def mirror_status(self) -> MirrorStatus | None:
-        """What the mirror has; None without one, and on ranks that do not write."""
-        return self._saver.mirror_status() if isinstance(self._saver, RepositorySaver) else None
-
-    def _not_ready(self) -> str | None:
-        """Why training stands still; None if it does not."""
-        if self._closed:
-            return "the keeper is closed"
-        lost = [shard for home in self._parts.subject.homes() for shard in home.cluster.lost()]
-        return f"shards {', '.join(map(str, lost))} are lost" if lost else None
-
-    def _name(self) -> str:
-        """What the run is called where its servers are looked at: the end of its URL."""
-        url = "" if self._saver is None else self._saver.url
-        return url.partition("?")[0].rstrip("/").rpartition("/")[2]
-
-    @property
-    def metrics_port(self) -> int | None:
-        return None if self._server is None else self._server.port
 
     # -- saving ----------------------------------------------------------------------------------
 

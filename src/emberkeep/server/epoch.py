@@ -15,6 +15,7 @@ from emberkeep.cluster.shard import Shard
 from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
+from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
@@ -107,14 +108,14 @@ class Epoch:
             else:
                 self._ledger.note(int(worker, 16), number)
 
-    def serve(self, after: int, pushes: Mapping[int, int]) -> None:
+    def serve(self, after: int, pushes: Mapping[str, int]) -> None:
         """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
         answer to one, when the shard before was lost, hears that it is done. So does a worker
         whose `pushes` are in the version that the rows came from."""
         with self._push_lock:
             self._applied_together = max(self._applied_together, after)
             if self.parity_service is None or not self.parity_service.from_parity:
-                self._ledger.start_after(pushes)
+                self._ledger.start_after({int(worker, 16): n for worker, n in pushes.items()})
         self.shard.serve()
 
     def freeze(self, since: str | None, buffer: int) -> tuple[Cut[FrozenRows], dict[str, int]]:
@@ -414,3 +415,9 @@ class Epoch:
             slab.pull(RowIds(wanted.ids[positions], offsets), rows_UD)
             changed.append(Changed(positions, rows_UD))
         return changed
+
+
+def priority_of(header: Json) -> Priority | None:
+    """How a coordinator wants rows to be ranked, if at all."""
+    priority = header.get("priority")
+    return None if priority is None else Priority(**priority)

@@ -35,7 +35,6 @@ from emberkeep.errors import (
     ServerError,
 )
 from emberkeep.repository import Repository, VersionId
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import Worker, end_all
 from emberkeep.runtime.bandwidth import Bandwidth
@@ -43,7 +42,7 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
-from emberkeep.server.epoch import Epoch, Session
+from emberkeep.server.epoch import Epoch, Session, priority_of
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
@@ -260,7 +259,7 @@ class ShardService:
                 pool=self._pool, epoch=number, state="recovering", clock=self._clock,
             )  # fmt: skip
             if header.get("tracked"):
-                shard.track(_priority(header))
+                shard.track(priority_of(header))
             self._term = term
             self._epoch = Epoch(
                 number, shard, shards=count, coordinator=coordinator,
@@ -305,11 +304,7 @@ class ShardService:
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        pushes = header.get("pushes", {})
-        epoch.serve(
-            int(header.get("after", 0)),
-            {int(worker, 16): int(number) for worker, number in pushes.items()},
-        )
+        epoch.serve(int(header.get("after", 0)), header.get("pushes", {}))
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
 
@@ -397,7 +392,7 @@ class ShardService:
         yield {}, _NONE
 
     def _track(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.track(_priority(header))
+        self._checked(header).shard.track(priority_of(header))
         yield {}, _NONE
 
     def _forget_changes(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -602,8 +597,3 @@ class ShardService:
             raise ProtocolError("ids are one column of int64")
         epoch.check_rows(header["table"], ids)
         return epoch.shard
-
-
-def _priority(header: Json) -> Priority | None:
-    priority = header.get("priority")
-    return None if priority is None else Priority(**priority)

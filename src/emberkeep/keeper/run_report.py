@@ -1,0 +1,80 @@
+"""What a keeper tells of its run: what is durable, what it costs, whether it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from emberkeep.blobs import BlobStore
+from emberkeep.keeper.costs import Costs, Ledger
+from emberkeep.keeper.mirror import MirrorStatus
+from emberkeep.keeper.model_parts import Parts
+from emberkeep.keeper.recoverer import Recoverer, Recoveries
+from emberkeep.keeper.repository_saver import RepositorySaver, kept_nbytes
+from emberkeep.keeper.run_saver import RunSaver
+
+if TYPE_CHECKING:
+    from emberkeep.runtime.metrics import MetricsServer
+
+
+class RunReport:
+    """The part of `Keeper` that changes nothing."""
+
+    _saver: RunSaver | None
+    _store: BlobStore | None
+    _parts: Parts
+    _ledger: Ledger
+    _recoverer: Recoverer | None
+    _server: MetricsServer | None
+    _closed: bool
+
+    @property
+    def durable(self) -> int | None:
+        """The step that a crash comes back to, as this process knows it; None before there is one,
+        and on ranks that do not write."""
+        whole = None if self._saver is None else self._saver.whole
+        return None if whole is None else whole.step
+
+    @property
+    def saved_whole(self) -> Mapping[str, str]:
+        """The tables that cannot be followed row by row, and why."""
+        return dict(self._parts.whole)
+
+    def mark_all_changed(self) -> None:
+        """Call this before you change rows of torch's embeddings yourself, past the optimizer."""
+        self._parts.tables.announce()
+
+    def costs(self) -> Costs:
+        """What this process has spent on versions so far."""
+        if self._saver is not None:
+            return self._ledger.costs(self._saver.kept_nbytes(), self.mirror_status())
+        assert self._store is not None
+        return self._ledger.costs(kept_nbytes(self._store))
+
+    def metrics(self) -> str:
+        """The same for Prometheus, and how well rows are protected where there is parity."""
+        statuses = [home.cluster.parity for home in self._parts.subject.homes()]
+        summaries = [found for found in (self.recoveries(), self.mirror_status()) if found]
+        return self._ledger.exposition(
+            [status for status in statuses if status is not None],
+            [sample for summary in summaries for sample in summary.samples()],
+        )
+
+    def recoveries(self) -> Recoveries | None:
+        """What failures have cost this process so far; None for a model without shards."""
+        return None if self._recoverer is None else self._recoverer.summary()
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """What the mirror has; None without one, and on ranks that do not write."""
+        return self._saver.mirror_status() if isinstance(self._saver, RepositorySaver) else None
+
+    def _not_ready(self) -> str | None:
+        """Why training stands still; None if it does not."""
+        if self._closed:
+            return "the keeper is closed"
+        lost = [shard for home in self._parts.subject.homes() for shard in home.cluster.lost()]
+        return f"shards {', '.join(map(str, lost))} are lost" if lost else None
+
+    @property
+    def metrics_port(self) -> int | None:
+        return None if self._server is None else self._server.port
