@@ -122,7 +122,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
     @property
     def due_whole(self) -> bool:
-        """Whether the next regular version is a whole one."""
+        """Whether the next regular version is a whole one, whatever its step."""
         priority, chain = self.spec.priority, self._chain
         return (
             priority is None
@@ -252,7 +252,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._cancelled_since_version = False
         self._tell_saved(
             save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
-            nbytes=manifest.nbytes,
+            nbytes=manifest.nbytes, held_seconds=save.held_seconds,
         )  # fmt: skip
         if grid_of(manifest) is None:
             self._collect()

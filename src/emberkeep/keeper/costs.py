@@ -47,6 +47,9 @@ class Ledger:
         self._lock = threading.Lock()
         self._pauses_ms: list[float] = []
         self._commits_ms: list[float] = []
+        # Of versions that are whole, and of prioritised ones.
+        self._saving_seconds = {True: 0.0, False: 0.0}
+        self._saved = {True: 0, False: 0}
         self.stall_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
@@ -55,8 +58,11 @@ class Ledger:
         self.step = 0
         self.version = 0
 
-    def paused(self, pause_ms: float) -> None:
+    def paused(self, pause_ms: float, *, whole: bool = True, waited_ms: float = 0.0) -> None:
+        """Training stood still to cut a version, after it had waited for the one before."""
         self._pauses_ms.append(pause_ms)
+        with self._lock:
+            self._saving_seconds[whole] += (pause_ms + waited_ms) / 1e3
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
@@ -69,8 +75,11 @@ class Ledger:
 
     def timed(self, hook: Hook) -> Hook:
         def timed(*given: Any) -> None:
+            start = self._clock.monotonic()
             with self.stalling():
                 hook(*given)
+            with self._lock:
+                self._saving_seconds[True] += self._clock.monotonic() - start
 
         return timed
 
@@ -79,6 +88,8 @@ class Ledger:
         if event == "saved":
             with self._lock:
                 self._commits_ms.append(details["commit_ms"])
+                self._saved[details["whole"]] += 1
+                self._saving_seconds[details["whole"]] += details["held_seconds"]
                 self.written_nbytes += details["nbytes"]
                 self.version = details["version"] or 0  # a tier has none
         elif event == "save_failed":
@@ -104,9 +115,21 @@ class Ledger:
         with self._lock:
             return {
                 "versions": len(self._commits_ms),
+                "whole_versions": self._saved[True],
+                "saving_seconds": round(self._saving_seconds[True], 6),
+                "prioritised_seconds": round(self._saving_seconds[False], 6),
                 "stall_seconds": round(self.stall_seconds, 6),
                 "written_nbytes": self.written_nbytes,
             }
+
+    @property
+    def stall_of_version(self) -> float | None:
+        """Seconds for which training stood still for a whole version, on average; None before
+        there was one."""
+        with self._lock:
+            if not self._saved[True]:
+                return None
+            return self._saving_seconds[True] / self._saved[True]
 
     def exposition(self, parities: Sequence[ParityStatus] = (), more: Sequence[Sample] = ()) -> str:
         """The page for Prometheus: these counts and `more`, how well clusters are protected, what

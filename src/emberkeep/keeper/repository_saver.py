@@ -11,7 +11,7 @@ from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load
 from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
-from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.plain_state import Packed, pack, unpack
@@ -71,6 +71,9 @@ class RepositorySaver(Checkpointer):
     @property
     def exact(self) -> bool:
         return not self.spec.lossy
+
+    def follow(self, spec: VersionSpec) -> None:
+        self.spec = spec
 
     def holds_run(self) -> bool:
         return self.repository.latest() is not None

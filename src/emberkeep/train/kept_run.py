@@ -77,14 +77,14 @@ class Keeping:
         if tier.every is not None:
             assert tier.path is not None
             state["settings"] = _Agreed(tier.path, self.settings)
-            strategy = partial(every=tier.every, priority=None)
+            strategy = partial(every=tier.every)
             restart = f"remove {tier.path} to start over"
         else:
             assert given.path is not None
             about = {"settings": _decisive(self.settings)}
             if not self.fresh:
                 _check_settings(given.path, about["settings"])
-            strategy = given.strategy()
+            strategy = self.settings.strategy()
         keeper = Keeper(
             given.path,
             network,
@@ -148,7 +148,8 @@ def _decisive(settings: RunConfig) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
     rows and shards are and which of them are made to fail does not."""
     document: Json = json.loads(json.dumps(settings.to_dict()))
-    del document["checkpoint"], document["failures"], document["tier"]
+    for section in ("checkpoint", "failures", "tier", "job"):
+        del document[section]
     # Rows are the same bits wherever their shards are; how many ranks add them up is not the same.
     document["cluster"] = {key: document["cluster"][key] for key in ("shards", "workers")}
     return document

@@ -198,7 +198,10 @@ def fit(
             progress.add(value, len(batch))
             if keeper is not None:
                 keeper.step()
-            step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=value)
+            step = Step(
+                phase=phase, number=number, steps=steps, samples=reader.samples, loss=value,
+                cut=keeper is not None and keeper.cut_step == keeper.steps,
+            )  # fmt: skip
             for hook in hooks:
                 hook.on_step(step)
 

@@ -18,6 +18,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.tables import Optimizer, Tier, optimizer_from
 
 if TYPE_CHECKING:
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.cluster.failure_schedule import Failure
     from emberkeep.cluster.remote.remote_shard import Timing
     from emberkeep.erasure.codes import Parity
@@ -182,7 +183,9 @@ class CheckpointSettings:
         "fits of it, the rest is named", default=None, path=True)
     map: Mapping[str, str] | None = setting(
         "names of tables and tensors there that are others here (start_from)", default=None)
-    every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
+    every: str | None = setting(
+        "how often: \"500 steps\", \"30min\", \"2h\"; if not set every 30min, or what follows from "
+        "[job] or recovery = \"auto\"", default=None)
     layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
         "what a version holds", default="intermittent")
     bits: int | None = setting(
@@ -193,15 +196,32 @@ class CheckpointSettings:
     metrics_port: int | None = setting(
         "serve Prometheus metrics and health of the run on this port of the loopback interface",
         default=None, least=0)
-    recovery: Literal["full", "partial"] | None = setting(
-        "what happens when shards are lost; the run ends if not set", default=None)
+    recovery: Literal["full", "partial", "auto"] | None = setting(
+        "what happens when shards are lost; the run ends if not set; auto: the run plans itself",
+        default=None)
+    target: str | None = setting(
+        "what may be lost, \"accuracy loss 0.01%\" or \"PLS 0.1\" (recovery auto)", default=None)
+    mtbf: str | None = setting(
+        "mean time between failures, believed until some were seen (recovery auto)", default=None)
+    max_interval: str | None = setting(
+        "a version is wanted at least this often (recovery auto)", default=None)
+    pls: float | None = setting(
+        "the portion of samples that may be lost; 0.1 with [job] (partial recovery)", default=None,
+        least=0)
+    accuracy_loss: float | None = setting(
+        "or the AUC that may be lost, with slope (partial recovery)", default=None, least=0)
+    slope: float | None = setting(
+        "AUC lost per PLS of 1, as emberkeep emulate --sweep fraction fits it (partial, auto)",
+        default=None, above=0)
     priority: Literal["mfu", "ssu", "scar"] | None = setting(
         "also save the rows that matter most, more often (partial recovery)", default=None)
     fraction: float = setting(
         "how many of all rows these are (priority)", default=0.125, above=0)
-    most_pls: float = setting(
-        "the portion of lost samples beyond which recovery is full (partial recovery)",
-        default=1.0, least=0)
+    period: int = setting(
+        "pushes of which one is looked at (priority ssu)", default=2, least=1)
+    most_pls: float | None = setting(
+        "the portion of lost samples beyond which recovery is full; pls if not set (partial "
+        "recovery)", default=None, least=0)
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -210,6 +230,18 @@ class CheckpointSettings:
                               "versions")
         if self.recovery == "partial" and self.expected_restores is not None:
             raise ConfigError("expected_restores is not for partial recovery: set bits")
+        if self.recovery != "auto":
+            for key in ("target", "mtbf", "max_interval"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f'{key} is for recovery = "auto"')
+        elif self.bits is not None or self.layout != "intermittent" or self.expected_restores:
+            raise ConfigError('recovery = "auto" chooses layout and bits itself: leave them out')
+        if self.recovery != "partial":
+            for key in ("pls", "accuracy_loss", "most_pls"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f'{key} is for recovery = "partial"')
+        if self.slope is not None and self.recovery not in ("partial", "auto"):
+            raise ConfigError('slope is for recovery = "partial" or "auto"')
         if self.path is not None:
             self.strategy()
         elif self.recovery is not None:
@@ -221,28 +253,83 @@ class CheckpointSettings:
         if self.map and self.start_from is None:
             raise ConfigError("map is for start_from: set that, or leave map out")
 
-    def strategy(self) -> Strategy:
-        """What these settings mean; a combination that cannot work is refused."""
-        from emberkeep.strategies import incremental, partial
+    def strategy(self, job: Job | None = None) -> Strategy:
+        """What these settings mean, for that job; a combination that cannot work is refused."""
+        from emberkeep.strategies import auto, incremental, partial
 
+        every = self.every or "30min"
+        if job is not None and (self.recovery != "partial" or self.every is not None):
+            raise ConfigError(
+                '[job] is for recovery = "partial", whose interval follows from it: leave out '
+                "every, or [job]")
+        if self.recovery == "auto":
+            return auto(
+                target=self.target or "PLS 0.1",
+                mtbf=self.mtbf,
+                slope=self.slope,
+                first=self.every or "10min",
+                max_interval=self.max_interval,
+                keep=self.keep,
+            )
         if self.recovery == "partial":
             return partial(
-                every=self.every,
+                every=every if job is None else None,
+                job=job,
+                pls=self.pls,
+                accuracy_loss=self.accuracy_loss,
+                slope=self.slope,
                 layout=self.layout,
                 bits=self.bits,
                 priority=self.priority,
                 fraction=self.fraction,
+                period=self.period,
                 most_pls=self.most_pls,
                 keep=self.keep,
             )
         return incremental(
-            every=self.every,
+            every=every,
             layout=self.layout,
             bits=self.bits,
             expected_restores=self.expected_restores,
             keep=self.keep,
             recovery=self.recovery,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """What is known of a job: how often to save for partial recovery follows from it."""
+
+    mtbf: str | None = setting(
+        "mean time between failures of the whole job; nothing follows if not set", default=None)
+    duration: str | None = setting("how long the job takes", default=None)
+    save: str | None = setting("how long training stands still for a version", default=None)
+    load: str | None = setting("how long loading takes", default=None)
+    reschedule: str = setting("until there is a new machine", default="0s")
+    together: int = setting("shards that one failure takes", default=1, least=1)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        times = [getattr(self, key) for key in ("mtbf", "duration", "save", "load")]
+        if any(times) and not all(times):
+            raise ConfigError("a job has mtbf, duration, save and load: set all of them, or none")
+        self.job(shards=self.together)
+
+    def job(self, *, shards: int) -> Job | None:
+        """The job on so many shards; None where nothing is known."""
+        from emberkeep.checkpoint.overheads import Job
+
+        if self.mtbf is None:
+            return None
+        times: dict[str, Any] = {}
+        for key in ("mtbf", "duration", "save", "load", "reschedule"):
+            try:
+                times[key] = config.duration(getattr(self, key))
+            except ValueError:
+                raise ConfigError(
+                    f"{key} is a duration such as 28h or 5min, not {getattr(self, key)!r}"
+                ) from None
+        return Job(**times, shards=shards, failing_together=self.together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,6 +529,7 @@ class RunConfig:
     parity: ParitySettings = field(default_factory=ParitySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    job: JobSettings = field(default_factory=JobSettings)
 
     def __post_init__(self) -> None:
         if self.data.source == "synthetic":
@@ -455,6 +543,10 @@ class RunConfig:
                 f"failures names more shards than cluster.shards has, {self.cluster.shards}")
         if self.failures.any and self.cluster.kind != "local":
             raise ConfigError('failures are made to happen on kind = "local"; kill servers instead')
+        if self.job.mtbf is not None:
+            if self.checkpoint.path is None:
+                raise ConfigError("[job] needs versions: set checkpoint.path")
+            self.strategy()
         if self.run.batch_size % self.cluster.workers:
             raise ConfigError(
                 f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
@@ -476,6 +568,10 @@ class RunConfig:
             raise ConfigError(
                 "a run is kept in one place: leave out tier.every, and the tier is memory alone, "
                 "or checkpoint.path")
+
+    def strategy(self) -> Strategy:
+        """How the run is saved and recovered."""
+        return self.checkpoint.strategy(self.job.job(shards=self.cluster.shards))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
