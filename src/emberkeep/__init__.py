@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from emberkeep.server.ray.ray_cluster import ray_cluster
     from emberkeep.strategies import (
         all_versions,
+        auto,
         check_n_run,
         cpr,
         ecrm,
@@ -64,7 +65,7 @@ _HOMES = {
     "erasure.codes": ("Parity",),
     "server.ray.ray_cluster": ("ray_cluster",),
     "strategies": (
-        "all_versions", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
+        "all_versions", "auto", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
         "partial",
     ),
     "tables": (
@@ -98,6 +99,7 @@ __all__ = [
     "Uniform",
     "__version__",
     "all_versions",
+    "auto",
     "calibrate",
     "check_n_run",
     "connect",

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from emberkeep.checkpoint.overheads import Job, partial_pays
 from emberkeep.checkpoint.recovery import Recovery, Scope
+from emberkeep.checkpoint.run_plan import DEFAULT_PLS, Target, target_from
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.checkpoint.widths import Width, Widths
 from emberkeep.config import duration
@@ -37,6 +38,9 @@ Keep: TypeAlias = 'int | Literal["all"] | RetentionPolicy'
 Interval: TypeAlias = "int | timedelta | str"
 Bits: TypeAlias = "int | Mapping[str, int] | None"
 
+DEFAULT_PRIORITY: Kind | None = None
+"""Prioritised versions cost up to another model for each whole one: who wants them says so."""
+
 # The most batches that a reader may hand out before time is looked at again.
 _MOST_BATCHES = 1000
 
@@ -50,6 +54,8 @@ class Every:
 
     steps: int | None = None
     time: timedelta | None = None
+    parts: int = 1
+    """Versions in so long, evenly spread; the last of them is a whole one."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.time is None):
@@ -58,13 +64,13 @@ class Every:
             raise ConfigError(f"every= must be 1 step or more, not {self.steps}")
         if self.time is not None and self.time <= timedelta(0):
             raise ConfigError(f"every= must be longer than no time, not {self.time}")
+        if self.parts < 1:
+            raise ConfigError(f"a schedule has 1 part or more, not {self.parts}")
 
-    def divided(self, parts: int) -> Every:
-        """So many times as often."""
-        if self.steps is not None:
-            return Every(steps=max(1, round(self.steps / parts)))
-        assert self.time is not None
-        return Every(time=self.time / parts)
+    @property
+    def saves(self) -> int:
+        """Versions for each whole one: fewer than `parts` where there are fewer steps."""
+        return self.parts if self.steps is None else min(self.parts, self.steps)
 
     def due(self, step: int, since_last: timedelta) -> bool:
         """Whether a version is due after `step`, so long after the last one.
@@ -72,9 +78,13 @@ class Every:
         Steps are counted from the start of the run, so a resumed run saves at the same ones.
         """
         if self.steps is not None:
-            return step % self.steps == 0
+            return self._part(step) > self._part(step - 1)
         assert self.time is not None
-        return since_last >= self.time
+        return since_last >= self.time / self.parts
+
+    def due_whole(self, step: int) -> bool:
+        """Whether the version that is due after `step` is a whole one, as far as steps tell."""
+        return self.steps is not None and step % self.steps == 0
 
     def steps_ahead(self, step: int, since_last: timedelta, per_step: timedelta | None) -> int:
         """So many steps may be taken before `due` is asked again.
@@ -83,12 +93,16 @@ class Every:
         closely although steps vary; without an idea of how long a step takes, one.
         """
         if self.steps is not None:
-            return self.steps - step % self.steps
+            return -(-(self._part(step) + 1) * self.steps // self.parts) - step
         assert self.time is not None
         if not per_step:
             return 1
-        fitting = (self.time - since_last) / per_step / 2
+        fitting = (self.time / self.parts - since_last) / per_step / 2
         return max(1, min(_MOST_BATCHES, math.floor(fitting)))
+
+    def _part(self, step: int) -> int:
+        assert self.steps is not None
+        return step * self.parts // self.steps
 
 
 def schedule(every: Interval) -> Every:
@@ -167,6 +181,11 @@ class Strategy:
     retention: RetentionPolicy = DEFAULT_RETENTION
     recovery: Recovery | None = None
     parity: Parity | None = None
+    least: Every | None = None
+    """How long after a version the next may be taken early, because a failure would lose more than
+    `recovery.most_pls`; None: none is."""
+    auto: Target | None = None
+    """What the run plans for by itself as it goes; None: all of this stays as it is."""
 
     def __post_init__(self) -> None:
         if self.spec.priority is not None and (
@@ -337,33 +356,54 @@ def check_n_run(
 def partial(
     *,
     every: Interval | None = None,
-    pls: float = 0.1,
+    pls: float | None = None,
+    accuracy_loss: float | None = None,
+    slope: float | None = None,
     job: Job | None = None,
-    priority: Kind | None = "ssu",
+    priority: Kind | None = DEFAULT_PRIORITY,
     fraction: float = 1 / 8,
+    period: int = 2,
     layout: Layout = "intermittent",
     bits: int | None = None,
-    most_pls: float = 1.0,
+    most_pls: float | None = None,
     keep: Keep = 3,
 ) -> Strategy:
     """Lost shards come back alone, with their newest saved rows, and training goes on.
 
-    How much that loses on average is `pls`, the portion of lost samples: from it and the `job`
-    follows how often a version must be taken, and whether partial recovery pays at all; where it
-    does not, this is full recovery at its best interval, and `recovery.reason` says why. Or give
-    `every`, and it is taken as it is.
+    How much that may lose is `pls`, the portion of lost samples, or `accuracy_loss` with the
+    `slope` between the two; from it and the `job` follows how often a version must be taken, and
+    whether partial recovery pays at all; where it does not, this is full recovery at its best
+    interval, and `recovery.reason` says why. Or give `every`, and it is taken as it is.
+
+    The target is kept: a version is taken early when a failure would exceed it, and what exceeds
+    it all the same is recovered fully. `most_pls` is another bound than the target; 1.0 leaves the
+    target to the average. With `every` alone there is no target, and 1.0 is the bound.
 
     With `priority`, the `fraction` of the rows that matters most is saved that much more often
-    between whole versions. `most_pls` is a bound: what would exceed it is recovered fully. `keep`
-    counts whole versions.
+    between whole versions, unless only versions without that pay; `period` is that of sub-sampled
+    use. `keep` counts whole versions.
     """
     if (every is None) == (job is None):
         raise ConfigError(
             "partial recovery needs every=, or job= from which it follows: give one of the two"
         )
+    target = Target(pls=pls, accuracy_loss=accuracy_loss, slope=slope)
+    wanted = target.most_pls
+    ranked = None if priority is None else Priority(kind=priority, fraction=fraction, period=period)
     reason = ""
+    together = 1
     if job is not None:
-        verdict = partial_pays(job, pls)
+        together = job.failing_together
+        wanted = DEFAULT_PLS if wanted is None else wanted
+        verdict = partial_pays(job, wanted, most_pls=most_pls, prioritised=_more_models(ranked))
+        if ranked is not None and not verdict.pays:
+            plain = partial_pays(job, wanted, most_pls=most_pls)
+            if plain.pays:
+                reason = (
+                    f"prioritised versions do not pay: they would cost "
+                    f"{100 * verdict.partial.total:.2f}% of the job; "
+                )
+                ranked, verdict = None, plain
         if not verdict.pays:
             return Strategy(
                 spec=VersionSpec(layout=layout, bits=bits),
@@ -371,16 +411,33 @@ def partial(
                 retention=retention(keep),
                 recovery=Recovery(scope="full", reason=verdict.reason),
             )
-        every, reason = verdict.partial_interval, verdict.reason
-    assert every is not None
-    ranked = None if priority is None else Priority(kind=priority, fraction=fraction)
-    rounds = 1 if ranked is None else ranked.rounds
+        every, reason = verdict.partial_interval, reason + verdict.reason
+        least = Every(time=min(verdict.full_interval, verdict.partial_interval))
+    else:
+        assert every is not None
+        least = _eighth(schedule(every))
+    if most_pls is None:
+        most_pls = 1.0 if wanted is None else wanted
+    times = replace(schedule(every), parts=1 if ranked is None else ranked.rounds)
     return Strategy(
         spec=VersionSpec(layout=layout, bits=bits, priority=ranked),
-        schedule=schedule(every).divided(rounds),
-        retention=retention(keep * rounds if type(keep) is int else keep),
-        recovery=Recovery(scope="partial", most_pls=most_pls, reason=reason),
+        schedule=times,
+        retention=retention(keep * times.saves if type(keep) is int else keep),
+        recovery=Recovery(scope="partial", most_pls=most_pls, together=together, reason=reason),
+        least=least if most_pls < 1 else None,
     )
+
+
+def _more_models(ranked: Priority | None) -> float:
+    """What prioritised versions write for each whole version, in models."""
+    return 0.0 if ranked is None else (ranked.rounds - 1) * ranked.fraction
+
+
+def _eighth(given: Every) -> Every:
+    if given.steps is not None:
+        return Every(steps=-(-given.steps // 8))
+    assert given.time is not None
+    return Every(time=given.time / 8)
 
 
 cpr = partial
@@ -425,3 +482,50 @@ def parity(
 
 ecrm = parity
 """The name of the paper that `parity` comes from."""
+
+
+def auto(
+    *,
+    target: str = f"PLS {DEFAULT_PLS:g}",
+    mtbf: timedelta | str | None = None,
+    slope: float | None = None,
+    together: int = 1,
+    reschedule: timedelta | str = timedelta(0),
+    first: Interval = "10min",
+    max_interval: timedelta | str | None = None,
+    keep: Keep = 3,
+) -> Strategy:
+    """A run that plans itself, for a `target` such as `"accuracy loss 0.01%"` or `"PLS 0.1"`.
+
+    It starts with full recovery and a version after `first`. From then on it measures how long
+    training stands still for a version, how long loading takes, and how often shards and processes
+    fail, across restarts; `mtbf` is what to believe until failures were seen. When that moves it
+    plans again: full or partial recovery, the interval, the layout, and where accuracy may be lost
+    and writing is slow the bits. The target is a bound on what the whole job loses. Each decision
+    is an event, "planned", and stands with its reason in every version from then on.
+    """
+    wanted = Target(
+        **target_from(target),
+        slope=slope,
+        mtbf=_time_of("mtbf", mtbf),
+        together=together,
+        reschedule=_time_of("reschedule", reschedule) or timedelta(0),
+        max_interval=_time_of("max_interval", max_interval),
+    )
+    return Strategy(
+        schedule=schedule(first),
+        retention=retention(keep),
+        recovery=Recovery(scope="full", reason="nothing was measured yet"),
+        auto=wanted,
+    )
+
+
+def _time_of(name: str, given: timedelta | str | None) -> timedelta | None:
+    if given is None or isinstance(given, timedelta):
+        return given
+    try:
+        return duration(given)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={given!r} is no duration: write '28h', '5min' or '90s'"
+        ) from None

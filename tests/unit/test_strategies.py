@@ -12,11 +12,12 @@ import emberkeep as ek
 from emberkeep.checkpoint import Job, VersionSpec
 from emberkeep.checkpoint.codec_choice import choose
 from emberkeep.checkpoint.recovery import Recovery
+from emberkeep.checkpoint.run_plan import Target
 from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import KeepAll, KeepEvery, KeepFor, KeepLast, KeepNamed
 from emberkeep.rows.priority import Priority
-from emberkeep.strategies import Every, Strategy, cpr, partial, retention, schedule
+from emberkeep.strategies import Every, Strategy, auto, cpr, partial, retention, schedule
 
 SECOND = timedelta(seconds=1)
 
@@ -208,9 +209,10 @@ def test_partial_recovery_saves_as_often_as_its_target_needs() -> None:
     assert strategy.schedule.time == timedelta(hours=44.8)
     assert strategy.recovery is not None
     assert strategy.recovery.scope == "partial"
-    assert "0.51% of the job against 8.54%" in strategy.recovery.reason
+    assert "1.20% of the job against 8.99%" in strategy.recovery.reason
     ranked = partial(pls=0.1, job=job(), priority="ssu")
-    assert ranked.schedule.time == timedelta(hours=44.8) / 8
+    assert ranked.schedule == Every(time=timedelta(hours=44.8), parts=8)
+    assert ranked.schedule.due(1, timedelta(hours=5.6))
     assert ranked.spec.priority == Priority(kind="ssu", fraction=1 / 8)
     assert cpr is partial
 
@@ -226,10 +228,14 @@ def test_partial_recovery_that_does_not_pay_is_full_recovery_and_says_why() -> N
 
 
 def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() -> None:
-    strategy = partial(every=800, fraction=1 / 4, keep=2)
-    assert strategy.schedule == Every(steps=200)
+    strategy = partial(every=800, priority="ssu", fraction=1 / 4, keep=2)
+    assert strategy.schedule == Every(steps=800, parts=4)
+    assert strategy.schedule.steps_ahead(0, timedelta(0), None) == 200
     assert strategy.retention == retention(8)
-    assert partial(every=3).schedule == Every(steps=1)
+    short = partial(every=3, priority="ssu", keep=2)
+    assert [s for s in range(1, 8) if short.schedule.due(s, timedelta(0))] == [*range(1, 8)]
+    assert [s for s in range(1, 8) if short.schedule.due_whole(s)] == [3, 6]
+    assert short.retention == retention(6)
     assert partial(every="2h", priority=None, keep="all").retention == KeepAll()
 
 
@@ -238,7 +244,14 @@ def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() ->
     [
         (lambda: partial(), "give one of the two"),
         (lambda: partial(every=5, job=job()), "give one of the two"),
-        (lambda: partial(every=5, fraction=0.9), "fraction"),
+        (lambda: partial(every=5, priority="ssu", fraction=0.9), "fraction"),
+        (lambda: partial(every=5, priority="ssu", period=0), "period must be 1 or more"),
+        (lambda: partial(every=5, pls=0.1, accuracy_loss=0.1, slope=1.0), "not both"),
+        (lambda: partial(every=5, slope=1.0), "give accuracy_loss too"),
+        (lambda: auto(target="little"), "is no target: write 'accuracy loss 0.01%'"),
+        (lambda: auto(target="PLS 2"), "between 0 and 1"),
+        (lambda: auto(mtbf="often"), "mtbf='often' is no duration"),
+        (lambda: auto(mtbf=timedelta(0)), "mtbf must be longer"),
         (lambda: partial(every=5, most_pls=2.0), "between 0 and 1"),
         (lambda: Strategy(spec=VersionSpec(priority=Priority())), "need partial recovery"),
         (
@@ -250,3 +263,70 @@ def test_prioritised_versions_divide_the_interval_and_multiply_what_is_kept() ->
 def test_recoveries_that_cannot_be_combined_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8, 20, 100])
+def test_whole_versions_come_as_often_as_was_asked(steps: int) -> None:
+    """Prioritised ones in between are spread evenly, and never change when whole ones come."""
+    plan = partial(every=steps, priority="ssu").schedule
+    due = [step for step in range(1, 4 * steps + 1) if plan.due(step, timedelta(0))]
+    whole = [step for step in due if plan.due_whole(step)]
+    assert whole == [steps, 2 * steps, 3 * steps, 4 * steps]
+    assert len(due) == 4 * plan.saves == 4 * min(8, steps)
+    step, met = 0, []
+    while step < 4 * steps:  # asked only as often as it says
+        step += plan.steps_ahead(step, timedelta(0), None)
+        met.append(step)
+    assert met == due
+
+
+def test_priority_is_what_is_asked_for_in_every_place() -> None:
+    """One default: none, in Python, in TOML and in what `emberkeep plan` recommends."""
+    from emberkeep.planning.advisor import Question, advise
+    from emberkeep.train.run_config import CheckpointSettings
+
+    assert partial(every=5).spec.priority is None
+    settings = CheckpointSettings(path="r", every="5 steps", recovery="partial")
+    assert settings.strategy() == partial(every=5)
+    assert advise(Question(job=job())).recommended == "cpr"
+
+
+def test_prioritised_versions_that_do_not_pay_are_left_out() -> None:
+    """Full recovery 35%, partial 29%, with prioritised versions 51%."""
+    often = job(mtbf=timedelta(hours=2.8))
+    strategy = partial(pls=0.01, job=often, priority="ssu")
+    assert strategy.recovery is not None
+    assert strategy.recovery.scope == "partial"
+    assert strategy.spec.priority is None
+    assert "prioritised versions do not pay: they would cost 50.51%" in strategy.recovery.reason
+    kept = partial(pls=0.1, job=often, priority="ssu")
+    assert kept.spec.priority is not None
+
+
+def test_the_target_is_kept() -> None:
+    recovery = partial(pls=0.05, job=job()).recovery
+    assert recovery is not None
+    assert recovery.most_pls == 0.05
+    by_accuracy = partial(accuracy_loss=0.0005, slope=0.01, job=job(failing_together=2)).recovery
+    assert by_accuracy is not None
+    assert (by_accuracy.most_pls, by_accuracy.together) == (0.05, 2)
+    average = partial(pls=0.05, job=job(), most_pls=1.0)
+    assert average.recovery is not None
+    assert (average.recovery.most_pls, average.least) == (1.0, None)
+    assert partial(every=16, pls=0.05).least == Every(steps=2)
+    assert partial(every="8h", pls=0.05).least == Every(time=timedelta(hours=1))
+    without = partial(every=16).recovery
+    assert without is not None
+    assert without.most_pls == 1.0
+
+
+def test_a_run_that_plans_itself_starts_with_full_recovery() -> None:
+    strategy = auto(target="accuracy loss 0.01%", mtbf="28h", reschedule="5min")
+    assert strategy.auto is not None
+    assert strategy.auto.accuracy_loss == pytest.approx(0.0001)
+    assert strategy.auto.most_pls == pytest.approx(0.005)
+    assert strategy.auto.mtbf == timedelta(hours=28)
+    assert strategy.recovery is not None
+    assert strategy.recovery.scope == "full"
+    assert auto(target="pls 0.2").auto == Target(pls=0.2)
+    assert auto().auto == Target(pls=0.1)

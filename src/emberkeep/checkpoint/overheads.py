@@ -1,25 +1,39 @@
-"""What failures cost a job, and what partial recovery loses: the equations, pure.
+"""What failures cost a job, and what partial recovery loses: estimates, pure.
 
-All overheads are fractions of the job's length, split into what they come from. The equations
-assume what the CPR paper assumes: failures are equally likely at any time, samples are processed
-at a constant rate, and every overhead is small against the job. Where it is not (a save that takes
-longer than the interval), the fraction grows beyond 1 and is to be read as "this does not work".
+All overheads are fractions of the job's length without any, split into what they come from. A
+failure may strike at any time: in a save, which is then void, or in a recovery, which starts over.
+A job starts at any moment between two failures, not right after one. Samples are processed at a
+constant rate. Small overheads agree with the CPR paper's equations; large ones compound, because
+time that is lost can be struck as well.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 
+import numpy as np
+
+from emberkeep._types import F64
+from emberkeep.checkpoint.failure_gaps import Gaps
 from emberkeep.errors import ConfigError
 
 _NONE = timedelta(0)
+_HOUR = timedelta(hours=1)
+_ROUNDS = 4  # of an estimate that depends on its own result; the third changes nothing visible
+_CELLS = 100
+_MANY = 100.0
+"""An overhead beyond which a job does not end."""
+_MOST_COUNTED = 5000
+"""Failures that are counted one by one: long before, what may be lost is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training job as the equations see it."""
+    """A training job as the estimates see it."""
 
     duration: timedelta
     """Without any overhead."""
@@ -34,6 +48,8 @@ class Job:
     """From the decision to recover until training goes on."""
     reschedule: timedelta = _NONE
     """Until there is a machine for the replacement."""
+    gaps: Gaps = field(default_factory=Gaps)
+    """How the times between failures are spread around their mean."""
 
     def __post_init__(self) -> None:
         for name in ("duration", "mtbf", "save"):
@@ -88,6 +104,17 @@ class Overhead:
         return self.save + self.load + self.lost + self.reschedule + self.slowdown
 
 
+NEVER_ENDS = Overhead(lost=math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """What partial recovery is expected to come to."""
+
+    overhead: Overhead
+    pls: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Whether partial recovery pays, and why."""
@@ -102,43 +129,272 @@ class Verdict:
     """With that interval; infinite where the interval is no time."""
 
 
+def versions_in(job: Job, interval: timedelta) -> int:
+    """So many are taken in the job, without that of its beginning and that of its end."""
+    if interval <= _NONE:
+        raise ConfigError(f"an interval must be longer than no time, not {interval}")
+    return max(0, math.ceil(job.duration / interval - 1e-9) - 1)
+
+
 def overhead_full(job: Job, interval: timedelta) -> Overhead:
-    """Everybody goes back to the last version: on average half an interval is done again."""
+    """Everybody goes back to the last version, and what was done since is done again."""
+    return _full(job, interval, versions_in(job, interval) * (job.save / job.duration))
+
+
+def _full(job: Job, interval: timedelta, saving: float) -> Overhead:
+    gaps, mtbf = job.gaps, job.mtbf
+    restart = (job.load + job.reschedule) / mtbf
+    cycle = (interval + job.save) / mtbf
+    if interval >= job.duration:
+        cycle = math.inf
+    restarting = 1 - float(gaps.tail(np.array(restart)))
+    # Since the last version, by failures that follow another; in mean gaps, as all of these.
+    again = _remainder(gaps, cycle, restart)
+    total = saving
+    first = first_again = 0.0
+    for _ in range(_ROUNDS):
+        length = (1 + total) * job.failures
+        if cycle == math.inf:
+            again = _until(gaps, length, restart)
+        first, first_again = _first(gaps, cycle, length)
+        waste = restarting + again
+        if waste >= 1:
+            return NEVER_ENDS
+        fixed = saving + (first_again - first * again) / job.failures
+        found = (fixed + waste) / (1 - waste)
+        if not 0 <= found < _MANY:
+            return NEVER_ENDS
+        total = found
+    failures = (1 + total) * job.failures
+    lost = ((failures - first) * again + first_again) / job.failures
+    return _split(job, save=saving, lost=lost, restarting=(1 + total) * restarting)
+
+
+def _remainder(gaps: Gaps, cycle: float, start: float) -> float:
+    """The mean of what is left of a gap, less `start`, when whole cycles are taken away."""
+    if cycle == math.inf:
+        return float(gaps.tail(np.array(start)))
+    if cycle < 1e-3:
+        return float(gaps.survival(np.array(start))) * cycle / 2
+    ends: F64 = start + cycle * np.arange(1, 2 + math.ceil(60 / cycle), dtype=np.float64)
+    return max(0.0, float(gaps.tail(np.array(start)) - cycle * gaps.survival(ends).sum()))
+
+
+def _until(gaps: Gaps, length: float, start: float) -> float:
+    """What a gap holds beyond `start`, at most as much as the job is long."""
+    return float(gaps.tail(np.array(start)) - gaps.tail(np.array(start + length)))
+
+
+def _first(gaps: Gaps, cycle: float, length: float) -> tuple[float, float]:
+    """The chance of a failure in so long, and the mean of what the first one takes back."""
+    points = np.linspace(0, length, 801)
+    tail = gaps.tail(points)
+    within = float(1 - tail[-1])
+    drops = 0.0
+    if cycle < length:
+        ends = np.arange(cycle, length, cycle) if cycle * 4000 > length else np.empty(0)
+        if not ends.size:
+            return within, within * cycle / 2
+        drops = cycle * float((gaps.tail(ends) - tail[-1]).sum())
+    held = tail - tail[-1]
+    rises = float(np.sum((held[1:] + held[:-1]) / 2 * np.diff(points)))
+    return within, max(0.0, rises - drops)
+
+
+def _split(job: Job, *, save: float, lost: float, restarting: float) -> Overhead:
+    restart = job.load + job.reschedule
+    share = job.load / restart if restart else 0.0
     return Overhead(
-        save=_saving(job, interval),
-        load=job.load / job.mtbf,
-        lost=interval / 2 / job.mtbf,
-        reschedule=job.reschedule / job.mtbf,
+        save=save, load=share * restarting, lost=lost, reschedule=(1 - share) * restarting
     )
 
 
-def overhead_partial(job: Job, interval: timedelta) -> Overhead:
-    """The failed shards alone go back: nothing is done again."""
-    return Overhead(
-        save=_saving(job, interval),
-        load=job.load / job.mtbf,
-        reschedule=job.reschedule / job.mtbf,
+def overhead_partial(
+    job: Job,
+    interval: timedelta,
+    *,
+    most_pls: float = math.inf,
+    least_interval: timedelta = _NONE,
+    prioritised: float = 0.0,
+) -> Partial:
+    """The failed shards alone go back: nothing is done again, and their updates are lost.
+
+    With `most_pls` a version is taken as soon as a failure would lose more than that, but no
+    sooner after another than `least_interval`; what loses more all the same is recovered fully.
+    `prioritised` versions in between write so many models for each whole version.
+    """
+    versions = versions_in(job, interval)
+    restart = (job.load + job.reschedule) / job.mtbf
+    restarting = 1 - float(job.gaps.tail(np.array(restart)))
+    if restarting >= 1:
+        return Partial(overhead=NEVER_ENDS, pls=0.0)
+    # A save that a failure ends is made again.
+    save = math.expm1(min(job.save / job.mtbf, 100.0)) / job.failures
+    between = prioritised * versions * save
+    total = save * versions + between
+    saving, again, pls = total, 0.0, 0.0
+    total = (total + restarting) / (1 - restarting)
+    if total >= _MANY:
+        return Partial(overhead=NEVER_ENDS, pls=0.0)
+    for _ in range(_ROUNDS):
+        failures = (1 + total) * job.failures
+        if math.isfinite(most_pls):
+            taken, again, pls = _spending(job, interval, failures, most_pls, least_interval, save)
+            saving = taken * save + between
+        else:
+            pls = failures * _loss_of_one(job, interval, failures, save)
+        found = (saving + again + restarting) / (1 - restarting)
+        if not 0 <= found < _MANY:
+            return Partial(overhead=NEVER_ENDS, pls=pls)
+        total = found
+    return Partial(
+        overhead=_split(job, save=saving, lost=again, restarting=(1 + total) * restarting),
+        pls=pls,
     )
 
 
+def _share_left(job: Job, interval: float, failures: float) -> float:
+    """Of what is lost since the last version: a shard that failed in between lost it already."""
+    often = failures * job.failing_together / job.shards * interval
+    if often < 1e-3:
+        return 1 - often / 3
+    return 2 * (1 / often - (1 - math.exp(-often)) / often**2)
+
+
+def _loss_of_one(job: Job, interval: timedelta, failures: float, save: float) -> float:
+    """The mean PLS of one failure. What strikes in a save takes a whole interval."""
+    each = min(interval / job.duration, 1.0)
+    whole, rest = divmod(1.0, each)
+    since = (whole * each**2 + rest**2) / 2
+    in_save = save / (save + each) if whole > 1 else 0.0
+    since += in_save * (each - since)
+    return since * _share_left(job, each, failures) * job.failing_together / job.shards
+
+
+def _spending(
+    job: Job, interval: timedelta, failures: float, most_pls: float, least_interval: timedelta,
+    save: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Versions, work done again in jobs, and PLS of a job that may lose `most_pls` and saves the
+    sooner the less is left of it: a chain over what is lost so far, failure by failure."""
+    share = job.failing_together / job.shards
+    widest = min(interval / job.duration, 1.0)
+    least = min(least_interval / job.duration, widest)
+    used: F64 = np.linspace(0.0, most_pls, _CELLS)
+    left = most_pls - used
+    each = np.maximum(np.maximum(least, np.minimum(widest, left / share)), 1e-6)
+    since, weight = _since_version(each, save)
+    over = since * share > left[:, None] + 1e-12
+    again = (since * weight * over).sum(axis=1)
+    # After one full recovery the next failure of a burst finds little to take back.
+    mtbf = job.mtbf / job.duration
+    cycles = (each + save) / mtbf
+    again *= [2 * _remainder(job.gaps, float(c), 0.0) / float(c) for c in cycles]
+    counted = np.array([_share_left(job, float(t), failures) for t in each])
+    after = np.where(over, used[:, None], used[:, None] + since * share * counted[:, None])
+    place = after / most_pls * (_CELLS - 1) if most_pls else np.zeros_like(after)
+    low = np.minimum(place.astype(np.int64), _CELLS - 2)
+    part = np.clip(place - low, 0.0, 1.0)
+    moves = np.zeros((_CELLS, _CELLS))
+    rows = np.broadcast_to(np.arange(_CELLS)[:, None], low.shape)
+    np.add.at(moves, (rows, low), weight * (1 - part))
+    np.add.at(moves, (rows, low + 1), weight * part)
+    rate = np.maximum(np.ceil(1 / each - 1e-9) - 1, 0.0)
+    rate[each < widest] = 1 / each[each < widest]
+    state = np.zeros(_CELLS)
+    state[0] = 1.0
+    versions = done_again = pls = 0.0
+    most = min(failures, _MOST_COUNTED)
+    again *= failures / most
+    chances, times = _counts(job.gaps, most)
+    more = 1.0
+    for chance, time in zip(chances.tolist(), times.tolist(), strict=True):
+        more = max(0.0, more - chance)
+        versions += time * float(state @ rate)
+        done_again += more * float(state @ again)
+        pls += chance * float(state @ used)
+        state = state @ moves
+    return versions, done_again, pls + more * float(state @ used)
+
+
+def _since_version(each: F64, save: float) -> tuple[F64, F64]:
+    """How much work a failure may find since the last version, and how likely; one line for each
+    interval. The last column is a failure in a save."""
+    since = (np.arange(_CELLS) + 0.5) / _CELLS * each[:, None]
+    whole = np.floor(1.0 / each)
+    weight = whole[:, None] + (since < (1.0 - whole * each)[:, None])
+    weight /= weight.sum(axis=1, keepdims=True)
+    in_save = np.where(whole > 1, save / (save + each), 0.0)[:, None]
+    return np.hstack([since, each[:, None]]), np.hstack([weight * (1 - in_save), in_save])
+
+
+def _counts(gaps: Gaps, length: float) -> tuple[F64, F64]:
+    """The chance of exactly 0, 1, 2, … failures in so many mean gaps, and the share of the time
+    in which there have been so many."""
+    most = math.ceil(length + 8 * math.sqrt(length) + 8)
+    if gaps.kind == "exponential":
+        counts = np.arange(most)
+        logs = counts * math.log(length) - length - np.cumsum(np.log(np.maximum(counts, 1)))
+        chances: F64 = np.exp(logs)
+        return chances, np.maximum(1 - np.cumsum(chances), 0.0) / length
+    most = math.ceil(1.5 * most)
+    points = 1024
+    at = np.linspace(0.0, length, points + 1)
+    first, next_one = -np.diff(gaps.tail(at)), -np.diff(gaps.survival(at))
+    size = 2 * points
+    factor = np.fft.rfft(next_one, size)
+    density, within = first, [np.ones(points)]
+    for _ in range(most):
+        within.append(np.cumsum(density))
+        density = np.maximum(np.fft.irfft(np.fft.rfft(density, size) * factor, size)[:points], 0.0)
+    found = np.array(within)
+    exactly = np.maximum(found[:-1] - found[1:], 0.0)
+    return exactly[:, -1], exactly.mean(axis=1)
+
+
+@lru_cache(maxsize=1024)
 def optimal_full_interval(job: Job) -> timedelta:
-    """√(2 · save · MTBF), which makes `overhead_full` smallest; at most the job's length."""
-    seconds = math.sqrt(2 * job.save.total_seconds() * job.mtbf.total_seconds())
-    return min(timedelta(seconds=seconds), job.duration)
+    """The interval that makes `overhead_full` smallest; at most the job's length.
+
+    About √(2 · save · MTBF), and shorter where failures are bursts or a save takes long.
+    """
+    guess = math.sqrt(2 * (job.save / _HOUR) * (job.mtbf / _HOUR))
+    guess = min(guess, job.duration / _HOUR)
+
+    def cost(logarithm: float) -> float:
+        interval = math.exp(logarithm) * _HOUR
+        return _full(job, interval, job.save / interval).total
+
+    found = math.exp(_lowest(cost, math.log(guess) - 2.5, math.log(guess) + 2.5)) * _HOUR
+    if found >= job.duration:
+        return job.duration
+    alone = overhead_full(job, job.duration).total
+    return job.duration if alone < overhead_full(job, found).total else found
+
+
+def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one valley is lowest."""
+    golden = (math.sqrt(5) - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = cost(left), cost(right)
+    while high - low > 1e-3:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = cost(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = cost(right)
+    return (low + high) / 2
 
 
 def interval_for_pls(job: Job, pls: float) -> timedelta:
     """The longest interval whose expected PLS stays within `pls`; at most the job's length."""
     if not 0 <= pls <= 1:
         raise ConfigError(f"a PLS lies between 0 and 1, not {pls:g}")
-    hours = 2 * pls * job.shards / job.failing_together * (job.mtbf / timedelta(hours=1))
-    return min(timedelta(hours=1) * min(hours, 1e9), job.duration)
-
-
-def expected_pls(job: Job, interval: timedelta) -> float:
-    """What partial recovery loses on average: half an interval of the failed shards' share of the
-    samples for every expected failure."""
-    return 0.5 * (interval / job.mtbf) * job.failing_together / job.shards
+    hours = 2 * pls * job.shards / job.failing_together * (job.mtbf / _HOUR)
+    return min(_HOUR * min(hours, 1e9), job.duration)
 
 
 def pls_of_loss(*, lost_samples: int, total_samples: int, shards: int) -> float:
@@ -150,10 +406,14 @@ def pls_of_loss(*, lost_samples: int, total_samples: int, shards: int) -> float:
     return lost_samples / (total_samples * shards)
 
 
-def partial_pays(job: Job, pls: float) -> Verdict:
+def partial_pays(
+    job: Job, pls: float, *, most_pls: float | None = None, prioritised: float = 0.0
+) -> Verdict:
     """Partial recovery at the interval that `pls` allows, against full recovery at its best.
 
-    Where it brings nothing it is refused: full recovery loses no update, so a tie is full's.
+    `most_pls` is what the job may lose at most, `pls` if it is not given. `prioritised` versions
+    cost so many models for each whole version. Where partial recovery brings nothing it is
+    refused: full recovery loses no update, so a tie is full's.
     """
     full_interval = optimal_full_interval(job)
     full = overhead_full(job, full_interval)
@@ -167,7 +427,10 @@ def partial_pays(job: Job, pls: float) -> Verdict:
             partial_interval=interval,
             partial=Overhead(save=math.inf),
         )
-    partial = overhead_partial(job, interval)
+    partial = overhead_partial(
+        job, interval, most_pls=pls if most_pls is None else most_pls,
+        least_interval=min(interval, full_interval), prioritised=prioritised,
+    ).overhead  # fmt: skip
     pays = partial.total < full.total
     shares = (
         f"{_percent(partial.total)} of the job against {_percent(full.total)} with full recovery"
@@ -189,16 +452,12 @@ def partial_pays(job: Job, pls: float) -> Verdict:
     )
 
 
-def _saving(job: Job, interval: timedelta) -> float:
-    if interval <= _NONE:
-        raise ConfigError(f"an interval must be longer than no time, not {interval}")
-    return job.save / interval
-
-
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}%"
 
 
 def _hours(time: timedelta) -> str:
-    hours = time / timedelta(hours=1)
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+    hours = time / _HOUR
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.2g} s"

@@ -1,6 +1,7 @@
 """What to do when shards are lost: a pure plan, then its execution.
 
-*Full* recovery takes everybody back to the newest whole version: nothing is lost but time.
+*Full* recovery takes everybody back to the newest whole version: no update is lost, only time, and
+where versions are quantized what rounding takes.
 *Partial* recovery brings the lost shards alone back, each with the newest saved value of every row,
 while the others go on: no time is lost, but the updates of those shards since they were saved are.
 PLS, the portion of lost samples, counts these as a share of all updates of the job.
@@ -8,6 +9,7 @@ PLS, the portion of lost samples, counts these as a share of all updates of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -29,11 +31,13 @@ class Recovery:
     """How a run goes on when shards are lost.
 
     `scope` is what is wanted; *partial* turns into *full* where it does not pay. `most_pls` is how
-    much of all updates the job may lose. `reason` says why this was chosen.
+    much of all updates the job may lose; `together`, how many shards are expected to fail at once,
+    decides when a version is due for its sake. `reason` says why this was chosen.
     """
 
     scope: Scope = "full"
     most_pls: float = 1.0
+    together: int = 1
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -41,6 +45,13 @@ class Recovery:
             raise ConfigError(f"recovery is full or partial, not {self.scope!r}")
         if not 0 <= self.most_pls <= 1:
             raise ConfigError(f"a PLS lies between 0 and 1, not {self.most_pls:g}")
+        if self.together < 1:
+            raise ConfigError(f"1 shard or more fails at a time, not {self.together}")
+
+    def steps_at_risk(self, losses: Losses, *, total: int, shards: int) -> int:
+        """So many steps after a version a failure may lose what is left of `most_pls`."""
+        left = max(0.0, self.most_pls - losses.pls)
+        return math.floor(left * total * shards / min(self.together, shards) + 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +119,14 @@ def plan(
     saved: int | None,
     total: int | None,
     unchanged: bool = False,
+    lossy: bool = False,
     going_back: bool = False,
 ) -> Plan:
     """Decides for one loss.
 
     `saved` is the step of the newest whole version, `total` the steps of the whole job;
-    `unchanged` says that no row was trained since that version, `going_back` that a full recovery
-    was started and not ended.
+    `unchanged` says that no row was trained since that version, `lossy` that it holds rounded
+    values, `going_back` that a full recovery was started and not ended.
     """
     after = losses
     if saved is not None and total is not None:
@@ -130,7 +142,8 @@ def plan(
             scope="partial",
             shards=tuple(lost),
             losses=losses,
-            reason="no row was trained since the version: nothing is lost",
+            reason="no row was trained since the version: "
+            + ("rows come back as it has them, rounded" if lossy else "nothing is lost"),
         )
     if recovery.scope == "full":
         return decided("full", recovery.reason or "the strategy recovers fully")

@@ -14,6 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 from emberkeep._types import Json
 from emberkeep.checkpoint.codec_choice import Choice
 from emberkeep.checkpoint.spec import VersionSpec
+from emberkeep.checkpoint.targets import WritesItself
 from emberkeep.codecs import Codec
 from emberkeep.errors import CancelledError
 from emberkeep.repository import Manifest
@@ -160,7 +161,9 @@ class BackgroundSaver(Generic[_K]):
         else:
             if self._is_fault(error):
                 self._failures.append(error)
-            self._tell("save_failed", {"step": saving.step, "error": str(error)})
+            # A save that lost shards have ended is due again: its rows were not at fault.
+            details = {"step": saving.step, "error": str(error), "due": not self._is_fault(error)}
+            self._tell("save_failed", details)
         self._clean_up(saving, error)
 
     def _is_fault(self, error: BaseException) -> bool:
@@ -179,12 +182,13 @@ class BackgroundSaver(Generic[_K]):
 
     def _tell_saved(
         self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int,
-        core_seconds: float | None = None,
+        held_seconds: float = 0.0, core_seconds: float | None = None,
     ) -> None:  # fmt: skip
         """`core_seconds` are those of this process, from the cut to the commit; None where they
         are not counted."""
         details = {
             "version": version, "step": saving.step, "kind": kind, "nbytes": nbytes,
+            "held_seconds": held_seconds, "whole": saving.whole,
             "pause_ms": saving.pause.total_seconds() * 1e3,
             "core_seconds": core_seconds,
             "commit_ms": (self._clock.monotonic() - saving.started) * 1e3,
@@ -227,6 +231,14 @@ class Save:
         if self.since == PRIORITISED:
             return [PRIORITISED]
         return [SINCE_VERSION] if self.since else [SINCE_VERSION, SINCE_BASELINE]
+
+    @property
+    def held_seconds(self) -> float:
+        """How long pushes were held up by the copies of their rows, once it is closed. Servers hold
+        theirs at the same time, shards of this process one after another."""
+        shards = [sum(rows.held_seconds for rows in shard) for shard in self.frozen]
+        parallel = all(isinstance(rows, WritesItself) for shard in self.frozen for rows in shard)
+        return max(shards, default=0.0) if parallel else sum(shards)
 
     def close(self, advanced: Sequence[str]) -> None:
         for rows in (rows for shard in self.frozen for rows in shard):

@@ -130,7 +130,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
     @property
     def due_whole(self) -> bool:
-        """Whether the next regular version is a whole one."""
+        """Whether the next regular version is a whole one, whatever its step."""
         priority, chain = self.spec.priority, self._chain
         return (
             priority is None
@@ -279,7 +279,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._cancelled_since_version = False
         self._tell_saved(
             save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
-            nbytes=manifest.nbytes, core_seconds=self._cores.seconds - before,
+            nbytes=manifest.nbytes, held_seconds=save.held_seconds,
+            core_seconds=self._cores.seconds - before,
         )  # fmt: skip
         if grid_of(manifest) is None:
             self._collect()

@@ -15,6 +15,7 @@ from emberkeep.cli.export import export
 from emberkeep.cli.fork import fork
 from emberkeep.cli.gc import gc
 from emberkeep.cli.import_rows import import_rows
+from emberkeep.cli.measure import measure
 from emberkeep.cli.mirror import mirror
 from emberkeep.cli.plan import plan
 from emberkeep.cli.restore import restore
@@ -48,6 +49,7 @@ app.command(rich_help_panel=_TRAIN)(train)
 app.command(rich_help_panel=_TRAIN)(serve)
 app.add_typer(cluster, name="cluster", rich_help_panel=_TRAIN)
 app.command(rich_help_panel=_TRAIN)(warm)
+app.command(rich_help_panel=_DECIDE)(measure)
 app.command(rich_help_panel=_DECIDE)(plan)
 app.command(rich_help_panel=_DECIDE)(emulate)
 app.command(rich_help_panel=_DECIDE)(simulate)

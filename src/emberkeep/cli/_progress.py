@@ -59,6 +59,15 @@ def recovery_line(details: dict[str, Any]) -> str:
     )
 
 
+def plan_line(details: dict[str, Any]) -> str:
+    """What a run has decided for itself, in one line."""
+    stored = "exact" if details["bits"] is None else f"{details['bits']} bits"
+    return (
+        f"planned after step {details['step']}: {details['scope']} recovery, a version every "
+        f"{details['interval_seconds']:.3g} s, {details['layout']}, {stored}; {details['reason']}"
+    )
+
+
 def cluster_line(event: str, details: dict[str, Any]) -> str | None:
     """What happens to a cluster in one line; None for an event that is not its own."""
     after = f" after {details['seconds']:.0f} s" if "seconds" in details else ""
@@ -103,6 +112,8 @@ class _Telling(Hook):
             say(f"resumed from {source}, after step {details['step']}")
         elif event == "recovered":
             say(recovery_line(details))
+        elif event == "planned":
+            say(plan_line(details))
         elif event == "starting":
             servers = f"{details['servers']} servers and " if details["servers"] else ""
             say(f"starting {servers}{details['workers']} workers on Ray")

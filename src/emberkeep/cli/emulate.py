@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,13 +16,16 @@ import typer
 from emberkeep.cli._options import option, read_time
 from emberkeep.cli._repository import print_json, print_table
 from emberkeep.cli._shell import command, say
+from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from emberkeep.planning.emulator import Emulation, Progress
+    from emberkeep.planning.failures import Fit
     from emberkeep.report.emulation_page import Table
     from emberkeep.report.page import Page
 
 Sweep = Literal["pls", "failures", "fraction"]
+ClusterKind = Literal["local", "servers", "ray"]
 
 
 @command
@@ -48,16 +52,26 @@ def emulate(
         option("--set", "Replace one setting of the training; repeatable.", "SECTION.KEY=VALUE"),
     ] = None,
     duration: Annotated[str, option("--duration", "Length of the job.")] = "56h",
-    mtbf: Annotated[str, option("--mtbf", "Mean time between failures of the job.")] = "28h",
+    mtbf: Annotated[
+        str | None,
+        option("--mtbf", "Mean time between failures; 28h, or what --count or --failures says."),
+    ] = None,
     failures: Annotated[
         Path | None,
-        option("--failures", "Draw failures from the best fit to this log.", "FILE.csv"),
+        option("--failures", "Draw failures from the best fit to this log.", "FILE.csv|json"),
     ] = None,
     count: Annotated[
         int | None, option("--count", "So many failures instead of the expected number.", "N")
     ] = None,
     shards: Annotated[int, option("--shards", "Shards that hold the tables.", "N")] = 8,
-    together: Annotated[int, option("--fail-together", "Shards that one failure takes.", "N")] = 1,
+    together: Annotated[
+        int | None,
+        option("--fail-together", "Shards that one failure takes; 1, or as in the log.", "N"),
+    ] = None,
+    cluster: Annotated[
+        ClusterKind | None,
+        option("--cluster", "Where the shards are: local, or servers that are killed.", "KIND"),
+    ] = None,
     save_time: Annotated[str, option("--save-time", "Of training, for a version.")] = "5.7min",
     load_time: Annotated[str, option("--load-time", "How long loading takes.")] = "2.5min",
     reschedule_time: Annotated[
@@ -77,6 +91,7 @@ def emulate(
 
     The defaults are the CPR paper's job: 56 hours with two failures, on 8 shards.
     """
+    from emberkeep.checkpoint.failure_gaps import Gaps
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.emulator import Emulation, small_task
     from emberkeep.planning.sweeps import SHORT
@@ -85,33 +100,33 @@ def emulate(
     from emberkeep.train.run_config import load
 
     check_available()
+    length = read_time("--duration", duration)
+    between, fit, taken = _failing(length, mtbf, failures, count, shards)
     job = Job(
-        duration=read_time("--duration", duration),
-        mtbf=read_time("--mtbf", mtbf),
+        duration=length,
+        mtbf=between,
         shards=shards,
-        failing_together=together,
+        failing_together=together or taken,
         save=read_time("--save-time", save_time),
         load=read_time("--load-time", load_time),
         reschedule=read_time("--reschedule-time", reschedule_time),
+        gaps=Gaps() if fit is None else fit.gaps(),
     )
-    times = None
-    if failures is not None:
-        from emberkeep.planning.failure_log import read_failures
-        from emberkeep.planning.failures import fits
-
-        log = read_failures(failures)
-        best = fits(log.gaps_hours)[0]
-        times = best.draw(job.duration, seed=seed)
-        say(f"{'. '.join(log.taken)}; {len(times)} failures drawn from a {best.name} fit")
     changes = [*(SHORT if sweep == "fraction" else ()), *(overrides or ())]
-    spec = Emulation(
-        settings=small_task(changes) if config is None else load(config, overrides or ()),
-        job=job,
-        pls=pls,
-        count=count,
-        times=times,
-        seed=seed,
+    settings = small_task(changes) if config is None else load(config, overrides or ())
+    kind = settings.cluster.kind if cluster is None else cluster
+    if kind == "connect":
+        raise ConfigError(
+            "emulation kills servers, and those at addresses are not its own: use --cluster "
+            "servers, ray or local"
+        )
+    settings = replace(
+        settings,
+        cluster=replace(settings.cluster, kind=kind, shards=shards, addresses=(), workers=1),
     )
+    spec = Emulation(settings=settings, job=job, pls=pls, count=count, fit=fit, seed=seed)
+    if fit is not None and sweep is None:
+        say(f"{len(spec.failures())} failures drawn from a {fit.name} fit")
     # Read when torch is loaded, in every process: see `emberkeep train`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with _progress() as progress:
@@ -127,6 +142,26 @@ def emulate(
         print_table(*shown.table, right=[c for c in shown.table[0][1:] if c != "note"])
     beside = ", ".join(path.with_suffix(suffix).name for suffix in (".json", ".csv"))
     say(f"written: {path}; data in {beside}")
+
+
+def _failing(
+    length: timedelta, mtbf: str | None, failures: Path | None, count: int | None, shards: int
+) -> tuple[timedelta, Fit | None, int]:
+    """The MTBF, what gaps are drawn from if there is a log, and how many shards fail together."""
+    if sum(given is not None for given in (mtbf, failures, count)) > 1:
+        raise ConfigError("--mtbf, --count and --failures each say how often: give one of them")
+    if count is not None:
+        # Strategies plan for as many failures as there will be; none is less than one.
+        return length / max(count, 0.5), None, 1
+    if failures is None:
+        return read_time("--mtbf", mtbf or "28h"), None, 1
+    from emberkeep.planning.failure_log import read_failures
+    from emberkeep.planning.failures import fits
+
+    log = read_failures(failures)
+    say(". ".join(log.taken))
+    fit = fits(log.gaps_hours, log.censored_hours)[0]
+    return log.mtbf, fit, min(shards, max(1, round(log.together)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

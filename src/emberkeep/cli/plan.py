@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+import math
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from emberkeep.planning.advisor import Plan
     from emberkeep.planning.failure_log import FailureLog
     from emberkeep.planning.failures import Fit
+    from emberkeep.planning.measured_inputs import Inputs
 
 
 @command
@@ -28,10 +30,14 @@ def plan(
     ] = None,
     failures: Annotated[
         Path | None,
-        option("--failures", "Or a log of failures, one a line, to fit.", "FILE.csv"),
+        option("--failures", "Or a log of failures, one a line, to fit.", "FILE.csv|json"),
     ] = None,
     column: Annotated[
         str | None, option("--failures-column", "The column with their times.", "NAME")
+    ] = None,
+    until: Annotated[
+        str | None,
+        option("--failures-until", "When the log ends, if that is after its last failure.", "TIME"),
     ] = None,
     nodes: Annotated[
         int | None,
@@ -41,27 +47,46 @@ def plan(
             "N",
         ),
     ] = None,
-    together: Annotated[int, option("--fail-together", "Shards that one failure takes.", "N")] = 1,
+    together: Annotated[
+        int | None,
+        option("--fail-together", "Shards that one failure takes; of a log what it says.", "N"),
+    ] = None,
     save_time: Annotated[
         str | None, option("--save-time", "How long training stands still for a version.")
     ] = None,
     load_time: Annotated[str | None, option("--load-time", "How long loading takes.")] = None,
     reschedule_time: Annotated[
-        str, option("--reschedule-time", "Until there is a new machine.")
-    ] = "0s",
+        str | None, option("--reschedule-time", "Until there is a new machine; 0 by default.")
+    ] = None,
     repository: Annotated[
         str | None, option("--repository", "Measure save and load time of this one.", "URL")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        option("--measured", "What emberkeep measure --json has printed.", "FILE.json"),
     ] = None,
     pls: Annotated[
         float | None,
         option("--pls", "Share of updates that may be lost; 0.1 by default.", "SHARE"),
     ] = None,
+    most_pls: Annotated[
+        float | None,
+        option("--most-pls", "A bound other than --pls; 1: --pls is an average.", "SHARE"),
+    ] = None,
     accuracy_loss: Annotated[
         float | None, option("--accuracy-loss", "Or the AUC that may be lost.", "AUC")
     ] = None,
     slope: Annotated[
-        float | None, option("--slope", "AUC lost per PLS of 1, as emulate fits it.", "AUC")
+        list[str] | None,
+        option(
+            "--slope",
+            "AUC lost per PLS of 1, as emulate fits it: 0.018, or cpr_ssu=0.003; repeatable.",
+            "[NAME=]AUC",
+        ),
     ] = None,
+    slope_error: Annotated[
+        float, option("--slope-error", "Standard error of the slope, as emulate prints it.", "AUC")
+    ] = 0.0,
     max_interval: Annotated[
         str | None, option("--max-interval", "Save at least this often.")
     ] = None,
@@ -72,91 +97,186 @@ def plan(
         int | None,
         option("--machines", "That stand still together; as many as shards by default.", "N"),
     ] = None,
+    memory_price: Annotated[
+        float | None, option("--memory-price", "Price of a GB of memory for an hour.", "MONEY")
+    ] = None,
+    table_gb: Annotated[
+        float | None, option("--table-gb", "All rows with their optimizer state.", "GB")
+    ] = None,
     parity_slowdown: Annotated[
         float | None,
         option("--parity-slowdown", "How much slower steps are with parity: 0.02.", "SHARE"),
     ] = None,
-    report: Annotated[
-        Path | None, option("--report", "Write a page with plots, data beside it.", "FILE.html")
+    parity_r: Annotated[
+        int | None,
+        option("--parity-r", "Shards that parity brings back at once.", "N"),
+    ] = None,
+    jobs: Annotated[
+        int, option("--jobs", "Simulate so many for percentiles; 0 for none.", "N")
+    ] = 1000,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page", "--report", metavar="FILE.html",
+            help="Write a page with plots, data beside it.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Say how to recover and how often to save, what that costs, and why."""
+    from emberkeep.checkpoint.failure_gaps import Gaps
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.advisor import Question, advise
 
     if (mtbf is None) == (failures is None):
         raise ConfigError("give --mtbf, or --failures with a log of failures")
+    if failures is None and (column or until or nodes):
+        raise ConfigError("--failures-column, -until and -nodes are for --failures with a log")
     log: FailureLog | None = None
     fitted: tuple[Fit, ...] = ()
+    gaps = Gaps()
+    counts: tuple[int, ...] = ()
     if failures is not None:
-        log, fitted, between = _fitted(failures, column, nodes, shards)
+        log, fitted, between = _fitted(failures, column, nodes, shards, until)
+        gaps = fitted[0].gaps()
+        counts = _together(log, shards, together)
+        together = together or max(1, round(sum(counts) / len(counts)) if counts else 1)
     else:
         between = read_time("--mtbf", mtbf or "")
-    save, load = _costs(save_time, load_time, repository)
+    inputs = _inputs(measured)
+    save, load = _costs(save_time, load_time, repository, inputs)
+    reschedule = inputs.reschedule or timedelta(0)
+    if reschedule_time is not None:
+        reschedule = read_time("--reschedule-time", reschedule_time)
     job = Job(
         duration=read_time("--duration", duration),
         mtbf=between,
         shards=shards,
-        failing_together=together,
+        failing_together=together or 1,
         save=save,
         load=load,
-        reschedule=read_time("--reschedule-time", reschedule_time),
+        reschedule=reschedule,
+        gaps=gaps,
     )
+    slopes = _slopes(slope)
     found = advise(
         Question(
             job=job,
             pls=pls,
+            most_pls=most_pls,
             accuracy_loss=accuracy_loss,
-            slope=slope,
+            slopes=slopes,
+            slope_error=slope_error / slopes["cpr"] if slopes.get("cpr") else 0.0,
             max_interval=read_time("--max-interval", max_interval) if max_interval else None,
             price=price,
             machines=machines,
-            parity_slowdown=parity_slowdown,
+            memory_price=memory_price,
+            table_nbytes=inputs.table_nbytes if table_gb is None else _nbytes(table_gb),
+            rows=inputs.rows,
+            parity_slowdown=inputs.parity_slowdown if parity_slowdown is None else parity_slowdown,
+            parity_r=parity_r,
+            together=counts,
+            quantized=inputs.quantized,
+            tier=inputs.tier,
+            jobs=jobs,
         )
     )
-    document = {**found.to_dict(), "failures": _failures(log, fitted)}
-    if report is not None:
+    decided = _decisions(repository)
+    document = {**found.to_dict(), "failures": _failures(log, fitted), "decided": decided}
+    if page is not None:
         from emberkeep.report.page import write
         from emberkeep.report.plan_page import plan_page
 
-        page = plan_page(found, log=log, fitted=fitted, nodes=shards)
+        drawn = plan_page(found, log=log, fitted=fitted, nodes=shards, decided=decided)
         rows = [{"strategy": name, **o.to_dict()} for name, o in found.strategies.items()]
         for row in rows:
             row.update({f"overhead_{part}": v for part, v in row.pop("breakdown").items()})
-        say(f"written: {write(report, page, document, rows)}")
+            row.update({f"simulated_{part}": v for part, v in (row.pop("simulated") or {}).items()})
+        say(f"written: {write(page, drawn, document, rows)}")
     if as_json:
         print_json(document)
     else:
         _print(found, log, fitted)
 
 
+def _nbytes(gigabytes: float) -> int:
+    if not (math.isfinite(gigabytes) and gigabytes > 0):
+        raise ConfigError(f"--table-gb must be above 0, not {gigabytes:g}")
+    return round(gigabytes * 1e9)
+
+
+def _slopes(given: list[str] | None) -> dict[str, float]:
+    """`0.018` is that of partial recovery, `cpr_ssu=0.003` of that strategy."""
+    found = {}
+    for text in given or ():
+        name, _, value = text.rpartition("=")
+        try:
+            found[name.replace("-", "_").lower() or "cpr"] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"--slope {text!r} is no slope: write 0.018, or cpr_ssu=0.003"
+            ) from None
+    return found
+
+
+def _together(log: FailureLog, shards: int, given: int | None) -> tuple[int, ...]:
+    """How many shards each failure of the log takes; as a log that names its machines has it."""
+    if given is not None or not log.counts:
+        return ()
+    counts = tuple(min(count, shards) for count in log.counts)
+    if max(counts) > 1:
+        say(
+            f"a failure takes {sum(counts) / len(counts):.3g} shards on average, as in the log; "
+            "--fail-together sets another number"
+        )
+    return counts
+
+
 def _fitted(
-    path: Path, column: str | None, nodes: int | None, shards: int
+    path: Path, column: str | None, nodes: int | None, shards: int, until: str | None
 ) -> tuple[FailureLog, tuple[Fit, ...], timedelta]:
     """The log, the distributions fitted to it, and the MTBF of the job."""
     from emberkeep.planning.failure_log import read_failures
     from emberkeep.planning.failures import fits, scaled_mtbf
 
-    log = read_failures(path, column=column)
+    end = None
+    if until is not None:
+        try:
+            end = datetime.fromisoformat(until.replace("Z", "+00:00"))
+        except ValueError:
+            raise ConfigError(
+                f"--failures-until {until!r} is no time: write 2026-01-31T12:00"
+            ) from None
+        end = end if end.tzinfo else end.replace(tzinfo=timezone.utc)
+    log = read_failures(path, column=column, until=end)
     for line in log.taken:
         say(line)
+    fitted = fits(log.gaps_hours, log.censored_hours)
     if nodes is None:
         named = f" ({log.nodes} machines are named there)" if log.nodes else ""
         say(f"its MTBF is taken for that of the job{named}; --failures-nodes N would scale it")
-        return log, fits(log.gaps_hours), log.mtbf
-    return log, fits(log.gaps_hours), scaled_mtbf(log.mtbf, nodes=nodes, to=shards)
+        return log, fitted, log.mtbf
+    return log, fitted, scaled_mtbf(log.mtbf, nodes=nodes, to=shards)
+
+
+def _inputs(path: Path | None) -> Inputs:
+    from emberkeep.planning.measured_inputs import Inputs, read_inputs
+
+    return Inputs() if path is None else read_inputs(path)
 
 
 def _costs(
-    save_time: str | None, load_time: str | None, repository: str | None
+    save_time: str | None, load_time: str | None, repository: str | None, inputs: Inputs
 ) -> tuple[timedelta, timedelta]:
     """Save and load time: as given, and what is not given as measured."""
-    save = None if save_time is None else read_time("--save-time", save_time)
-    load = None if load_time is None else read_time("--load-time", load_time)
+    save = inputs.save if save_time is None else read_time("--save-time", save_time)
+    load = inputs.load if load_time is None else read_time("--load-time", load_time)
     if repository is None:
         if save is None or load is None:
-            raise ConfigError("give --save-time and --load-time, or --repository to measure them")
+            raise ConfigError(
+                "give --save-time and --load-time, or --repository or --measured to have them "
+                "measured"
+            )
         return save, load
     from emberkeep.cli._repository import open_repository
     from emberkeep.planning.measurements import load_time as measured_load
@@ -172,12 +292,22 @@ def _costs(
     return save, load
 
 
+def _decisions(repository: str | None) -> list[dict[str, Any]]:
+    if repository is None:
+        return []
+    from emberkeep.cli._repository import open_repository
+    from emberkeep.planning.measurements import decisions
+
+    return decisions(open_repository(repository)[0])
+
+
 def _failures(log: FailureLog | None, fitted: tuple[Fit, ...]) -> dict[str, Any] | None:
     if log is None:
         return None
     return {
         "source": log.source,
         "count": log.failures,
+        "censored": int(log.censored_hours.size),
         "mtbf_hours": log.mtbf / timedelta(hours=1),
         "together": log.together,
         "nodes": log.nodes,
@@ -196,8 +326,8 @@ def _failures(log: FailureLog | None, fitted: tuple[Fit, ...]) -> dict[str, Any]
 
 
 def _print(plan: Plan, log: FailureLog | None, fitted: tuple[Fit, ...]) -> None:
-    from emberkeep.planning.advisor import time_text
-    from emberkeep.report.plan_page import TITLES, plan_table
+    from emberkeep.planning.advisor import TITLES, time_text
+    from emberkeep.report.plan_page import plan_table
 
     job = plan.question.job
     if log is not None:

@@ -119,7 +119,8 @@ def _print_facts(described: dict[str, Any]) -> None:
         "tags": ", ".join(version["tags"]),
         "reader": _plain(version["reader"]),
         "user state": _plain(version["user"]),
-        "counters": _plain(version["counters"]),
+        "plan": _planned(version["counters"]),
+        "counters": _plain({k: v for k, v in version["counters"].items() if k != "auto"}),
         "repository": f"{repository['id']} at {repository['url']}",
         "history": f"{count_text(repository['versions'], 'version')}, "
         f"restored {count_text(repository['restores'], 'time')}",
@@ -164,6 +165,14 @@ def _print_files(files: list[dict[str, Any]]) -> None:
         for file in files
     ]
     print_table(["file", "kind", "shard", "rows", "size"], rows, right=("shard", "rows", "size"))
+
+
+def _planned(counters: dict[str, Any]) -> str:
+    """What a run that plans itself had decided, with its reason."""
+    from emberkeep.cli._progress import plan_line
+
+    plan = (counters.get("auto") or {}).get("plan")
+    return plan_line(plan).removeprefix("planned ") if plan else ""
 
 
 def _plain(value: Any) -> str:

@@ -125,6 +125,9 @@ class Ledger:
         self._undisturbed: deque[float] = deque(maxlen=_MOST_STEPS)
         self._stepped_at: float | None = None
         self._beside: _Beside | None = None
+        # Of versions that are whole, and of prioritised ones.
+        self._saving_seconds = {True: 0.0, False: 0.0}
+        self._saved = {True: 0, False: 0}
         self.stall_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
@@ -158,9 +161,11 @@ class Ledger:
             self._note_slowdown()
             self._beside = _Beside()
 
-    def paused(self, pause_ms: float) -> None:
+    def paused(self, pause_ms: float, *, whole: bool = True, waited_ms: float = 0.0) -> None:
+        """Training stood still to cut a version, after it had waited for the one before."""
         with self._lock:
             self._pauses_ms.append(pause_ms)
+            self._saving_seconds[whole] += (pause_ms + waited_ms) / 1e3
             beside = self._beside
             if beside is None:
                 return
@@ -196,8 +201,11 @@ class Ledger:
 
     def timed(self, hook: Hook) -> Hook:
         def timed(*given: Any) -> None:
+            start = self._clock.monotonic()
             with self.stalling():
                 hook(*given)
+            with self._lock:
+                self._saving_seconds[True] += self._clock.monotonic() - start
 
         return timed
 
@@ -206,6 +214,8 @@ class Ledger:
         if event == "saved":
             with self._lock:
                 self._commits_ms.append(details["commit_ms"])
+                self._saved[details["whole"]] += 1
+                self._saving_seconds[details["whole"]] += details["held_seconds"]
                 self.written_nbytes += details["nbytes"]
                 self.version = details["version"] or 0  # a tier has none
                 beside = self._beside if self._beside and not self._beside.ended else None
@@ -254,9 +264,21 @@ class Ledger:
         with self._lock:
             return {
                 "versions": len(self._commits_ms),
+                "whole_versions": self._saved[True],
+                "saving_seconds": round(self._saving_seconds[True], 6),
+                "prioritised_seconds": round(self._saving_seconds[False], 6),
                 "stall_seconds": round(self.stall_seconds, 6),
                 "written_nbytes": self.written_nbytes,
             }
+
+    @property
+    def stall_of_version(self) -> float | None:
+        """Seconds for which training stood still for a whole version, on average; None before
+        there was one."""
+        with self._lock:
+            if not self._saved[True]:
+                return None
+            return self._saving_seconds[True] / self._saved[True]
 
     def exposition(self, parities: Sequence[ParityStatus] = (), more: Sequence[Sample] = ()) -> str:
         """The page for Prometheus: these counts and `more`, how well clusters are protected, what

@@ -27,6 +27,7 @@ from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together
+from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_report import RunReport
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader, warn_of_data
@@ -67,8 +68,8 @@ class Keeper(RunReport):
     - On SIGTERM the step ends, a version is saved within `grace`, and the process exits with 75;
       on Ctrl-C the same, and `KeyboardInterrupt` is raised. A second signal acts at once.
     - `on_event(name, details)` hears of "resumed", "saved", "save_failed", "save_cancelled",
-      "recovered" and "stopped", and of shards that are "silent", "returned" or "lost"; those of
-      saves come from the thread that writes.
+      "recovered", "planned" and "stopped", and of shards that are "silent", "returned" or "lost";
+      those of saves come from the thread that writes.
     - `strict` refuses tables that cannot be followed row by row, instead of saving them whole.
     - `must_exist` refuses a repository that is not there or has no version, instead of starting
       over: a mount that is missing looks like a first start.
@@ -111,6 +112,7 @@ class Keeper(RunReport):
         check_reader(reader)
         self._clock = clock
         self.steps = 0
+        self.cut_step = -1  # after which the newest version was cut, durable or not
         self.reader = reader
         self._strategy = strategy or incremental()
         self._settings = settings or SaveSettings()
@@ -120,7 +122,7 @@ class Keeper(RunReport):
         self._ranks = Ranks()
         self._pace = Pace(
             self._strategy.schedule, self._ranks, reader, batches_per_step=batches_per_step,
-            clock=clock,
+            clock=clock, least=self._strategy.least, risk=self._risk,
         )  # fmt: skip
         self._parts = find_parts(
             model, optimizer, state or {}, strict=strict or where is None, ranks=self._ranks.world
@@ -147,6 +149,12 @@ class Keeper(RunReport):
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
             tell=self._tell, clock=clock,
         )  # fmt: skip
+        self._planner: RunPlanner | None = None
+        if self._strategy.auto is not None and self._saver is not None:
+            self._planner = RunPlanner(
+                self._strategy, self._saver, self._pace, self._recoverer, self._ledger,
+                total_steps=total_steps, tell=self._tell, clock=clock,
+            )  # fmt: skip
         self._went_back = False
         self._warned_of_data = False
         self._started = False
@@ -185,7 +193,9 @@ class Keeper(RunReport):
                 self._stop(asked)
             if due_for_all:
                 self._save(whole=False)
-            if self._pace.looks(self.steps):
+            if due_for_all or self._pace.looks(self.steps):
+                if self._planner is not None:
+                    self._planner.review(self.steps)
                 self._pace.look_ahead(self.steps)
 
     def stop_after_step(self, number: int = signal.SIGTERM) -> None:
@@ -249,6 +259,8 @@ class Keeper(RunReport):
         return kept
 
     def _finish(self, saver: RunSaver, state: Captured | None) -> Kept | None:
+        if self._planner is not None:
+            self._planner.end()
         while True:
             try:
                 return saver.finish(self.steps, state, self._counters)
@@ -420,6 +432,7 @@ class Keeper(RunReport):
     def _resume(
         self, version: int | str | None, fall_back: bool, *, tell: bool = True
     ) -> Kept | None:
+        began = self._clock.monotonic()
         returned, number = bring_back_together(
             self._ranks, self._saver, self._store, version, fall_back, self._parts.subject,
             self._settings.threads, self._state, self._clock,
@@ -432,6 +445,9 @@ class Keeper(RunReport):
         self._ledger.version = number
         if self._recoverer is not None:
             self._recoverer.load(returned.counters)
+        if self._planner is not None:
+            seconds = self._clock.monotonic() - began
+            self._planner.resumed(returned.counters, seconds, self._ledger.resumed)
         if passed_over:
             warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:
@@ -465,23 +481,31 @@ class Keeper(RunReport):
 
     def _save(self, *, whole: bool = True) -> Saving[Any] | None:
         """Cuts a version; unless it must be whole, whichever the strategy's turn is."""
+        waiting = self._clock.monotonic()
         if self._saver is not None:
             self._saver.make_room()
             self._saver.check()
-            whole = whole or self._saver.due_whole
+            whole = whole or self._saver.due_whole or self._pace.due_whole(self.steps)
         whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
         start = self._clock.monotonic()
-        return self._cut(self._capture() if whole else None, start, whole=whole)
+        return self._cut(self._capture() if whole else None, start, start - waiting, whole=whole)
 
-    def _cut(self, state: Captured | None, start: float, *, whole: bool) -> Saving[Any] | None:
+    def _cut(
+        self, state: Captured | None, start: float, waited: float = 0.0, *, whole: bool
+    ) -> Saving[Any] | None:
         """Rows as they are now, beside what was gathered since `start`; on the rank that writes."""
-        self._pace.saved()
+        self._pace.saved(self.steps, whole=whole)
+        self.cut_step = self.steps
         if self._saver is None:
             return None
         self._ledger.cutting()
         cut = self._saver.cut(self.steps, state, self._counters, whole=whole)
-        self._ledger.paused((self._clock.monotonic() - start) * 1e3)
+        pause_ms = (self._clock.monotonic() - start) * 1e3
+        self._ledger.paused(pause_ms, whole=whole, waited_ms=waited * 1e3)
         return cut
+
+    def _risk(self) -> int | None:
+        return None if self._recoverer is None else self._recoverer.risk()
 
     def _capture(self) -> Captured | None:
         """Everything but rows, as it is now on every rank."""
@@ -491,7 +515,8 @@ class Keeper(RunReport):
 
     def _counters(self) -> Json:
         losses = {} if self._recoverer is None else self._recoverer.counters()
-        return {**self._ledger.counters(), **losses}
+        plans = {} if self._planner is None else self._planner.counters()
+        return {**self._ledger.counters(), **losses, **plans}
 
     def _exact(self) -> int:
         """The step whose state the newest version holds exactly; waits for the one under way."""
@@ -506,6 +531,8 @@ class Keeper(RunReport):
     def _stop(self, asked: int) -> NoReturn:
         """Saves within the grace period and ends the process; every rank, together."""
         deadline = self._clock.monotonic() + self._grace.total_seconds()
+        if self._planner is not None:
+            self._planner.end()
         state = self._capture()
         saved: int | None = None
         if self._saver is not None:
@@ -528,11 +555,17 @@ class Keeper(RunReport):
 
     def _hear(self, event: str, details: Json) -> None:
         self._ledger.hear(event, details)
+        if event == "save_failed" and details["due"]:
+            self._pace.save_again()
         self._tell(event, details)
 
     def _tell(self, event: str, details: Json) -> None:
-        if event in ("saved", "resumed", "recovered"):
+        if self._planner is not None:
+            self._planner.hear(event, details)
+        if event in ("saved", "resumed", "recovered", "planned"):
             run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
+            if event == "planned":
+                run |= {"plan": details["reason"]}
             if event == "saved":
                 run |= {"version": details["version"], "version_at": self._clock.now().timestamp()}
             for home in self._parts.subject.homes():

@@ -279,11 +279,11 @@ class Recoverer:
         assert self._total_steps is not None
         self.losses = self.losses.after(
             shards, step=self._steps(), saved=whole.step, total=self._total_steps,
-            shards=self._shard_count,
+            shards=self.shard_count,
         )  # fmt: skip
 
     @property
-    def _shard_count(self) -> int:
+    def shard_count(self) -> int:
         return sum(home.cluster.shard_count for home in self._homes)
 
     def _plan(self, start: float) -> Plan:
@@ -313,12 +313,26 @@ class Recoverer:
             self._recovery,
             self.losses,
             self._lost(),
-            shards=self._shard_count,
+            shards=self.shard_count,
             step=self._steps(),
             saved=None if whole is None else whole.step,
             total=self._total_steps,
             unchanged=whole is not None and self._unchanged_since(whole),
+            lossy=isinstance(whole, Manifest) and bool(whole.layout.get("codecs")),
             going_back=self._going_back,
+        )
+
+    def follow(self, recovery: Recovery) -> None:
+        """What is lost from here on is recovered that way."""
+        self._recovery = recovery
+
+    def risk(self) -> int | None:
+        """So many steps after a version a failure may lose what is left of the bound; None without
+        one."""
+        if self._recovery.scope != "partial" or self._total_steps is None:
+            return None
+        return self._recovery.steps_at_risk(
+            self.losses, total=self._total_steps, shards=self.shard_count
         )
 
     def _unchanged_since(self, whole: Kept) -> bool:

@@ -13,7 +13,7 @@ from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load
 from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
-from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.checkpoint.widths import Widths
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
@@ -87,6 +87,9 @@ class RepositorySaver(Checkpointer):
     def exact(self) -> bool:
         return not self.spec.lossy
 
+    def follow(self, spec: VersionSpec) -> None:
+        self.spec = spec
+
     def holds_run(self) -> bool:
         return self.repository.latest() is not None
 
@@ -157,11 +160,12 @@ class RepositorySaver(Checkpointer):
 
     def _tell_saved(
         self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
-        core_seconds: float | None = None,
+        held_seconds: float = 0.0, core_seconds: float | None = None,
     ) -> None:  # fmt: skip
         super()._tell_saved(
-            saving, version=version, kind=kind, nbytes=nbytes, core_seconds=core_seconds
-        )
+            saving, version=version, kind=kind, nbytes=nbytes, held_seconds=held_seconds,
+            core_seconds=core_seconds,
+        )  # fmt: skip
         if self._mirror is not None and saving.whole:
             self._mirror.offer(saving.step)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.save import Counters, Saving
+from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.cluster.base import Cluster
 from emberkeep.errors import ShardLostError
 from emberkeep.keeper.run_state import Captured
@@ -68,6 +69,9 @@ class RunSaver(Protocol):
     @property
     def committed_step(self) -> int | None:
         """The step of the last save of this process, once it is durable, if it is whole."""
+
+    def follow(self, spec: VersionSpec) -> None:
+        """What versions hold from the next one on."""
 
     def holds_run(self) -> bool:
         """Whether there is something to resume."""

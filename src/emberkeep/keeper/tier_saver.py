@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, Losses, steps_of
 from emberkeep.checkpoint.save import BackgroundSaver, Counters, Saving
+from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import (
     CancelledError,
@@ -78,6 +79,9 @@ class TierSaver(BackgroundSaver[DurableStep]):
     def whole(self) -> DurableStep | None:
         batches = [cluster.tier_batch() for cluster in (self._cluster, *self._beside)]
         return DurableStep(min(b or 0 for b in batches)) if all(batches) else None
+
+    def follow(self, spec: VersionSpec) -> None:
+        raise ConfigError("a tier holds rows as they are: there is nothing to choose")
 
     def holds_run(self) -> bool:
         return self.whole is not None
@@ -260,11 +264,13 @@ def _given_up(step: int) -> CancelledError:
 
 def _check_strategy(strategy: Strategy) -> None:
     plain = incremental()
-    if replace(strategy, schedule=plain.schedule, recovery=None) != plain:
+    taken = replace(strategy, schedule=plain.schedule, recovery=None, least=None)
+    if taken != plain:
         raise ConfigError(
             "a tier keeps the newest durable step, exactly, in the files of its rows: of a "
             "strategy it takes every= and recovery alone; leave out the rest (use ek.incremental "
-            "or ek.partial with priority=None), or give the keeper a repository"
+            "or ek.partial with priority=None), or give the keeper a repository, which ek.auto "
+            "needs"
         )
 
 

@@ -22,17 +22,19 @@ from typing import Any, Literal, get_args
 from emberkeep import config
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint.overheads import Job, Overhead, optimal_full_interval, partial_pays
+from emberkeep.checkpoint.run_plan import DEFAULT_PLS
 from emberkeep.errors import ConfigError
-from emberkeep.planning.advisor import DEFAULT_PLS, PRIORITY_SHARE
-from emberkeep.planning.failures import HOUR, Failure, drawn_failures, uniform_times
+from emberkeep.planning.candidates import PRIORITY_MODELS, PRIORITY_SHARE
+from emberkeep.planning.failures import HOUR, Failure, Fit, drawn_failures, uniform_times
 from emberkeep.rows.priority import Kind
 from emberkeep.rows.tracker import PRIORITISED
-from emberkeep.strategies import Every
 from emberkeep.train.checkpoint_settings import CheckpointSettings
-from emberkeep.train.hooks import Step
+from emberkeep.train.hooks import Start, Step
 from emberkeep.train.run_config import (
+    ClusterSettings,
     DataSettings,
     FailureSettings,
+    JobSettings,
     ModelSettings,
     RowOptimizerSettings,
     RunConfig,
@@ -70,6 +72,8 @@ class Tactics:
     """Steps between whole versions."""
     interval: timedelta
     """The same on the job's clock."""
+    most_pls: float = 1.0
+    """What may be lost at most; what exceeds it is recovered fully."""
     note: str = ""
 
 
@@ -126,18 +130,23 @@ def tactics(
     force: bool = False,
 ) -> Tactics:
     """Full recovery and naive partial recovery at full recovery's best interval, the others at the
-    interval that `pls` allows, or at the one that is given. Where partial recovery does not pay the
-    CPR strategies recover fully, unless `force` or an interval asks for it all the same."""
+    interval that `pls` allows, with `pls` as a bound, or at the one that is given, without any.
+    Where partial recovery does not pay the CPR strategies recover fully, unless `force` or an
+    interval asks for it all the same."""
     wanted, partial, note = optimal_full_interval(job), name != "full", ""
     priority: Kind | None = None
+    most_pls = 1.0
     if name.startswith("cpr"):
-        verdict = partial_pays(job, pls)
+        most_pls = pls if interval is None and not force else 1.0
+        more = PRIORITY_MODELS if name in _PRIORITIES else 0.0
+        verdict = partial_pays(job, pls, prioritised=more)
         allowed = verdict.partial_interval if interval is None else interval
         if verdict.pays or interval is not None or (force and allowed > timedelta(0)):
             wanted = allowed
             priority = _PRIORITIES.get(name)
         else:
             partial, note = False, f"recovered fully: {verdict.reason}"
+            most_pls = 1.0
     # Prioritised versions divide the steps between whole ones evenly; an interval that is given is
     # the same for all.
     unit = 1 if priority is None and interval is None else round(1 / PRIORITY_SHARE)
@@ -146,6 +155,7 @@ def tactics(
         priority=priority,
         every=unit * max(1, round(wanted / job.duration * steps / unit)),
         interval=wanted,
+        most_pls=most_pls,
         note=note,
     )
 
@@ -170,12 +180,15 @@ class Emulation:
     """A job, the training that stands for it, and the failures that strike it."""
 
     settings: RunConfig
+    """With where the shards are: `cluster.kind` local, servers or ray."""
     job: Job
     pls: float = DEFAULT_PLS
     count: int | None = None
     """How many failures, each as likely at any time; if not given, as many as are expected."""
     times: tuple[timedelta, ...] | None = None
     """When they strike, if that is known."""
+    fit: Fit | None = None
+    """Of the gaps between them: they are drawn from it, around the MTBF of the job."""
     interval: timedelta | None = None
     """Between versions of every partial strategy, instead of what `pls` allows."""
     force: bool = False
@@ -185,6 +198,8 @@ class Emulation:
     def __post_init__(self) -> None:
         if not 0 <= self.pls <= 1:
             raise ConfigError(f"a PLS lies between 0 and 1, not {self.pls:g}")
+        if self.fit is not None and (self.count is not None or self.times is not None):
+            raise ConfigError("failures are drawn from a fit, or counted, or given: choose one")
         if self.count is not None and self.count < 0:
             raise ConfigError(f"there are 0 failures or more, not {self.count}")
         if self.seed < 0:
@@ -194,7 +209,9 @@ class Emulation:
         """The same for every strategy."""
         count = round(self.job.failures) if self.count is None else self.count
         times = self.times
-        if times is None:
+        if self.fit is not None:
+            times = self.fit.draw(self.job.duration, seed=self.seed, mtbf=self.job.mtbf)
+        elif times is None:
             times = uniform_times(count, self.job.duration, seed=self.seed)
         return drawn_failures(
             times, shards=self.job.shards, together=self.job.failing_together, seed=self.seed
@@ -273,11 +290,13 @@ def run(task: Task) -> Outcome:
         given,
         cluster=replace(given.cluster, shards=job.shards),
         checkpoint=CheckpointSettings(),
+        job=JobSettings(),
         failures=FailureSettings(),
         run=replace(given.run, compare=False),
     )
     if task.strategy is None:
-        result = train(settings)
+        # The same bits wherever the rows are, and nobody to kill.
+        result = train(replace(settings, cluster=ClusterSettings(shards=job.shards)))
         return Outcome(
             strategy="none", auc=result.auc, log_loss=result.log_loss, steps=steps,
             seconds=result.seconds,
@@ -288,22 +307,28 @@ def run(task: Task) -> Outcome:
     failures = spec.failures()
     at = failing_steps(failures, job, steps=steps)
     with _memory_of_its_own() as url:
+        local = settings.cluster.kind == "local"
         settings = replace(
             settings,
             failures=FailureSettings(at=tuple(
                 f"{', '.join(map(str, failure.shards))} at {step}"
                 for step, failure in zip(at, failures, strict=True)
-            )),
+            ) if local else ()),
             checkpoint=CheckpointSettings(
                 path=url,
                 every=f"{chosen.every} steps",
+                layout=given.checkpoint.layout,
+                bits=given.checkpoint.bits,
+                expected_restores=None if chosen.partial else given.checkpoint.expected_restores,
                 recovery="partial" if chosen.partial else "full",
                 priority=chosen.priority,
                 fraction=PRIORITY_SHARE,
+                period=given.checkpoint.period,
+                most_pls=chosen.most_pls if chosen.partial else None,
                 keep=1,
             ),
         )  # fmt: skip
-        heard = _Heard(task.strategy, settings.checkpoint.strategy().schedule)
+        heard = _Heard(task.strategy, () if local else tuple(zip(at, failures, strict=True)))
         result = train(settings, hooks=[heard])
     assert result.recoveries is not None
     saves = [save for save in heard.saves if 0 < save["step"] < steps]
@@ -336,17 +361,20 @@ def run(task: Task) -> Outcome:
 
 
 class _Heard(Recording):
-    """A run whose versions take no steps.
+    """A run whose versions take no steps, and whose servers are killed on the job's clock.
 
     A step that a version was cut after ends when the version is committed: minutes of saving are
     seconds here and a step is minutes there, so a version that is still being written some steps
     later would be this machine's doing and not the job's.
     """
 
-    def __init__(self, name: str, schedule: Every) -> None:
+    def __init__(self, name: str, kills: Sequence[tuple[int, Failure]]) -> None:
         super().__init__(name)
-        self._schedule = schedule
+        self._kills = list(kills)
         self._ended: Queue[int] = Queue()
+
+    def on_start(self, start: Start) -> None:
+        self._cluster: Any = start.bags.cluster
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         super().on_event(event, details)
@@ -355,9 +383,13 @@ class _Heard(Recording):
 
     def on_step(self, step: Step) -> None:
         super().on_step(step)
-        if step.number < step.steps and self._schedule.due(step.number, timedelta(0)):
+        if step.number < step.steps and step.cut:
             while self._ended.get(timeout=_LONGEST_SAVE_SECONDS) != step.number:
                 pass
+        # A failure strikes in its step, and once, also where a recovery takes the step again.
+        while self._kills and step.number >= self._kills[0][0] - 1:
+            for shard in self._kills.pop(0)[1].shards:
+                os.kill(self._cluster.launcher.pid(shard), signal.SIGKILL)
 
 
 @contextmanager

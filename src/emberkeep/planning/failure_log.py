@@ -1,13 +1,15 @@
-"""Failure logs: CSV files as monitoring systems export them.
+"""Failure logs: CSV or JSON files as monitoring systems export them.
 
-A line is a failure with the time when it began, or a run with the time until it failed. What was
-taken for what is in `FailureLog.taken`, so that a wrong guess is seen and can be corrected.
+A line is a failure with the time when it began, or a run with the time until it failed or ended.
+What was taken for what is in `FailureLog.taken`, so that a wrong guess is seen and can be
+corrected.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep._types import F64
 from emberkeep.config import read_text
@@ -28,8 +31,22 @@ _FORMATS = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%m/%d/%Y %H:%M:%S", "%d.%m.%Y %
 _EPOCH = (1e8, 1e10)  # seconds since 1970 for dates of 1973 to 2286
 _TIME_WORDS = ("start", "fail", "began", "begin", "occur", "time", "date")
 _GAP_WORDS = ("gap", "between", "ttf", "tbf", "until", "uptime", "interval", "lifetime")
-_NODE_WORDS = ("node", "host", "machine", "server")
-_HOURS = {"s": 1 / 3600, "sec": 1 / 3600, "min": 1 / 60, "h": 1.0, "hour": 1.0, "day": 24.0}
+_NODE_WORDS = ("node", "host", "machine", "server", "shard")
+_ENDED_WORDS = ("failed", "event", "censored", "status", "outcome", "exit", "reason")
+_UNITS = {
+    "milliseconds": 1 / 3_600_000, "seconds": 1 / 3600, "minutes": 1 / 60, "hours": 1.0,
+    "days": 24.0,
+}  # fmt: skip
+_UNIT_WORDS = {
+    "ms": "milliseconds", "msec": "milliseconds", "millisecond": "milliseconds",
+    "s": "seconds", "sec": "seconds", "second": "seconds",
+    "m": "minutes", "min": "minutes", "minute": "minutes",
+    "h": "hours", "hr": "hours", "hour": "hours", "d": "days", "day": "days",
+}  # fmt: skip
+# What says of a run that it did not fail, by the sense of the column's name.
+_FAILED = {"1", "true", "yes", "failed", "failure", "fail", "error", "crashed", "killed", "lost"}
+_ENDED = {"0", "false", "no", "completed", "complete", "finished", "success", "succeeded", "ok",
+          "running", "censored", "alive"}  # fmt: skip
 _LEAST_READABLE = 0.5
 
 
@@ -41,28 +58,36 @@ class FailureLog:
     gaps_hours: F64
     """Between one failure and the next, none of them 0."""
     together: float
-    """Lines per failure, on average."""
+    """Machines per failure, on average."""
+    counts: tuple[int, ...]
+    """Machines of each failure; none where the log does not tell."""
     nodes: int | None
     """How many different machines are named; None where no column names them."""
     taken: tuple[str, ...]
     """What was taken for what, in sentences."""
-
-    @property
-    def failures(self) -> int:
-        return len(self.gaps_hours) + 1
+    censored_hours: F64
+    """Times without a failure that nobody saw the end of: runs that ended well, and the time from
+    the last failure to the end of the log."""
+    failures: int
 
     @property
     def mtbf(self) -> timedelta:
-        """The mean of the gaps, whatever distribution fits them best."""
-        return float(self.gaps_hours.mean()) * timedelta(hours=1)
+        """All time that was watched, for each failure that ended some of it; whatever distribution
+        fits best."""
+        watched = float(self.gaps_hours.sum() + self.censored_hours.sum())
+        return watched / len(self.gaps_hours) * timedelta(hours=1)
 
 
-def read_failures(path: str | Path, *, column: str | None = None) -> FailureLog:
-    """The failures of a CSV file; `column` names what holds their times, where the guess is wrong.
+def read_failures(
+    path: str | Path, *, column: str | None = None, until: datetime | None = None
+) -> FailureLog:
+    """The failures of a CSV or JSON file; `column` names what holds their times, where the guess is
+    wrong; `until` is when the log ends, which counts as time without a failure.
 
     A column of times is taken as failures as they began; a column of numbers as time until a
     failure, or where the numbers only grow as time since some start, in the unit that its name
-    says or else in hours. Lines without a value there are left out and counted.
+    says or else in hours. Lines without a value there are left out and counted. Runs that another
+    column says did not fail are time without a failure.
     """
     header, lines = _lines(Path(path))
     values = list(itertools.zip_longest(*lines, fillvalue=""))
@@ -80,26 +105,78 @@ def read_failures(path: str | Path, *, column: str | None = None) -> FailureLog:
         raise DataError(f"{path}: {name} holds neither times nor numbers; name another column")
     if len(known) < len(hours):
         taken.append(f"{len(hours) - len(known)} of {len(hours)} lines have no value there")
+    counts: tuple[int, ...] = ()
+    censored: F64 = np.empty(0)
     if are_gaps:
-        gaps, together = known[known > 0], 1.0
+        failed, judged = _failed(header, values, skip=place)
+        kept = np.isfinite(hours) & (hours > 0)
+        gaps, censored = hours[kept & failed], hours[kept & ~failed]
+        failures = len(gaps)
+        if censored.size:
+            taken.append(f"{censored.size} runs did not fail, by {judged}: time without a failure")
+        if until is not None:
+            raise ConfigError(f"{path} holds times until failures: an end of the log is of no use")
     else:
-        moments, counts = np.unique(known, return_counts=True)
-        gaps, together = np.diff(moments), float(counts.mean())
-        if len(moments) < len(known):
-            taken.append(f"{len(known)} lines are {len(moments)} failures: some began together")
+        gaps, counts = _moments(hours, _machines(header, values))
+        failures = len(counts)
+        if failures < len(known):
+            taken.append(
+                f"{len(known)} lines are {failures} failures: some began together, "
+                f"{np.mean(counts):.3g} machines at a time on average"
+            )
+        if until is not None:
+            quiet = until.timestamp() / 3600 - float(known.max())
+            if quiet < 0 or not np.isfinite(times[place]).any():
+                raise ConfigError(f"{path}: the log cannot end at {until}, before its last failure")
+            censored = np.array([quiet])
+            taken.append(f"no failure in the last {quiet:.1f} h of the log")
     if len(gaps) < FEWEST:
         raise DataError(
             f"{path}: {len(gaps)} gaps between failures are too few to fit: there must be {FEWEST}"
         )
-    nodes = _nodes(header, values)
     return FailureLog(
-        source=str(path), gaps_hours=gaps, together=together, nodes=nodes, taken=tuple(taken)
-    )
+        source=str(path), gaps_hours=gaps, together=float(np.mean(counts)) if counts else 1.0,
+        counts=counts, nodes=_nodes(header, values), taken=tuple(taken), censored_hours=censored,
+        failures=failures,
+    )  # fmt: skip
+
+
+def _moments(hours: F64, machines: Sequence[str] | None) -> tuple[F64, tuple[int, ...]]:
+    """The gaps between moments at which something failed, and how many machines did at each: lines,
+    or where machines are named so many different ones."""
+    at: dict[float, set[str]] = {}
+    for line, hour in enumerate(hours):
+        if math.isfinite(hour):
+            name = str(line) if machines is None or not machines[line] else machines[line]
+            at.setdefault(float(hour), set()).add(name)
+    moments = sorted(at)
+    return np.diff(moments), tuple(len(at[moment]) for moment in moments)
+
+
+def _failed(
+    header: Sequence[str], values: Sequence[Sequence[str]], *, skip: int
+) -> tuple[npt.NDArray[np.bool_], str]:
+    """Which lines are runs that failed, and the column that says so; all, where none does."""
+    lines = len(values[0])
+    for place, name in enumerate(header[: len(values)]):
+        words = re.findall(r"[a-z]+", name.lower())
+        if place == skip or not any(word in _ENDED_WORDS for word in words):
+            continue
+        cells = [cell.lower() for cell in values[place]]
+        known = {*cells} - {""}
+        if known and known <= _FAILED | _ENDED and known & _ENDED:
+            failed = np.array([cell in _FAILED for cell in cells])
+            if "censored" in words:  # 1 says that it was not seen to fail
+                failed = np.array([cell in ("0", "false", "no") for cell in cells])
+            return failed, _name(header, place)
+    return np.ones(lines, np.bool_), ""
 
 
 def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     """The header, empty where there is none, and the lines."""
     text = read_text(path, "CSV", DataError)
+    if text.lstrip()[:1] in ("[", "{"):
+        return _json_lines(text, path)
     kept = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not kept:
         raise DataError(f"{path} holds no lines")
@@ -112,6 +189,43 @@ def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     if not lines:
         raise DataError(f"{path} holds a header and no lines")
     return header, lines
+
+
+def _json_lines(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
+    """A JSON document with a list of objects or numbers, or one object a line."""
+    try:
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError:
+            document = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is no JSON: {error}") from None
+    if isinstance(document, dict):
+        lists = {key: value for key, value in document.items() if isinstance(value, list) and value}
+        chosen = lists.get("failures") or (next(iter(lists.values())) if len(lists) == 1 else None)
+        document = [document] if document and not lists else chosen
+    if not document:
+        raise DataError(f"{path}: a JSON log is a list of failures, or has one under 'failures'")
+    if all(isinstance(entry, dict) for entry in document):
+        header = list(dict.fromkeys(key for entry in document for key in entry))
+        lines = [[_cell(entry.get(key)) for key in header] for entry in document]
+        # A failure that lists what it took is a line for each.
+        for key in [k for k in header if any(isinstance(e.get(k), list) for e in document)]:
+            at = header.index(key)
+            lines = [
+                [*line[:at], _cell(one), *line[at + 1 :]]
+                for entry, line in zip(document, lines, strict=True)
+                for one in (entry.get(key) if isinstance(entry.get(key), list) else [None])
+            ]
+            break
+        return header, lines
+    if any(isinstance(entry, dict | list) for entry in document):
+        raise DataError(f"{path}: a JSON log holds objects, or numbers and times, not lists")
+    return [], [[_cell(entry)] for entry in document]
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _timestamp(cell: str) -> float:
@@ -194,21 +308,32 @@ def _hours(name: str, times: F64, numbers: F64) -> tuple[F64, bool, str]:
     """The values of a column in hours, whether they are gaps, and what they were taken for."""
     if np.isfinite(times).mean() >= _LEAST_READABLE:
         return times / 3600, False, f"{name} holds the times when failures began"
-    words = re.findall(r"[a-z]+", name.lower())
-    units = [unit for word in words for unit in (word, word.removesuffix("s")) if unit in _HOURS]
-    unit = units[0] if units else "h"
-    hours = numbers * _HOURS[unit]
+    words = re.findall(r"[a-z]+", name.lower().removeprefix("column"))
+    named = [
+        _UNIT_WORDS[form]
+        for word in words
+        for form in (word, word.removesuffix("s"))
+        if form in _UNIT_WORDS
+    ]
+    # A bare "m" or "d" may be anything; a word that can only be a unit goes before it.
+    unit = max(named, key=lambda found: any(found in word for word in words), default="hours")
+    hours = numbers * _UNITS[unit]
     known = hours[np.isfinite(hours)]
     tells_gaps = any(word in name.lower() for word in _GAP_WORDS)
-    long = {"s": "seconds", "sec": "seconds", "min": "minutes", "day": "days"}.get(unit, "hours")
     if not tells_gaps and len(known) > 1 and np.all(np.diff(known) >= 0):
-        return hours, False, f"{name} holds {long} from a start to each failure"
-    return hours, True, f"{name} holds {long} until a failure"
+        return hours, False, f"{name} holds {unit} from a start to each failure"
+    return hours, True, f"{name} holds {unit} until a failure"
 
 
-def _nodes(header: Sequence[str], values: Sequence[Sequence[str]]) -> int | None:
+def _machines(header: Sequence[str], values: Sequence[Sequence[str]]) -> Sequence[str] | None:
+    """The column that names machines."""
     for word in _NODE_WORDS:
         for place, name in enumerate(header):
             if word in name.lower() and place < len(values):
-                return len(set(values[place]) - {""})
+                return values[place]
     return None
+
+
+def _nodes(header: Sequence[str], values: Sequence[Sequence[str]]) -> int | None:
+    named = _machines(header, values)
+    return None if named is None else len(set(named) - {""})

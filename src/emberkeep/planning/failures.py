@@ -11,12 +11,16 @@ from typing import Any, Literal
 import numpy as np
 
 from emberkeep._types import F64
+from emberkeep.checkpoint.failure_gaps import Gaps, Kind
 from emberkeep.errors import ConfigError, DataError
 from emberkeep.planning.failure_log import FEWEST
 
 HOUR = timedelta(hours=1)
 
 Scaling = Literal["linear", "independent"]
+
+# Streams of one seed: when failures strike says nothing of what they take.
+_TIMES, _SHARDS = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +50,24 @@ class Fit:
             found: F64 = np.asarray(frozen.pdf(hours) / frozen.sf(hours), np.float64)
         return found
 
-    def draw(self, duration: timedelta, *, seed: int) -> tuple[timedelta, ...]:
-        """When a job of that length fails: gap after gap, until its end."""
-        random = np.random.default_rng(seed)
+    def gaps(self) -> Gaps:
+        """The same for estimates and simulated jobs, around any mean."""
+        if self.name == "exponential":
+            return Gaps()
+        return Gaps(kind=_kind(self.name), shape=self.parameters[0])
+
+    def draw(
+        self, duration: timedelta, *, seed: int, mtbf: timedelta | None = None
+    ) -> tuple[timedelta, ...]:
+        """When a job of that length fails: gap after gap, until its end; with another mean, `mtbf`,
+        all gaps are as much longer or shorter."""
+        random = np.random.default_rng([seed, _TIMES])
         frozen, now = self._frozen(), 0.0
+        scale = 1.0 if mtbf is None else mtbf / self.mean
         times: list[timedelta] = []
         while True:
             # One by one: how many are needed is not known, and the stream must not depend on it.
-            now += float(frozen.rvs(random_state=random))
+            now += scale * float(frozen.rvs(random_state=random))
             if now * HOUR >= duration:
                 return tuple(times)
             times.append(now * HOUR)
@@ -70,15 +84,25 @@ class Failure:
     shards: tuple[int, ...]
 
 
-def fits(gaps_hours: F64) -> tuple[Fit, ...]:
-    """Gamma, Weibull, exponential and log-normal, the best first."""
+def fits(gaps_hours: F64, censored_hours: F64 | None = None) -> tuple[Fit, ...]:
+    """Gamma, Weibull, exponential and log-normal, the best first.
+
+    `censored_hours` are times without a failure whose end nobody saw: left out, the others would
+    look shorter than gaps are.
+    """
     gaps = np.sort(np.asarray(gaps_hours, np.float64))
+    censored = np.empty(0) if censored_hours is None else np.asarray(censored_hours, np.float64)
+    censored = censored[censored > 0]
+    distributions = _distributions()
+    from scipy import stats
+
     if len(gaps) < FEWEST or gaps[0] <= 0 or not np.all(np.isfinite(gaps)):
         raise DataError(f"a fit needs {FEWEST} gaps or more, finite and longer than no time")
-    observed = 1.0 - (np.arange(len(gaps)) + 0.5) / len(gaps)
+    observed = observed_survival(gaps, censored)
+    data = stats.CensoredData(uncensored=gaps, right=censored) if censored.size else gaps
     found = []
-    for name, distribution in _distributions().items():
-        parameters = tuple(float(p) for p in distribution.fit(gaps, floc=0))
+    for name, distribution in distributions.items():
+        parameters = tuple(float(p) for p in distribution.fit(data, floc=0))
         frozen = distribution(*parameters)
         free = len(parameters) - 1  # where it begins is given
         error = frozen.sf(gaps) - observed
@@ -86,11 +110,24 @@ def fits(gaps_hours: F64) -> tuple[Fit, ...]:
             Fit(
                 name=name,
                 parameters=parameters,
-                aic=2 * free - 2 * float(frozen.logpdf(gaps).sum()),
+                aic=2 * free - 2 * float(frozen.logpdf(gaps).sum() + frozen.logsf(censored).sum()),
                 rmse=float(np.sqrt(np.mean(error**2))),
             )
         )
     return tuple(sorted(found, key=lambda fit: fit.aic))
+
+
+def observed_survival(gaps: F64, censored: F64) -> F64:
+    """The share of gaps that are longer, at each of the ascending `gaps`, in the middle of its
+    step: after Kaplan and Meier, for whom a censored time counts until it ends."""
+    at_risk = np.array([(gaps >= gap).sum() + (censored >= gap).sum() for gap in gaps])
+    # Equal gaps are one after another, each with one fewer at risk.
+    order = np.arange(gaps.size) - np.searchsorted(gaps, gaps)
+    steps = 1 - 1 / np.maximum(at_risk - order, 1)
+    after = np.cumprod(steps)
+    before = np.concatenate([[1.0], after[:-1]])
+    found: F64 = (before + after) / 2
+    return found
 
 
 def scaled_mtbf(
@@ -121,7 +158,7 @@ def drawn_failures(
     """At each time `together` different shards go down, each choice as likely as any other."""
     if not 1 <= together <= shards:
         raise ConfigError(f"1 to {shards} of {shards} shards can fail together, not {together}")
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng([seed, _SHARDS])
     return tuple(
         Failure(
             at=at,
@@ -133,7 +170,7 @@ def drawn_failures(
 
 def uniform_times(count: int, duration: timedelta, *, seed: int) -> tuple[timedelta, ...]:
     """So many moments, each equally likely anywhere in the job."""
-    drawn = np.random.default_rng(seed).random(count)
+    drawn = np.random.default_rng([seed, _TIMES]).random(count)
     return tuple(duration * float(share) for share in np.sort(drawn))
 
 
@@ -152,3 +189,8 @@ def _distributions() -> dict[str, Any]:
         "exponential": stats.expon,
         "log-normal": stats.lognorm,
     }
+
+
+def _kind(name: str) -> Kind:
+    kinds: dict[str, Kind] = {"gamma": "gamma", "weibull": "weibull", "log-normal": "log-normal"}
+    return kinds[name]

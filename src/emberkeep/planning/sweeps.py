@@ -59,6 +59,8 @@ class Line:
     runs: int
     slope: float
     """AUC lost per PLS of 1: the least-squares line through no loss at PLS 0."""
+    slope_error: float
+    """Its standard error."""
     slope_saved: float
     """The same without runs in which a shard started over."""
     correlation: float
@@ -96,7 +98,9 @@ def over_failures(
             together = max(1, round(fraction * spec.job.shards))
             mtbf = spec.job.duration / count
             job = replace(spec.job, mtbf=mtbf, failing_together=together)
-            specs.append(replace(spec, job=job, pls=SMALL_TARGET, count=count, force=True))
+            # From a log, as many as its gaps make of this MTBF.
+            number = count if spec.fit is None else None
+            specs.append(replace(spec, job=job, pls=SMALL_TARGET, count=number, force=True))
     cases = [Task(spec=case, strategy=name) for case in specs for name in ("full", strategy)]
     alone, *outcomes = run_all([Task(spec=spec, strategy=None), *cases], progress=progress)
     points = [
@@ -148,8 +152,8 @@ def _random_run(spec: Emulation, run: int, seeds: int) -> Emulation:
     interval = job.duration * (parts / _INTERVALS)
     settings = replace(spec.settings, run=replace(spec.settings.run, seed=run % seeds))
     return replace(
-        spec, job=job, pls=target, count=count, interval=interval, settings=settings,
-        seed=spec.seed + run,
+        spec, job=job, pls=target, count=count if spec.fit is None else None, interval=interval,
+        settings=settings, seed=spec.seed + run,
     )  # fmt: skip
 
 
@@ -179,6 +183,7 @@ def _line(points: Sequence[Point]) -> Line:
     return Line(
         runs=len(points),
         slope=_slope(pls, loss),
+        slope_error=_slope_error(pls, loss),
         slope_saved=_slope(pls[saved], loss[saved]),
         correlation=_correlation(pls, loss),
         correlation_saved=_correlation(pls[saved], loss[saved]),
@@ -188,6 +193,13 @@ def _line(points: Sequence[Point]) -> Line:
 
 def _slope(pls: F64, loss: F64) -> float:
     return float(pls @ loss / (pls @ pls)) if pls.any() else math.nan
+
+
+def _slope_error(pls: F64, loss: F64) -> float:
+    if len(pls) < 2 or not pls.any():
+        return math.nan
+    rest = loss - _slope(pls, loss) * pls
+    return math.sqrt(float(rest @ rest) / (len(pls) - 1) / float(pls @ pls))
 
 
 def _correlation(x: F64, y: F64) -> float:

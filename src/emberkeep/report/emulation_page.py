@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from emberkeep.planning.advisor import time_text
+from emberkeep.planning.advisor import TITLES, time_text
 from emberkeep.planning.emulator import Emulated, Outcome
 from emberkeep.planning.sweeps import Line, Point
 from emberkeep.report.page import Page
-from emberkeep.report.plan_page import TITLES
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ Table = tuple[list[str], list[list[str]]]
 
 _OUTCOME = ["", "overhead", "saving", "loading", "lost", "rescheduling", "interval", "PLS", "AUC",
             "AUC loss", "versions", "written", "note"]  # fmt: skip
+# Of the height of a plot of AUCs: what a label over a dot takes.
+_LABEL_SHARE = 0.25
 _MARKERS = {"cpr": "o", "cpr_mfu": "s", "cpr_ssu": "^", "cpr_scar": "D", "partial": "v"}
 
 
@@ -41,9 +42,14 @@ def emulation_page(found: Emulated) -> Page:
     )
     page.table(*outcome_table(found), texts=("note",))
     for failure in failures:
-        shards = ", ".join(str(shard) for shard in failure.shards)
-        page.text(f"After {time_text(failure.at)}: shards {shards} are lost.")
+        page.text(f"After {time_text(failure.at)}: {_lost_text(failure.shards)} lost.")
     return page
+
+
+def _lost_text(shards: Sequence[int]) -> str:
+    if len(shards) == 1:
+        return f"shard {shards[0]} is"
+    return f"shards {', '.join(map(str, shards[:-1]))} and {shards[-1]} are"
 
 
 def outcome_table(found: Emulated) -> Table:
@@ -182,7 +188,8 @@ def lines_table(lines: Mapping[str, Line]) -> Table:
                "correlation, saved before", "rank correlation"]  # fmt: skip
     rows = [
         [
-            TITLES[name], str(line.runs), f"{line.slope:.4f}", f"{line.correlation:.3f}",
+            TITLES[name], str(line.runs), f"{line.slope:.4f} ± {line.slope_error:.4f}",
+            f"{line.correlation:.3f}",
             f"{line.slope_saved:.4f}", f"{line.correlation_saved:.3f}",
             f"{line.rank_correlation:.3f}",
         ]
@@ -227,15 +234,17 @@ def _auc_dots(
     places = range(len(names))
     axes.axhline(alone.auc, color=COLOURS[-1], linewidth=1.2, linestyle="--", label="no failures")
     axes.plot(places, [o.auc for o in outcomes], "o", color=COLOURS[0], markersize=6)
-    for place, outcome in zip(places, outcomes, strict=True):
-        axes.annotate(
-            f"{outcome.auc:.4f}", (place, outcome.auc), xytext=(0, 7),
-            textcoords="offset points", ha="center", fontsize=8,
-        )  # fmt: skip
-    low = min([alone.auc, *(o.auc for o in outcomes)])
-    high = max([alone.auc, *(o.auc for o in outcomes)])
+    aucs = [outcome.auc for outcome in outcomes]
+    low, high = min([alone.auc, *aucs]), max([alone.auc, *aucs])
     margin = max(high - low, 1e-4)
-    axes.set_ylim(low - 0.25 * margin, high + 0.35 * margin)
+    for place, auc in zip(places, aucs, strict=True):
+        # Away from the line: where a label would lie on it, it goes to the other side of the dot.
+        above = auc >= alone.auc or alone.auc - auc > _LABEL_SHARE * margin
+        axes.annotate(
+            f"{auc:.4f}", (place, auc), xytext=(0, 7 if above else -7),
+            textcoords="offset points", ha="center", va="bottom" if above else "top", fontsize=8,
+        )  # fmt: skip
+    axes.set_ylim(low - 0.35 * margin, high + 0.35 * margin)
     axes.set_xticks(places, list(names))
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylabel("AUC")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -9,32 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep._types import F64
+from emberkeep._types import F64, Json
 from emberkeep.errors import ConfigError
-from emberkeep.planning.advisor import Option, Plan, advise, time_text
+from emberkeep.planning.advisor import TITLES, Option, Plan, time_text
+from emberkeep.planning.candidates import Candidate, candidates
 from emberkeep.planning.failure_log import FailureLog
 from emberkeep.planning.failures import HOUR, Fit, Scaling, scaled_mtbf
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
 
-TITLES = {
-    "full": "full",
-    "partial": "partial",
-    "cpr": "CPR",
-    "cpr_mfu": "CPR-MFU",
-    "cpr_ssu": "CPR-SSU",
-    "cpr_scar": "CPR-SCAR",
-    "parity": "parity",
-}
-"""Strategies as people call them."""
-
-_SCALES = np.unique(np.round(np.geomspace(1, 64, 25)).astype(int))
+_SCALES = np.unique(np.round(np.geomspace(1, 64, 13)).astype(int))
 
 
 def plan_page(
-    plan: Plan, *, log: FailureLog | None = None, fitted: Sequence[Fit] = (), nodes: int
+    plan: Plan,
+    *,
+    log: FailureLog | None = None,
+    fitted: Sequence[Fit] = (),
+    nodes: int,
+    decided: Sequence[Json] = (),
 ) -> Page:
-    """`nodes` is how many machines the MTBF of the plan belongs to."""
+    """`nodes` is how many machines the MTBF of the plan belongs to; `decided` is what a run that
+    plans itself has chosen so far."""
     job = plan.question.job
     page = Page(
         title="What failures will cost, and what to do about it",
@@ -56,6 +53,34 @@ def plan_page(
         columns, rows, texts=("", "what it means"),
         chosen=list(plan.strategies).index(plan.recommended),
     )  # fmt: skip
+    simulated = [(name, o) for name, o in plan.strategies.items() if o.spread is not None]
+    if simulated:
+        page.heading("Not every job is average")
+        page.text(
+            f"{plan.question.jobs:,} simulated jobs under each strategy, struck at random moments, "
+            "also while they save and recover: the overhead that half, nine of ten and 99 of 100 "
+            "stay below, and the PLS that 95 of 100 do."
+        )
+        page.table(
+            ["", "expected", "simulated mean", "half", "9 of 10", "99 of 100", "PLS, 95 of 100"],
+            [
+                [TITLES[name], _percent(o.overhead.total),
+                 *(_percent(v) for v in (o.spread.mean, o.spread.p50, o.spread.p90, o.spread.p99)),
+                 f"{o.spread.pls_p95:.3g}"]
+                for name, o in simulated if o.spread is not None
+            ],
+        )  # fmt: skip
+    if decided:
+        page.heading("What the run has decided")
+        page.table(
+            ["step", "recovery", "interval", "layout", "bits", "reason"],
+            [
+                [str(d["step"]), d["scope"], time_text(timedelta(seconds=d["interval_seconds"])),
+                 d["layout"], "exact" if d["bits"] is None else str(d["bits"]), d["reason"]]
+                for d in decided
+            ],
+            texts=("recovery", "layout", "reason"),
+        )  # fmt: skip
     page.heading("More machines")
     page.plot(
         scaling_plot(plan, nodes),
@@ -79,38 +104,60 @@ def plan_page(
 
 
 def plan_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for people, of a page or of a terminal."""
-    columns = ["", "overhead", "hours", "interval", "PLS", "what it means"]
-    priced = plan.question.price is not None
-    sloped = plan.question.slope is not None
-    if sloped:
-        columns.insert(5, "AUC loss")
-    if priced:
-        columns.insert(3, "cost")
+    """Columns and rows for people, of a page or of a terminal. Columns that nothing is known for
+    are left out."""
+    options = plan.strategies.values()
+    shown = {
+        "overhead": True,
+        "hours": True,
+        "9 of 10 below": any(option.spread for option in options),
+        "interval": True,
+        "PLS": True,
+        "AUC loss": bool(plan.question.slopes) or plan.question.quantized is not None,
+        "memory": True,
+        "cost": any(option.cost is not None for option in options),
+    }
+    columns = [column for column, known in shown.items() if known]
     rows = []
     for name, option in plan.strategies.items():
-        row = [TITLES[name], *_cells(option), option.note]
-        if sloped:
-            row.insert(5, f"{option.accuracy_loss:.5f}")
-        if priced:
-            row.insert(3, "" if option.interval is None else f"{option.cost:,.0f}")
-        rows.append(row)
-    return columns, rows
+        cells = _cells(option)
+        rows.append([TITLES[name], *(cells[column] for column in columns), option.note])
+    return ["", *columns, "what it means"], rows
 
 
-def _cells(option: Option) -> list[str]:
+def _cells(option: Option) -> dict[str, str]:
     if option.interval is None:
-        return ["", "", "none", ""]
-    return [
-        f"{100 * option.overhead.total:.2f}%",
-        f"{option.lost_hours:.2f}",
-        time_text(option.interval),
-        f"{option.pls:.3g}",
-    ]
+        return {**dict.fromkeys(("overhead", "hours", "9 of 10 below", "PLS", "AUC loss", "memory",
+                                 "cost"), ""), "interval": "none"}  # fmt: skip
+    spread, loss, error = option.spread, option.accuracy_loss, option.accuracy_error
+    return {
+        "overhead": _percent(option.overhead.total),
+        "hours": f"{option.lost_hours:.2f}",
+        "9 of 10 below": "" if spread is None else _percent(spread.p90),
+        "interval": time_text(option.interval),
+        "PLS": f"{option.pls:.3g}",
+        "AUC loss": "" if loss is None else f"{loss:.5f} ± {error or 0.0:.5f}",
+        "memory": _memory(option),
+        "cost": "" if option.cost is None else f"{option.cost:,.0f}",
+    }
+
+
+def _memory(option: Option) -> str:
+    if option.memory_nbytes is not None:
+        return "0" if not option.memory_nbytes else f"{option.memory_nbytes / 1e9:+,.2f} GB"
+    return "0" if not option.memory_share else f"{option.memory_share:+.0%}"
+
+
+def _percent(share: float) -> str:
+    return "never ends" if share == math.inf else f"{100 * share:.2f}%"
 
 
 def overhead_plot(plan: Plan) -> Plot:
-    shown = {name: o for name, o in plan.strategies.items() if o.interval is not None}
+    shown = {
+        name: option
+        for name, option in plan.strategies.items()
+        if option.interval is not None and math.isfinite(option.overhead.total)
+    }
     parts = [{part: 100 * v for part, v in asdict(o.overhead).items()} for o in shown.values()]
     with drawing(height=3.2) as (plot, (axes,)):
         stacked_bars(axes, [TITLES[name] for name in shown], parts)
@@ -165,7 +212,7 @@ def scaling_plot(plan: Plan, nodes: int) -> Plot:
             for name, colour, marker in drawn:
                 axes.plot(
                     [n for n, _ in points],
-                    [100 * scaled.strategies[name].overhead.total for _, scaled in points],
+                    [100 * scaled[name].overhead.total for _, scaled in points],
                     color=colour, marker=marker, markersize=3.5, label=TITLES[name],
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
@@ -176,9 +223,10 @@ def scaling_plot(plan: Plan, nodes: int) -> Plot:
     return plot
 
 
-def _scaled(plan: Plan, nodes: int, to: int, scaling: Scaling) -> Plan:
+def _scaled(plan: Plan, nodes: int, to: int, scaling: Scaling) -> dict[str, Candidate]:
     """The same question for `to` machines; as many shards fail together as before."""
     job = plan.question.job
     mtbf: timedelta = scaled_mtbf(job.mtbf, nodes=nodes, to=to, scaling=scaling, unit=HOUR)
     shards = max(job.failing_together, round(job.shards * to / nodes))
-    return advise(replace(plan.question, job=replace(job, mtbf=mtbf, shards=shards)))
+    wish = replace(plan.question, job=replace(job, mtbf=mtbf, shards=shards)).wish()
+    return {found.name: found for found in candidates(wish, ("full", "cpr"))}

@@ -16,7 +16,7 @@ Predictor = Literal["growth", "paper"]
 PREDICTORS: tuple[Predictor, ...] = ("growth", "paper")
 
 # Up to how many restores each bit-width keeps the loss of accuracy negligible (Check-N-Run, 6.2).
-_RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
+RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
 
 
 # So many increments may follow a baseline: manifests list their sizes, and each consecutive one
@@ -135,7 +135,7 @@ def bits_for(expected_restores: int, restores: int) -> int:
     """
     if restores > expected_restores:
         return 8
-    for most, bits in _RESTORES_OF_BITS:
+    for most, bits in RESTORES_OF_BITS:
         if expected_restores <= most:
             return bits
     return 8

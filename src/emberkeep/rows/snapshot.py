@@ -89,6 +89,9 @@ class CopiedRows:
 class FrozenRows(Protocol):
     """What a checkpointer asks of frozen rows, wherever they are."""
 
+    held_seconds: float
+    """How long it has held writers up: they copied rows, or waited for room. Final once closed."""
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze them, before anybody reads."""
         ...
@@ -206,6 +209,7 @@ class Snapshot:
         assert holder.tracker is not None
         self.holder = holder
         self.waits = 0
+        self.held_seconds = 0.0
         self._since = since
         self._room = room
         self._frozen: dict[str, Frozen] = holder.tracker.freeze(holder.dirty)
@@ -237,6 +241,11 @@ class Snapshot:
 
     def before_write(self, written: I64) -> None:
         """Called by a writer that is about to change rows and holds the lock."""
+        start = self._room.clock.monotonic()
+        self._save_before(written)
+        self.held_seconds += self._room.clock.monotonic() - start
+
+    def _save_before(self, written: I64) -> None:
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
         taken = row_copies.take_before_write(
@@ -281,7 +290,9 @@ class Snapshot:
         """
         if self._room.full and not self._done:
             self.waits += 1
+            start = self._room.clock.monotonic()
             self._room.wait(lambda: self._done)
+            self.held_seconds += self._room.clock.monotonic() - start
 
     # -- the reader ------------------------------------------------------------------------------
 
@@ -408,6 +419,7 @@ class PrioritisedRows:
         self._names: dict[str, str] = {}
         self._taken: list[Any] = []
         self._inner: Snapshot | None = None
+        self.held_seconds = 0.0
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names.update(names)
@@ -437,6 +449,7 @@ class PrioritisedRows:
     def close(self, advanced: Collection[str]) -> None:
         if self._inner is not None:
             self._inner.close(())
+            self.held_seconds = self._inner.held_seconds
         with self.holder.lock:
             if PRIORITISED not in advanced and self.holder.ranking is not None:
                 for taken in self._taken:

@@ -541,7 +541,7 @@ class ShardService:
             self._snapshots = ()
         for snapshot in snapshots:
             snapshot.close(header["advanced"])
-        yield {}, _NONE
+        yield {"held_seconds": sum(snapshot.held_seconds for snapshot in snapshots)}, _NONE
 
     def _frozen(self, header: Json) -> Sequence[FrozenRows]:
         if int(header["epoch"]) != self._snapshot_epoch:

@@ -14,6 +14,7 @@ from emberkeep.config import setting
 from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.checkpoint.spec import SaveSettings
     from emberkeep.strategies import Strategy
 
@@ -33,7 +34,9 @@ class CheckpointSettings:
         "fits of it, the rest is named", default=None, path=True)
     map: Mapping[str, str] | None = setting(
         "names of tables and tensors there that are others here (start_from)", default=None)
-    every: str = setting("how often: \"500 steps\", \"30min\", \"2h\"", default="30min")
+    every: str | None = setting(
+        "how often: \"500 steps\", \"30min\", \"2h\"; if not set every 30min, or what follows from "
+        "[job] or recovery = \"auto\"", default=None)
     layout: Literal["full", "one_shot", "intermittent", "consecutive", "grid"] = setting(
         "what a version holds", default="intermittent")
     predictor: Literal["growth", "paper"] = setting(
@@ -47,7 +50,8 @@ class CheckpointSettings:
         "how long the job will take, \"5d\": with mtbf it says how many restores to expect",
         default=None)
     mtbf: str | None = setting(
-        "mean time between failures of the job, \"36h\" (job_duration)", default=None)
+        "mean time between failures of the job, \"36h\" (job_duration), believed until some were "
+        "seen (recovery auto)", default=None)
     accuracy_budget: float | None = setting(
         "measure the bits of each table instead: the share of the validation loss that restores "
         "may cost, such as 1e-4", default=None, above=0, below=1)
@@ -83,15 +87,30 @@ class CheckpointSettings:
     metrics_port: int | None = setting(
         "serve Prometheus metrics and health of the run on this port of the loopback interface",
         default=None, least=0)
-    recovery: Literal["full", "partial"] | None = setting(
-        "what happens when shards are lost; the run ends if not set", default=None)
+    recovery: Literal["full", "partial", "auto"] | None = setting(
+        "what happens when shards are lost; the run ends if not set; auto: the run plans itself",
+        default=None)
+    target: str | None = setting(
+        "what may be lost, \"accuracy loss 0.01%\" or \"PLS 0.1\" (recovery auto)", default=None)
+    max_interval: str | None = setting(
+        "a version is wanted at least this often (recovery auto)", default=None)
+    pls: float | None = setting(
+        "the portion of samples that may be lost; 0.1 with [job] (partial recovery)", default=None,
+        least=0)
+    accuracy_loss: float | None = setting(
+        "or the AUC that may be lost, with slope (partial recovery)", default=None, least=0)
+    slope: float | None = setting(
+        "AUC lost per PLS of 1, as emberkeep emulate --sweep fraction fits it (partial, auto)",
+        default=None, above=0)
     priority: Literal["mfu", "ssu", "scar"] | None = setting(
         "also save the rows that matter most, more often (partial recovery)", default=None)
     fraction: float = setting(
         "how many of all rows these are (priority)", default=0.125, above=0)
-    most_pls: float = setting(
-        "the portion of lost samples beyond which recovery is full (partial recovery)",
-        default=1.0, least=0)
+    period: int = setting(
+        "pushes of which one is looked at (priority ssu)", default=2, least=1)
+    most_pls: float | None = setting(
+        "the portion of lost samples beyond which recovery is full; pls if not set (partial "
+        "recovery)", default=None, least=0)
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -102,6 +121,7 @@ class CheckpointSettings:
             for key in ("expected_restores", "job_duration", "accuracy_budget"):
                 if getattr(self, key) is not None:
                     raise ConfigError(f"{key} is not for partial recovery: set bits")
+        self._check_recovery()
         if self.accuracy_budget is None and self.calibrate_at is not None:
             raise ConfigError("calibrate_at is for accuracy_budget: set that too")
         if self.mirror is None:
@@ -124,19 +144,62 @@ class CheckpointSettings:
         if self.map and self.start_from is None:
             raise ConfigError("map is for start_from: set that, or leave map out")
 
-    def strategy(self) -> Strategy:
-        """What these settings mean; a combination that cannot work is refused."""
-        from emberkeep.strategies import incremental, partial, retention, schedule
+    def _check_recovery(self) -> None:
+        """What is said of one kind of recovery, and is not for the one that is set."""
+        if self.recovery != "auto":
+            if self.mtbf is not None and self.job_duration is None:
+                raise ConfigError('mtbf is for recovery = "auto", or with job_duration for bits')
+            for key in ("target", "max_interval"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f'{key} is for recovery = "auto"')
+        else:
+            chosen = ("bits", "expected_restores", "job_duration", "accuracy_budget", "bins",
+                      "range_ratio", "keep_for", "drop_after")
+            if self.layout != "intermittent" or any(
+                getattr(self, key) is not None for key in chosen
+            ) or self.quantize_optimizer or self.predictor != "growth":
+                raise ConfigError('recovery = "auto" chooses layout and bits itself, and keeps the '
+                                  f"newest: leave out layout, predictor, quantize_optimizer, "
+                                  f"{', '.join(chosen)}")
+        if self.recovery != "partial":
+            for key in ("pls", "accuracy_loss", "most_pls"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f'{key} is for recovery = "partial"')
+        if self.slope is not None and self.recovery not in ("partial", "auto"):
+            raise ConfigError('slope is for recovery = "partial" or "auto"')
+
+    def strategy(self, job: Job | None = None) -> Strategy:
+        """What these settings mean, for that job; a combination that cannot work is refused."""
+        from emberkeep.strategies import auto, incremental, partial, retention, schedule
 
         if self.mirror_every is not None:
             schedule(self.mirror_every)
+        every = self.every or "30min"
+        if job is not None and (self.recovery != "partial" or self.every is not None):
+            raise ConfigError(
+                '[job] is for recovery = "partial", whose interval follows from it: leave out '
+                "every, or [job]")
+        if self.recovery == "auto":
+            return auto(
+                target=self.target or "PLS 0.1",
+                mtbf=self.mtbf,
+                slope=self.slope,
+                first=self.every or "10min",
+                max_interval=self.max_interval,
+                keep=self.keep,
+            )
         if self.recovery == "partial":
             strategy = partial(
-                every=self.every,
+                every=every if job is None else None,
+                job=job,
+                pls=self.pls,
+                accuracy_loss=self.accuracy_loss,
+                slope=self.slope,
                 layout=self.layout,
                 bits=self.bits,
                 priority=self.priority,
                 fraction=self.fraction,
+                period=self.period,
                 most_pls=self.most_pls,
                 keep=self.keep,
             )
@@ -152,7 +215,7 @@ class CheckpointSettings:
                 ),
             )
         return incremental(
-            every=self.every,
+            every=every,
             layout=self.layout,
             predictor=self.predictor,
             bits=self.bits,

@@ -31,6 +31,8 @@ class Step:
     samples: int
     """Samples trained on so far."""
     loss: float
+    cut: bool = False
+    """Whether a version was cut after it, which may still be written."""
     at: float = field(default_factory=time.perf_counter)
     """When it ended, in seconds of the process that trains; only differences mean anything."""
 

@@ -77,7 +77,7 @@ class Keeping:
         if tier.every is not None:
             assert tier.path is not None
             state["settings"] = _Agreed(tier.path, self.settings)
-            strategy = partial(every=tier.every, priority=None)
+            strategy = partial(every=tier.every)
             restart = f"remove {tier.path} to start over"
         else:
             assert given.path is not None
@@ -85,7 +85,7 @@ class Keeping:
             for where in () if self.fresh else (given.path, given.mirror):
                 if where is not None:
                     _check_settings(where, about["settings"])
-            strategy = given.strategy()
+            strategy = self.settings.strategy()
         keeper = Keeper(
             given.path,
             network,
@@ -152,7 +152,8 @@ def _decisive(settings: RunConfig) -> Json:
     """The settings that decide what a run computes; where and how often it is saved, where its
     rows and shards are and which of them are made to fail does not."""
     document: Json = json.loads(json.dumps(settings.to_dict()))
-    del document["checkpoint"], document["failures"], document["tier"]
+    for section in ("checkpoint", "failures", "tier", "job"):
+        del document[section]
     # Rows are the same bits wherever their shards are; how many ranks add them up is not the same.
     document["cluster"] = {key: document["cluster"][key] for key in ("shards", "workers")}
     return document

@@ -29,6 +29,7 @@ from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.run_config import (
     ClusterSettings,
     FailureSettings,
+    JobSettings,
     ParitySettings,
     TierSettings,
 )
@@ -213,7 +214,7 @@ class ShardWatch(Hook):
         given = replace(
             self._start.settings,
             cluster=ClusterSettings(), failures=FailureSettings(), checkpoint=CheckpointSettings(),
-            parity=ParitySettings(), tier=TierSettings(),
+            parity=ParitySettings(), tier=TierSettings(), job=JobSettings(),
         )  # fmt: skip
         judge = _Judge(replace(self._start, settings=given))
         return tuple(judge.loss(kill) for kill in judged)

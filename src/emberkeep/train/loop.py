@@ -209,7 +209,10 @@ def fit(
                     samples=samples, place=reader.samples, batch_size=batch_size, loss_of=loss_of,
                     optimizers=optimizers,
                 )  # fmt: skip
-            step = Step(phase=phase, number=number, steps=steps, samples=reader.samples, loss=value)
+            step = Step(
+                phase=phase, number=number, steps=steps, samples=reader.samples, loss=value,
+                cut=keeper is not None and keeper.cut_step == keeper.steps,
+            )  # fmt: skip
             for hook in hooks:
                 hook.on_step(step)
 

@@ -19,9 +19,11 @@ from emberkeep.tables import Optimizer, Tier, optimizer_from
 from emberkeep.train.checkpoint_settings import CheckpointSettings
 
 if TYPE_CHECKING:
+    from emberkeep.checkpoint.overheads import Job
     from emberkeep.cluster.failure_schedule import Failure
     from emberkeep.cluster.remote.remote_shard import Timing
     from emberkeep.erasure.codes import Parity
+    from emberkeep.strategies import Strategy
 
 _FAILURE = re.compile(r"(\d+(?:\s*,\s*\d+)*)\s+at\s+(\d+)(?:\s+(pull|push))?")
 
@@ -166,6 +168,42 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         config.check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """What is known of a job: how often to save for partial recovery follows from it."""
+
+    mtbf: str | None = setting(
+        "mean time between failures of the whole job; nothing follows if not set", default=None)
+    duration: str | None = setting("how long the job takes", default=None)
+    save: str | None = setting("how long training stands still for a version", default=None)
+    load: str | None = setting("how long loading takes", default=None)
+    reschedule: str = setting("until there is a new machine", default="0s")
+    together: int = setting("shards that one failure takes", default=1, least=1)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+        times = [getattr(self, key) for key in ("mtbf", "duration", "save", "load")]
+        if any(times) and not all(times):
+            raise ConfigError("a job has mtbf, duration, save and load: set all of them, or none")
+        self.job(shards=self.together)
+
+    def job(self, *, shards: int) -> Job | None:
+        """The job on so many shards; None where nothing is known."""
+        from emberkeep.checkpoint.overheads import Job
+
+        if self.mtbf is None:
+            return None
+        times: dict[str, Any] = {}
+        for key in ("mtbf", "duration", "save", "load", "reschedule"):
+            try:
+                times[key] = config.duration(getattr(self, key))
+            except ValueError:
+                raise ConfigError(
+                    f"{key} is a duration such as 28h or 5min, not {getattr(self, key)!r}"
+                ) from None
+        return Job(**times, shards=shards, failing_together=self.together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +403,7 @@ class RunConfig:
     parity: ParitySettings = field(default_factory=ParitySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    job: JobSettings = field(default_factory=JobSettings)
 
     def __post_init__(self) -> None:
         if self.data.source == "synthetic":
@@ -378,6 +417,10 @@ class RunConfig:
                 f"failures names more shards than cluster.shards has, {self.cluster.shards}")
         if self.failures.any and self.cluster.kind != "local":
             raise ConfigError('failures are made to happen on kind = "local"; kill servers instead')
+        if self.job.mtbf is not None:
+            if self.checkpoint.path is None:
+                raise ConfigError("[job] needs versions: set checkpoint.path")
+            self.strategy()
         if self.run.batch_size % self.cluster.workers:
             raise ConfigError(
                 f"run.batch_size must be a multiple of cluster.workers, {self.cluster.workers}")
@@ -403,6 +446,10 @@ class RunConfig:
             raise ConfigError(
                 "a run is kept in one place: leave out tier.every, and the tier is memory alone, "
                 "or checkpoint.path")
+
+    def strategy(self) -> Strategy:
+        """How the run is saved and recovered."""
+        return self.checkpoint.strategy(self.job.job(shards=self.cluster.shards))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

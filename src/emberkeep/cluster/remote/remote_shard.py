@@ -475,6 +475,7 @@ class RemoteRows:
         self._epoch = shard.epoch
         self._pushes = pushes
         self._names: dict[str, str] = {}
+        self.held_seconds = 0.0
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
@@ -522,7 +523,8 @@ class RemoteRows:
         # the rows back: a row that is saved once too often is no harm.
         with suppress(ShardLostError), shard.dialed() as connection:
             ordered = shard._ordered("close", header)
-            connection.act("close", ordered, deadline=shard._timing.deadline)
+            reply, _ = connection.act("close", ordered, deadline=shard._timing.deadline)
+            self.held_seconds = float(reply.get("held_seconds", 0.0))
 
 
 def is_shared(url: str) -> bool:

@@ -1,0 +1,203 @@
+"""A run that plans itself: measures what saving, loading and failing cost it, and acts on it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from emberkeep._types import Json
+from emberkeep.checkpoint.recovery import Recovery
+from emberkeep.checkpoint.run_plan import FailureHistory, Measured, RunPlan, plan_run
+from emberkeep.checkpoint.spec import VersionSpec
+from emberkeep.errors import DamageError
+from emberkeep.keeper.costs import Ledger
+from emberkeep.keeper.pace import Pace
+from emberkeep.keeper.recoverer import Recoverer
+from emberkeep.keeper.run_saver import RunSaver
+from emberkeep.runtime.clock import Clock
+from emberkeep.strategies import Every, Strategy
+
+# Measurements that count: enough for a median, few enough to follow what changes.
+_RECENT = 5
+# Decisions that a version carries; the history of versions has the earlier ones.
+_CARRIED = 10
+_UNKNOWN_LENGTH = timedelta(hours=24)
+
+
+class RunPlanner:
+    """Watches one run for a keeper. What it has seen goes into versions, and comes back with them.
+
+    A failure is a loss of shards, or a process that ended without closing its keeper. Safe to use
+    from the thread that trains and the one that writes.
+    """
+
+    def __init__(
+        self, strategy: Strategy, saver: RunSaver, pace: Pace, recoverer: Recoverer | None,
+        ledger: Ledger, *, total_steps: int | None, tell: Callable[[str, Json], None],
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        assert strategy.auto is not None
+        self._strategy, self._target = strategy, strategy.auto
+        self._saver, self._pace, self._recoverer = saver, pace, recoverer
+        self._ledger, self._tell = ledger, tell
+        self._shards = 1 if recoverer is None else recoverer.shard_count
+        self._total = total_steps
+        self._partial = self._shards > 1 and total_steps is not None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._history = FailureHistory.believed(self._target)
+        self._counted_at = clock.monotonic()
+        self._writes: deque[float] = deque(maxlen=_RECENT)
+        self._loads: deque[float] = deque(maxlen=_RECENT)
+        self._increments: deque[float] = deque(maxlen=_RECENT)
+        self._stalls: deque[float] = deque(maxlen=_RECENT)
+        self._stalled = 0.0
+        self._wholes = 0
+        self._baseline_nbytes = 0
+        self._first_look: tuple[int, float] | None = None
+        self._ending = False
+        self.restores = 0
+        self.plan: RunPlan | None = None
+        self.decisions: list[Json] = []
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def hear(self, event: str, details: Json) -> None:
+        """Events of a keeper."""
+        with self._lock:
+            if event == "saved" and details["whole"]:
+                self._writes.append(details["commit_ms"] / 1e3)
+                if details["kind"] == "full":
+                    # The version of the very beginning holds no row: nothing is judged by it.
+                    self._baseline_nbytes = details["nbytes"] if details["step"] else 0
+                elif self._baseline_nbytes:
+                    self._increments.append(details["nbytes"] / self._baseline_nbytes)
+                self._take_stall()
+            elif event == "recovered":
+                self._history = self._passed().failed(len(details["shards"]))
+                if details["scope"] != "parity":
+                    self._loads.append(max(0.0, details["seconds"]))
+
+    def _take_stall(self) -> None:
+        """What the newest version added to the time that training stood still."""
+        mean = self._ledger.stall_of_version
+        if mean is None:
+            return
+        self._wholes += 1
+        total = mean * self._wholes
+        self._stalls.append(max(0.0, total - self._stalled))
+        self._stalled = total
+
+    def resumed(self, counters: Json, seconds: float, restores: int) -> None:
+        """A version was brought back: what was known when it was written is known again. Unless the
+        keeper had been closed, the process before this one failed."""
+        with self._lock:
+            self.restores = restores
+            saved = counters.get("auto")
+            if saved is None:
+                return
+            if not isinstance(saved, dict):
+                raise DamageError("the counters of a version are damaged: auto is no document")
+            if self.plan is None:  # another process: what this one knows is newer otherwise
+                self._history = FailureHistory.from_dict(saved.get("failures", {}))
+                self._counted_at = self._clock.monotonic()
+                self.decisions = list(saved.get("decisions", ()))
+                self.plan = RunPlan.from_dict(saved["plan"]) if saved.get("plan") else None
+                for name, values in (("loads", self._loads), ("writes", self._writes),
+                                     ("stalls", self._stalls)):  # fmt: skip
+                    values.extend(float(value) for value in saved.get(name, ()))
+                if not saved.get("ended"):
+                    self._history = self._history.failed(self._shards)
+                self._loads.append(seconds)
+        if self.plan is not None:
+            self._follow(self.plan)
+
+    def end(self) -> None:
+        """The next version is the last one: who brings it back has not lost anything."""
+        self._ending = True
+
+    def counters(self) -> Json:
+        """For the next version."""
+        with self._lock:
+            self._history = self._passed()
+            return {
+                "auto": {
+                    "failures": self._history.to_dict(),
+                    "plan": None if self.plan is None else self.plan.to_dict(),
+                    "decisions": self.decisions[-_CARRIED:],
+                    "loads": list(self._loads),
+                    "writes": list(self._writes),
+                    "stalls": list(self._stalls),
+                    "ended": self._ending,
+                }
+            }
+
+    def _passed(self) -> FailureHistory:
+        now = self._clock.monotonic()
+        history = self._history.passed(timedelta(seconds=max(0.0, now - self._counted_at)))
+        self._counted_at = now
+        return history
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    def review(self, step: int) -> None:
+        """Plans what is left, if what was seen has moved, and tells of it as "planned"; not before
+        a version was measured."""
+        with self._lock:
+            made = self._plan(step)
+            if made is None or made is self.plan:
+                return
+            self.plan = made
+            self.decisions = [*self.decisions, made.to_dict()][-_CARRIED:]
+        self._follow(made)
+        self._tell("planned", made.to_dict())
+
+    def _plan(self, step: int) -> RunPlan | None:
+        now = self._clock.monotonic()
+        if self._first_look is None or step < self._first_look[0]:
+            self._first_look = (step, now)
+        taken = step - self._first_look[0]
+        if not taken or not (self._stalls or self._writes):
+            return None
+        self._history = self._passed()
+        left, done = _UNKNOWN_LENGTH, 0.0
+        if self._total is not None:
+            per_step = (now - self._first_look[1]) / taken
+            left = timedelta(seconds=per_step * max(1, self._total - step))
+            done = min(1.0, step / self._total)
+        write = _median(self._writes)
+        seen = Measured(
+            left=left,
+            done=done,
+            shards=self._shards,
+            pls=0.0 if self._recoverer is None else self._recoverer.losses.pls,
+            stall=timedelta(seconds=_median(self._stalls)),
+            write=timedelta(seconds=write),
+            load=timedelta(seconds=_median(self._loads) if self._loads else write),
+            failures=self._history,
+            increments=statistics.fmean(self._increments) if self._increments else None,
+            restores=self.restores,
+        )
+        return plan_run(self._target, seen, self.plan, partial=self._partial, step=step)
+
+    def _follow(self, plan: RunPlan) -> None:
+        """From here on; what the plan says nothing of stays as the strategy has it."""
+        partial = plan.scope == "partial"
+        self._saver.follow(VersionSpec(layout=plan.layout, bits=plan.bits))
+        self._pace.follow(
+            Every(time=plan.interval), Every(time=plan.least_interval) if partial else None
+        )
+        if self._recoverer is not None:
+            bound = plan.most_pls if partial else 1.0
+            self._recoverer.follow(
+                Recovery(
+                    scope=plan.scope, most_pls=bound, together=plan.together, reason=plan.reason
+                )
+            )
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,163 @@
+"""Plans of a run as tables: what was seen in, a decision out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from emberkeep.checkpoint.run_plan import (
+    FailureHistory,
+    Measured,
+    RunPlan,
+    Target,
+    bits_within,
+    plan_run,
+    rounding_loss,
+    target_from,
+)
+from emberkeep.errors import ConfigError, DamageError
+
+HOUR, MINUTE, SECOND = timedelta(hours=1), timedelta(minutes=1), timedelta(seconds=1)
+TARGET = Target(pls=0.05, mtbf=10 * HOUR)
+
+
+def seen(**changes: Any) -> Measured:
+    given: dict[str, Any] = {
+        "left": 200 * HOUR, "done": 0.0, "shards": 8, "pls": 0.0, "stall": 2 * MINUTE,
+        "write": 3 * MINUTE, "load": 3 * MINUTE, "failures": FailureHistory.believed(TARGET),
+    }  # fmt: skip
+    mtbf = changes.pop("mtbf", None)
+    if mtbf is not None:
+        given["failures"] = FailureHistory(hours=mtbf, count=1.0, shards=1.0, seen=9)
+    return Measured(**{**given, **changes})
+
+
+def test_partial_recovery_where_it_pays_and_full_where_it_does_not() -> None:
+    plan = plan_run(TARGET, seen(), None)
+    assert plan.scope == "partial"
+    assert plan.interval / HOUR == pytest.approx(2 * 0.05 * 8 * 10, rel=0.1)
+    assert plan.most_pls == 0.05
+    assert "PLS 0.05" in plan.reason
+    assert "partial recovery costs" in plan.reason
+    exact = plan_run(replace(TARGET, pls=0.0), seen(), None)
+    assert exact.scope == "full"
+    assert plan_run(TARGET, seen(), None, partial=False).scope == "full"
+
+
+@pytest.mark.parametrize(
+    ("changes", "moves"),
+    [
+        ({}, False),
+        ({"mtbf": 10.5}, False),
+        ({"mtbf": 2.5}, True),
+        ({"mtbf": 40.0}, True),
+        ({"stall": 2.1 * MINUTE}, False),
+        ({"pls": 0.045, "done": 0.5, "left": 100 * HOUR}, True),
+    ],
+)
+def test_a_plan_stays_until_what_was_seen_has_moved(changes: dict[str, Any], moves: bool) -> None:
+    plan = plan_run(TARGET, seen(), None)
+    assert (plan_run(TARGET, seen(**changes), plan) is not plan) is moves
+
+
+def test_the_interval_follows_failures_and_saves() -> None:
+    exact = replace(TARGET, pls=0.0)
+    first = plan_run(exact, seen(), None)
+    often = plan_run(exact, seen(mtbf=2.5), first)
+    assert often.interval / first.interval == pytest.approx(0.5, rel=0.1)
+    dear = plan_run(exact, seen(stall=8 * MINUTE), first)
+    assert dear.interval / first.interval == pytest.approx(2, rel=0.1)
+
+
+def test_what_is_lost_already_counts() -> None:
+    half = plan_run(TARGET, seen(pls=0.025, done=0.5, left=100 * HOUR), None)
+    whole = plan_run(TARGET, seen(), None)
+    assert half.interval / whole.interval == pytest.approx(1, rel=0.1)
+    spent = plan_run(TARGET, seen(pls=0.05, done=0.5, left=100 * HOUR), None)
+    assert spent.scope == "full"
+
+
+def test_layout_and_bits_follow_from_writing() -> None:
+    target = Target(accuracy_loss=0.002, slope=0.02, mtbf=10 * HOUR)
+    plan = plan_run(target, seen(), None)
+    assert (plan.layout, plan.bits) == ("intermittent", None)
+    whole = plan_run(target, seen(increments=0.8), plan)
+    assert whole.layout == "full"
+    assert "increments are 80% of a baseline" in whole.reason
+    slow = plan_run(target, seen(write=12 * HOUR, increments=0.2), plan)
+    assert slow.layout == "consecutive"
+    assert slow.bits == 4
+    assert "versions in 4 bits, because writing one takes 12 h" in slow.reason
+    # Rounding takes its share of what may be lost.
+    assert slow.most_pls == pytest.approx(0.8 * plan.most_pls)
+    strict = replace(target, accuracy_loss=0.000001)
+    assert plan_run(strict, seen(write=12 * HOUR), replace(plan, bits=4)).bits is None
+
+
+@pytest.mark.parametrize(
+    ("restores", "loss", "bits"),
+    [(1, 1e-4, 2), (2, 1e-4, 3), (20, 1e-4, 4), (21, 1e-4, 8), (100, 1e-4, 8), (101, 1e-4, None)],
+)
+def test_bits_are_those_of_the_check_n_run_paper(
+    restores: int, loss: float, bits: int | None
+) -> None:
+    assert bits_within(loss, restores) == bits
+    assert rounding_loss(4, 20) == pytest.approx(1e-4)
+
+
+def test_recent_failures_count_more_and_a_long_quiet_is_news() -> None:
+    history = FailureHistory.believed(TARGET)
+    for _ in range(30):
+        history = history.passed(10 * HOUR).failed(1)
+    # The moment after a failure is not any moment: one looks back on more time on average.
+    assert history.mtbf / HOUR < 10
+    assert history.passed(10 * HOUR).mtbf / HOUR == pytest.approx(10, rel=0.05)
+    for _ in range(8):
+        history = history.passed(2.5 * HOUR).failed(4)
+    assert 2 < history.mtbf / HOUR < 5
+    assert history.together == 3
+    assert history.seen == 38
+    assert history.passed(100 * HOUR).mtbf / HOUR > 10
+    assert FailureHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
+    with pytest.raises(DamageError, match="damaged"):
+        FailureHistory.from_dict({"hours": 1.0})
+
+
+def test_plans_are_plain_data() -> None:
+    plan = plan_run(TARGET, seen(), None, step=40)
+    document = json.loads(json.dumps(plan.to_dict()))
+    assert document["interval_seconds"] == plan.interval.total_seconds()
+    assert RunPlan.from_dict(document) == plan
+    with pytest.raises(DamageError, match="the plan of a version is damaged"):
+        RunPlan.from_dict({"scope": "full"})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("accuracy loss 0.01%", {"accuracy_loss": 0.0001}),
+        ("Accuracy loss of 0.001", {"accuracy_loss": 0.001}),
+        ("PLS 0.1", {"pls": 0.1}),
+        ("pls 10%", {"pls": 0.1}),
+        ("accuracy loss 1e-4", {"accuracy_loss": 1e-4}),
+    ],
+)
+def test_targets(text: str, found: dict[str, float]) -> None:
+    assert target_from(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pls": 0.1, "accuracy_loss": 0.1}, {"pls": 2.0}, {"accuracy_loss": -1.0},
+        {"slope": 0.1}, {"accuracy_loss": 0.1, "slope": 0.0}, {"mtbf": 0 * HOUR},
+        {"together": 0}, {"reschedule": -1 * HOUR}, {"max_interval": 0 * HOUR},
+    ],
+)  # fmt: skip
+def test_targets_that_cannot_be(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Target(**given)

@@ -1,0 +1,159 @@
+"""A run that plans itself: what it measures, what it does about it, and what its versions say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import emberkeep as ek
+from emberkeep.blobs import open_store
+from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.errors import ConfigError
+from emberkeep.planning.measurements import decisions
+from emberkeep.repository import Repository
+from emberkeep.runtime.pool import Pool
+from emberkeep.testing.virtual_clock import VirtualClock
+
+STEPS = 400
+
+
+@dataclass
+class Shards:
+    """Four in this process, on the clock of the test."""
+
+    clock: VirtualClock
+    shards: int = 4
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> LocalCluster:
+        return LocalCluster(tables, optimizer, shards=4, seed=seed, pool=Pool(1), clock=self.clock)
+
+
+def bags_on(clock: VirtualClock) -> ek.EmbeddingBags:
+    return ek.EmbeddingBags(
+        [ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1), cluster=Shards(clock), seed=1
+    )
+
+
+def train(
+    bags: Any,
+    keeper: ek.Keeper,
+    clock: VirtualClock,
+    until: int,
+    kills: dict[int, int] | None = None,
+) -> None:
+    """Steps of a minute each."""
+    while keeper.steps < until:
+        with keeper.surviving():
+            shard = (kills or {}).pop(keeper.steps + 1, None)
+            if shard is not None:
+                keeper._saver.join()  # type: ignore[union-attr]
+                bags.cluster.kill(shard)
+            bags({"item": torch.arange(8) + keeper.steps % 50}).sum().backward()
+            bags.optimizer.step()
+            bags.optimizer.zero_grad()
+            clock.sleep(60)
+            keeper.step()
+
+
+def keeper_of(where: Path, bags: Any, clock: Any, events: list[Any], **given: Any) -> ek.Keeper:
+    return ek.Keeper(
+        where, bags, bags.optimizer, clock=clock, total_steps=STEPS,
+        strategy=ek.auto(first="5min", **{"target": "PLS 0.1", "mtbf": "2h", **given}),
+        on_event=lambda name, details: events.append((name, details)),
+    )  # fmt: skip
+
+
+def test_a_run_plans_itself_and_its_versions_say_why(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    keeper = keeper_of(tmp_path / "r", bags, clock, events)
+    keeper.resume()
+    kills = {step: step % 4 for step in (60, 90, 110, 130, 150)}
+    with keeper:
+        train(bags, keeper, clock, 200, kills)
+        keeper.save()
+        keeper.wait()
+        planned = [details for name, details in events if name == "planned"]
+        assert planned, "nothing was measured"
+        assert planned[0]["scope"] == "partial"
+        assert "partial recovery costs" in planned[0]["reason"]
+        # Failures every 20 minutes, where one in two hours was believed: versions come sooner.
+        assert planned[-1]["interval_seconds"] < planned[0]["interval_seconds"]
+        assert "5 seen" in planned[-1]["reason"]
+        recoveries = keeper.recoveries()
+        assert recoveries is not None
+        assert recoveries.pls <= 0.1
+        assert recoveries.partial >= 4
+        repository = Repository.open(open_store(str(tmp_path / "r")))
+        newest = repository.latest()
+        assert newest is not None
+        auto = repository.manifest(newest).counters["auto"]
+        assert auto["plan"] == planned[-1]
+        assert auto["failures"]["seen"] == 5
+        assert decisions(repository)[-1] == planned[-1]
+
+
+def test_what_was_seen_survives_the_process(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    keeper = keeper_of(tmp_path / "r", bags, clock, events)
+    keeper.resume()
+    train(bags, keeper, clock, 60, {30: 1, 45: 2})
+    keeper.save()
+    keeper.wait()
+    plan = keeper._planner.plan  # type: ignore[union-attr]
+    assert plan is not None
+    keeper._release()  # the process ends without closing anything
+
+    again = bags_on(clock)
+    after = keeper_of(tmp_path / "r", again, clock, events)
+    after.resume()
+    planner = after._planner
+    assert planner is not None
+    # Two failures of shards, and the process.
+    assert planner._history.seen == 3
+    assert planner.plan == plan
+    assert after._pace._schedule.time == plan.interval
+    assert after._recoverer is not None
+    assert after._recoverer._recovery.scope == plan.scope
+    train(again, after, clock, 80)
+    after.close()
+
+    third = keeper_of(tmp_path / "r", bags_on(clock), clock, events)
+    third.resume()
+    assert third._planner is not None
+    assert third._planner._history.seen == 3  # a keeper that was closed has not failed
+    third.close()
+
+
+def test_without_shards_the_interval_alone_is_planned(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    table = torch.nn.EmbeddingBag(64, 4, mode="sum")
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    keeper = ek.Keeper(
+        tmp_path / "r", table, optimizer, clock=clock, strategy=ek.auto(first="5min", mtbf="2h"),
+        on_event=lambda name, details: events.append((name, details)),
+    )  # fmt: skip
+    with keeper:
+        for _ in range(30):
+            table(torch.arange(8).reshape(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.sleep(60)
+            keeper.step()
+    planned = [details for name, details in events if name == "planned"]
+    assert planned
+    assert planned[0]["scope"] == "full"
+
+
+def test_a_tier_refuses_to_be_planned(tmp_path: Path) -> None:
+    bags = ek.EmbeddingBags(
+        [ek.Table("item", rows=64, dim=4, tier=ek.Tier(tmp_path / "tier", memory="1MB"))],
+        optimizer=ek.SGD(lr=0.1), seed=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"a repository, which ek\.auto needs"):
+        ek.Keeper(None, bags, bags.optimizer, strategy=ek.auto())
