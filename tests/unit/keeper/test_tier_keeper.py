@@ -293,7 +293,9 @@ def test_what_cannot_be_saved_is_refused_when_the_keeper_is_made(tmp_path: Path)
         Run(tmp_path / "t", reader=[1, 2])
     with pytest.raises(ConfigError, match=r"state=\{'rate': ...\} is a float without"):
         Run(tmp_path / "t", state={"rate": 0.1})
-    with pytest.raises(ConfigError, match="about=, settings= and exclusive= are for a repository"):
+    with pytest.raises(
+        ConfigError, match="about=, settings=, exclusive= and mirror= are for a repository"
+    ):
         Run(tmp_path / "t", about={"name": "a"})
 
 
