@@ -51,7 +51,7 @@ CONFINED: dict[str, list[str]] = {
 MOST_MODULES_AT_THE_TOP = 6
 MOST_LINES = 600
 # Modules that are longer, and how long they may be. Numbers go down, entries go away.
-LONGER: dict[str, int] = {"keeper.keeper": 640}
+LONGER: dict[str, int] = {}
 
 WHERE = "tests/test_layers.py"
 

@@ -283,7 +283,7 @@ def test_whole_versions_come_as_often_as_was_asked(steps: int) -> None:
 def test_priority_is_what_is_asked_for_in_every_place() -> None:
     """One default: none, in Python, in TOML and in what `emberkeep plan` recommends."""
     from emberkeep.planning.advisor import Question, advise
-    from emberkeep.train.run_config import CheckpointSettings
+    from emberkeep.train.checkpoint_settings import CheckpointSettings
 
     assert partial(every=5).spec.priority is None
     settings = CheckpointSettings(path="r", every="5 steps", recovery="partial")

@@ -21,7 +21,8 @@ from emberkeep.planning.measurements import save_time
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Table
 from emberkeep.testing.virtual_clock import VirtualClock
-from emberkeep.train.run_config import CheckpointSettings, JobSettings, RunConfig, demo
+from emberkeep.train.checkpoint_settings import CheckpointSettings
+from emberkeep.train.run_config import JobSettings, RunConfig, demo
 
 SAVED = {"commit_ms": 5.0, "nbytes": 10, "version": 1}
 
