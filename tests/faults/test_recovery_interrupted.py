@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ TOTAL = 100
 class Saver(Checkpointer):
     """As a keeper's: brings back what it has saved."""
 
-    def recover_shards(self, home: Home, shards: Sequence[int]) -> Kept | None:
-        return recover_partially(self, home, shards)
+    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:
+        found = [recover_partially(self, home, shards) for home, shards in lost]
+        return found[-1] if found else None
 
 
 class Job:

@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "R8", "the state of tables is not that of the cut",
         "cluster/base.py",
-        "return Cut(cuts, _joined([cut.tables for cut in cuts]))",
-        "return Cut(cuts, _joined([cuts[0].tables for _ in cuts]))",
+        "return Cut(cuts, joined([cut.tables for cut in cuts]))",
+        "return Cut(cuts, joined([cuts[0].tables for _ in cuts]))",
         "test_histories.py",
     ),
     Mutation(

@@ -25,7 +25,7 @@ from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.open_saver import open_saver, refuse_for_tier, run_name
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
-from emberkeep.keeper.recoverer import Recovered, make_recoverer
+from emberkeep.keeper.recoverer import Recovered, Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together
 from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_report import RunReport
@@ -135,6 +135,9 @@ class Keeper(RunReport):
         )
         if self._store is None:
             refuse_for_tier(about, settings, exclusive, mirror)
+        # Events of a mirror or a limit come before these two are made, and are not for them.
+        self._recoverer: Recoverer | None = None
+        self._planner: RunPlanner | None = None
         self._saver = open_saver(
             self._store, self._parts, self._strategy, self._settings, leads=self._ranks.leads,
             about=about or {}, exclusive=exclusive, must_exist=must_exist, mirror=mirror,
@@ -149,7 +152,6 @@ class Keeper(RunReport):
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
             tell=self._tell, clock=clock,
         )  # fmt: skip
-        self._planner: RunPlanner | None = None
         if self._strategy.auto is not None and self._saver is not None:
             self._planner = RunPlanner(
                 self._strategy, self._saver, self._pace, self._recoverer, self._ledger,

@@ -148,7 +148,8 @@ class CheckpointSettings:
         """What is said of one kind of recovery, and is not for the one that is set."""
         if self.recovery != "auto":
             if self.mtbf is not None and self.job_duration is None:
-                raise ConfigError('mtbf is for recovery = "auto", or with job_duration for bits')
+                raise ConfigError("job_duration and mtbf belong together: set both, or neither, or "
+                                  'recovery = "auto"')
             for key in ("target", "max_interval"):
                 if getattr(self, key) is not None:
                     raise ConfigError(f'{key} is for recovery = "auto"')

@@ -29,7 +29,8 @@ class Training:
     def saved(self, version: int, core_seconds: float | None = 0.5) -> None:
         details = {
             "version": version, "step": self.ledger.step, "kind": "full", "nbytes": 100,
-            "pause_ms": 1.0, "commit_ms": 70.0, "core_seconds": core_seconds,
+            "pause_ms": 1.0, "commit_ms": 70.0, "core_seconds": core_seconds, "whole": True,
+            "held_seconds": 0.0,
         }  # fmt: skip
         self.ledger.hear("saved", details)
 

@@ -24,7 +24,9 @@ from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.train.checkpoint_settings import CheckpointSettings
 from emberkeep.train.run_config import JobSettings, RunConfig, demo
 
-SAVED = {"commit_ms": 5.0, "nbytes": 10, "version": 1}
+SAVED = {
+    "commit_ms": 5.0, "nbytes": 10, "version": 1, "step": 1, "kind": "full", "pause_ms": 1.0,
+}  # fmt: skip
 
 
 def test_restores_and_prioritised_versions_are_not_what_a_version_costs() -> None:

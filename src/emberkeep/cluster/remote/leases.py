@@ -106,7 +106,7 @@ class _Renewal:
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
         before, self._heard = self._heard, float(reply["clock"])
-        self.left_out = {int(host): int(number) for host, number in reply["left_out"]}
+        self.left_out = {int(host): int(number) for host, number in reply.get("left_out", ())}
         if self.left_out.items() - known.items():
             return 0  # it shall hear soon that this is known
         pause = self._pause.total_seconds()
