@@ -277,23 +277,26 @@ def test_the_target_is_kept_under_more_failures_than_planned_for() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["servers", "ray"])
 def test_real_servers_are_killed_on_the_clock_of_the_job(kind: str) -> None:
-    _check_servers(kind)
-
-
-def test_servers_that_are_killed_lose_what_shards_of_this_process_do() -> None:
-    _check_servers("servers")
-
-
-def _check_servers(kind: str) -> None:
-    """The same failures on real servers: the same steps, the same PLS, and full recovery ends with
-    the same bits."""
-    given = small_task([*TINY, f"cluster.kind={kind}", "cluster.shards=4"])
-    spec = replace(SPEC, settings=given)
-    full = run(Task(spec=spec, strategy="full"))
+    """The same failures on real servers: full recovery ends with the same bits."""
+    full = run(Task(spec=on_servers(kind), strategy="full"))
     local = run(Task(spec=SPEC, strategy="full"))
     assert (full.auc, full.log_loss) == (local.auc, local.log_loss)
     assert full.steps_again > 0
-    partial = run(Task(spec=spec, strategy="cpr"))
+    _check_partial(kind)
+
+
+def test_servers_that_are_killed_lose_what_shards_of_this_process_do() -> None:
+    _check_partial("servers")
+
+
+def on_servers(kind: str) -> Any:
+    given = small_task([*TINY, f"cluster.kind={kind}", "cluster.shards=4"])
+    return replace(SPEC, settings=given)
+
+
+def _check_partial(kind: str) -> None:
+    """The same steps and the same PLS."""
+    partial = run(Task(spec=on_servers(kind), strategy="cpr"))
     assert partial.steps_again == 0
     assert partial.pls == pytest.approx(run(Task(spec=SPEC, strategy="cpr")).pls, abs=0.01)
     assert partial.pls > 0

@@ -214,7 +214,10 @@ def steps_of(cluster: Cluster) -> dict[str, int]:
     steps: dict[str, int] = {}
     for shard in cluster.handles:
         if shard.state == "serving":
-            state, unfinished = shard.table_state(), cluster.unfinished(shard.index)
+            before, state = -1, {}
+            while (unfinished := cluster.unfinished(shard.index)) != before:
+                # Again, if the push of another rank came in between.
+                before, state = unfinished, shard.table_state()
             for name, table in state.items():
                 steps[name] = max(steps.get(name, 0), table["steps"] - unfinished)
     return steps

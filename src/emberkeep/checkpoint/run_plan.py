@@ -280,7 +280,7 @@ def _moved(current: RunPlan, made: RunPlan) -> bool:
     return (
         abs(math.log(ratio)) > _MOVED
         or (current.scope, current.layout, current.bits) != (made.scope, made.layout, made.bits)
-        or current.together != made.together
+        or (current.together, current.most_pls) != (made.together, made.most_pls)
     )
 
 

@@ -442,7 +442,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
             self._end()
             self.check()
             return None
-        spec = LOSSLESS if self.spec.lossy else self.spec
+        # Also where an increment would build on rounded rows.
+        spec = LOSSLESS if self.spec.lossy or self._chain.lossy else self.spec
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
         self.save(step, extras, spec=spec)
         manifest = self.wait()

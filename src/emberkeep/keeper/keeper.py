@@ -249,7 +249,9 @@ class Keeper(RunReport):
         if not save:
             return None if self._saver is None else self._saver.close()
         kept = None
-        if 1 in self._ranks.largest([self._ranks.leads and self._exact() != self.steps]):
+        # With a plan also where nothing was trained since: a version must say that the run ended.
+        due = self._ranks.leads and (self._exact() != self.steps or self._planner is not None)
+        if 1 in self._ranks.largest([due]):
             state = self._capture()
             if self._saver is not None:
                 kept = self._finish(self._saver, state)
@@ -268,6 +270,8 @@ class Keeper(RunReport):
                 return saver.finish(self.steps, state, self._counters)
             except ShardLostError as lost:
                 if self._recoverer is None or not self._recoverer.on_loss(lost):
+                    if self._planner is not None:
+                        self._planner.go_on()
                     raise
 
     def __enter__(self) -> Keeper:
@@ -403,6 +407,10 @@ class Keeper(RunReport):
             )  # fmt: skip
         if source is None and isinstance(self._saver, RepositorySaver):
             self._saver.went_back_to(started.version)
+        if source is None and self._recoverer is not None:
+            self._recoverer.load(started.manifest.counters)
+        if source is not None and self._planner is not None:
+            self._planner.starts_at(started.step)
         self.steps = self._ledger.step = started.step
         self._exact_step = -1  # no version of this run holds it
         self._ledger.resumed += 1
@@ -449,7 +457,9 @@ class Keeper(RunReport):
             self._recoverer.load(returned.counters)
         if self._planner is not None:
             seconds = self._clock.monotonic() - began
-            self._planner.resumed(returned.counters, seconds, self._ledger.resumed)
+            self._planner.resumed(
+                returned.counters, seconds, self._ledger.resumed, another=tell and not self._started
+            )
         if passed_over:
             warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:

@@ -318,7 +318,8 @@ class Recoverer:
             saved=None if whole is None else whole.step,
             total=self._total_steps,
             unchanged=whole is not None and self._unchanged_since(whole),
-            lossy=isinstance(whole, Manifest) and bool(whole.layout.get("codecs")),
+            lossy=isinstance(whole, Manifest)
+            and bool(whole.layout.get("lossy", whole.layout.get("codecs"))),
             going_back=self._going_back,
         )
 

@@ -85,7 +85,9 @@ class RepositorySaver(Checkpointer):
 
     @property
     def exact(self) -> bool:
-        return not self.spec.lossy
+        """Whether the newest version holds what was trained, to the bit. A plan may have taken
+        bits away since it was written."""
+        return not self.spec.lossy and not self._chain.lossy
 
     def follow(self, spec: VersionSpec) -> None:
         self.spec = spec

@@ -59,6 +59,7 @@ class RunPlanner:
         self._baseline_nbytes = 0
         self._first_look: tuple[int, float] | None = None
         self._ending = False
+        self._began = 0
         self.restores = 0
         self.plan: RunPlan | None = None
         self.decisions: list[Json] = []
@@ -91,9 +92,14 @@ class RunPlanner:
         self._stalls.append(max(0.0, total - self._stalled))
         self._stalled = total
 
-    def resumed(self, counters: Json, seconds: float, restores: int) -> None:
-        """A version was brought back: what was known when it was written is known again. Unless the
-        keeper had been closed, the process before this one failed."""
+    def starts_at(self, step: int) -> None:
+        """The run begins with another's version of that step: its own steps count from there."""
+        self._began = step
+
+    def resumed(self, counters: Json, seconds: float, restores: int, *, another: bool) -> None:
+        """A version was brought back. If `another` process wrote it, what was known then is known
+        again, and unless that keeper had been closed, it failed. This one knows better otherwise.
+        """
         with self._lock:
             self.restores = restores
             saved = counters.get("auto")
@@ -101,10 +107,11 @@ class RunPlanner:
                 return
             if not isinstance(saved, dict):
                 raise DamageError("the counters of a version are damaged: auto is no document")
-            if self.plan is None:  # another process: what this one knows is newer otherwise
+            if another:
                 self._history = FailureHistory.from_dict(saved.get("failures", {}))
                 self._counted_at = self._clock.monotonic()
                 self.decisions = list(saved.get("decisions", ()))
+                self._began = int(saved.get("began", 0))
                 self.plan = RunPlan.from_dict(saved["plan"]) if saved.get("plan") else None
                 for name, values in (("loads", self._loads), ("writes", self._writes),
                                      ("stalls", self._stalls)):  # fmt: skip
@@ -119,6 +126,10 @@ class RunPlanner:
         """The next version is the last one: who brings it back has not lost anything."""
         self._ending = True
 
+    def go_on(self) -> None:
+        """It was not: the run trains on."""
+        self._ending = False
+
     def counters(self) -> Json:
         """For the next version."""
         with self._lock:
@@ -132,6 +143,7 @@ class RunPlanner:
                     "writes": list(self._writes),
                     "stalls": list(self._stalls),
                     "ended": self._ending,
+                    "began": self._began,
                 }
             }
 
@@ -164,10 +176,11 @@ class RunPlanner:
             return None
         self._history = self._passed()
         left, done = _UNKNOWN_LENGTH, 0.0
-        if self._total is not None:
+        own_steps = step - self._began
+        if self._total is not None and own_steps < self._total:  # else it is longer than was said
             per_step = (now - self._first_look[1]) / taken
-            left = timedelta(seconds=per_step * max(1, self._total - step))
-            done = min(1.0, step / self._total)
+            left = timedelta(seconds=per_step * (self._total - own_steps))
+            done = max(0.0, own_steps / self._total)
         write = _median(self._writes)
         seen = Measured(
             left=left,

@@ -11,6 +11,7 @@ import torch
 
 import emberkeep as ek
 from emberkeep.blobs import open_store
+from emberkeep.checkpoint import VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import ConfigError
 from emberkeep.planning.measurements import decisions
@@ -157,3 +158,58 @@ def test_a_tier_refuses_to_be_planned(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"a repository, which ek\.auto needs"):
         ek.Keeper(None, bags, bags.optimizer, strategy=ek.auto())
+
+
+def test_a_run_that_starts_from_another_one_counts_its_own_steps(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "first", bags, clock, events) as keeper:
+        keeper.resume()
+        train(bags, keeper, clock, STEPS + 100)  # also one that takes longer than was said
+    planned = [details for name, details in events if name == "planned"]
+    events.clear()
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "second", bags, clock, events) as keeper:
+        keeper.resume(partial=True, source=tmp_path / "first")
+        train(bags, keeper, clock, keeper.steps + 60)
+        counters = keeper._planner.counters()  # type: ignore[union-attr]
+    assert counters["auto"]["began"] == STEPS + 100
+    versions = [details for name, details in events if name == "saved"]
+    assert len(versions) < 20  # of 60 steps of a minute each, where 2 h pass between failures
+    assert planned
+
+
+def test_a_version_says_that_the_run_ended_whatever_was_saved_before(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    for kill in (False, True):
+        bags, events = bags_on(clock), []
+        keeper = keeper_of(tmp_path / "r", bags, clock, events)
+        keeper.resume()
+        failures = keeper._planner._history.seen  # type: ignore[union-attr]
+        assert failures == 0
+        train(bags, keeper, clock, keeper.steps + 20, {keeper.steps + 10: 1} if kill else {})
+        keeper.save()
+        keeper.wait()
+        keeper.close()
+    assert keeper._planner._history.seen == 1  # type: ignore[union-attr]
+
+
+def test_what_is_closed_is_exact_after_a_plan_has_taken_bits_away(tmp_path: Path) -> None:
+    for further in (0, 2):
+        clock = VirtualClock()
+        bags = bags_on(clock)
+        keeper = ek.Keeper(tmp_path / str(further), bags, bags.optimizer, clock=clock)
+        keeper.resume()
+        keeper._saver.follow(VersionSpec(bits=8))  # type: ignore[union-attr]
+        train(bags, keeper, clock, 5)
+        keeper.save()
+        keeper.wait()
+        keeper._saver.follow(VersionSpec())  # type: ignore[union-attr]
+        train(bags, keeper, clock, 5 + further)
+        keeper.close()
+        expected = bags.rows("item", torch.arange(64))["weight"]
+        again = bags_on(clock)
+        with ek.Keeper(tmp_path / str(further), again, again.optimizer, clock=clock) as keeper:
+            keeper.resume()
+            found = again.rows("item", torch.arange(64))["weight"]
+            assert (found == expected).all()
