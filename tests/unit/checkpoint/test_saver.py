@@ -29,6 +29,7 @@ from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.contracts.layout import EVICTING, KEEP, TABLES, opened, started, train
 from tests.threads import started_since
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -175,6 +176,7 @@ def test_nobody_waits_for_ever_for_a_store_that_hangs() -> None:
     hangs[0] = False
     release.set()
     assert saving.committed.result(60).step == 7  # it has gone on
+    until(saving.ended.is_set, "its end")  # by this clock: hours of the other one are milliseconds
     keeper.close()
 
 
