@@ -331,16 +331,19 @@ def measure_stalls(run: Run, place: Path, quick: bool, figures: Figures, rows: R
         emulated = isinstance(training, Emulated)
         if quick and isinstance(training, Network):
             continue
-        chosen = [*ours, *([theirs[1]] if quick else theirs), *([] if quick else coded)]
+        chosen = [*ours, theirs[1]] if quick else [*ours, *theirs, *coded]
+        if quick and emulated:
+            chosen = [ours[1]]
         found = stalls(chosen, training, 1 if quick else ROUNDS)
-        best = min(found[peer.name].median for peer in chosen if peer in theirs)
         for name, taken in found.items():
             commit = statistics.median(taken.commit_seconds)
             rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
-        full, increment = (found[contender.name].median for contender in ours)
+        increment = found[ours[1].name].median
         if emulated:
             figures["stall_emulated_compute_ms"] = increment * 1e3
         elif isinstance(training, Embedding):
+            full = found[ours[0].name].median
+            best = min(found[peer.name].median for peer in chosen if peer in theirs)
             figures["stall_seconds_per_checkpoint"] = increment
             figures["commit_seconds"] = statistics.median(found[ours[1].name].commit_seconds)
             figures["stall_full_vs_best_peer"] = full / best
