@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import errno
 
-from emberkeep.blobs.system_disk import Disk
+from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 
 BUFFER_NBYTES = 8 * 2**20
-BLOCK_NBYTES = 4096
-"""Buffers, lengths and places of direct writes and reads are multiples of it."""
 
 
 class DirectFile:

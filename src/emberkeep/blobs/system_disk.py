@@ -9,6 +9,9 @@ import os
 
 from emberkeep.runtime import system_calls
 
+BLOCK_NBYTES = 4096
+"""Buffers, lengths and places of direct writes and reads are multiples of it."""
+
 
 class Disk:
     """One method for each."""
@@ -19,7 +22,11 @@ class Disk:
 
     def write(self, handle: int, view: memoryview) -> None:
         while view:
-            view = view[os.write(handle, view) :]
+            written = os.write(handle, view)
+            view = view[written:]
+            if view and written % BLOCK_NBYTES:
+                # A file that is written directly takes whole blocks, at places of blocks.
+                self.set_direct(handle, False)
 
     def set_direct(self, handle: int, on: bool) -> bool:
         """Whether what is written and read from now on goes past the page cache."""

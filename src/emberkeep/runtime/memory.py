@@ -69,6 +69,16 @@ _recyclers: weakref.WeakSet[_Recycler] = weakref.WeakSet()
 _recycling = threading.Lock()
 
 
+def _renew_lock() -> None:
+    """A thread that held it in the parent of a forked process is not there to let it go."""
+    global _recycling
+    _recycling = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def recycled(nbytes: int) -> memoryview:
     """A buffer for bytes that pass through, with anything in it.
 

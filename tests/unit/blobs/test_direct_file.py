@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import direct_file, local_store
-from emberkeep.blobs.direct_file import BLOCK_NBYTES
 from emberkeep.blobs.local_store import LocalStore
-from emberkeep.blobs.system_disk import Disk
+from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.errors import FullError, StorageError
 from emberkeep.testing.disk import FaultyDisk
 
@@ -161,3 +160,22 @@ def test_a_call_that_fails_leaves_nothing_and_the_next_put_is_whole(
     assert len(failed) >= 6
     assert set(failed) == {FullError if code == errno.ENOSPC else StorageError}
     assert not list((tmp_path / ".incomplete").iterdir())
+
+
+def test_a_write_that_ends_within_a_block_goes_on_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.random.default_rng(1).bytes(2 * BUFFER_NBYTES + 5000)
+    disk, real, calls = Counting(), os.write, [0]
+
+    def write(handle: int, view: memoryview) -> int:
+        calls[0] += 1
+        aligned = not (os.lseek(handle, 0, os.SEEK_CUR) % BLOCK_NBYTES or len(view) % BLOCK_NBYTES)
+        if handle in disk.direct and not aligned:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(handle, view[:100] if calls[0] == 2 else view)
+
+    monkeypatch.setattr(os, "write", write)
+    store = LocalStore(tmp_path, disk=disk)
+    assert store.put("object", data) == len(data)
+    assert store.get("object") == data
