@@ -134,6 +134,8 @@ class Mirror:
         self._listener = on_event
         self._clock = clock
         self._source: Repository | None = None
+        self._has: VersionId | None = None  # of the source, the newest that is in the mirror
+        self._forced = False  # the next copy is made whether it is due or not
         self._start()
         self._given_up = threading.Event()
         self._fenced: FencedError | None = None
@@ -148,9 +150,10 @@ class Mirror:
             on_error=self._failed, clock=self._clock,
         )  # fmt: skip
 
-    def _wake(self) -> None:
+    def _wake(self, *, forced: bool = False) -> None:
         if self._ended:  # a run that was closed goes on: a shard was lost at its very end
             self._start()
+        self._forced = self._forced or forced
         self._worker.wake()
 
     @property
@@ -168,6 +171,16 @@ class Mirror:
                 f"{self.repository.store.url} holds versions of another run than "
                 f"{source.store.url}: choose another mirror, or remove what is there"
             )
+        there = origins(self.repository)
+        self._has = max(
+            (version for origin, version in origins(source).items() if origin in there),
+            default=None,
+        )
+
+    def _newest(self) -> VersionId | None:
+        """The newest version of the source that is to be in the mirror."""
+        found = None if self._source is None else newest_origin(self._source)
+        return None if found is None else found[1]
 
     def bring_newer(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back if the repository has none as new; None if it
@@ -175,7 +188,7 @@ class Mirror:
         newest, known = newest_origin(self.repository), newest_origin(writer.repository)
         if newest is None or (known is not None and not newest[0].newer_than(known[0])):
             if known is not None and known[0] not in origins(self.repository):
-                self._wake()  # the run before was ended before it was copied
+                self._wake(forced=True)  # the run before was ended before it was copied
             return None
         return copy_version(self.repository, newest[1], writer)
 
@@ -206,7 +219,7 @@ class Mirror:
 
     def _copy_newest(self) -> float | None:
         assert self._source is not None
-        newest = self._source.newest_whole()
+        newest = self._newest()
         if newest is None or self._fenced is not None or self._given_up.is_set():
             return None
         started = self._clock.monotonic()
@@ -216,7 +229,7 @@ class Mirror:
                 self._source, newest, self._writer, cancelled=self._given_up,
                 passing=partial(self._bandwidth.passing, cancelled=self._given_up),
             )  # fmt: skip
-            self._note(newest.number, copied, before, started)
+            self._note(newest, copied, before, started)
             self._collector.collect()
         except CancelledError:
             pass
@@ -227,7 +240,7 @@ class Mirror:
         return None
 
     def _note(
-        self, number: int, copied: Manifest, before: VersionId | None, started: float
+        self, version: VersionId, copied: Manifest, before: VersionId | None, started: float
     ) -> None:
         nbytes = sum(
             manifest.nbytes
@@ -238,13 +251,14 @@ class Mirror:
             self._copied += copied.version != before
             self._copied_nbytes += nbytes
             self._step, self._copied_at, self._in_a_row = copied.step, started, 0
+            self._has, self._forced = version, False
             self._worker.changed.notify_all()
         if copied.version == before:
             return
         self._on_event(
             "mirrored",
             {
-                "version": number, "mirror_version": copied.version.number,
+                "version": version.number, "mirror_version": copied.version.number,
                 "step": copied.step, "nbytes": nbytes,
                 "seconds": self._clock.monotonic() - started,
             },
@@ -286,33 +300,39 @@ class Mirror:
 
     # -- after a run -----------------------------------------------------------------------------
 
-    def finish(self, step: int | None, patience: timedelta | None = None) -> None:
-        """Waits until the version of `step`, the newest, is in the mirror too, or a copy has failed
-        several times in a row, or `patience` is over; then ends the thread. What is missing is
-        warned of, and copied when the run is resumed."""
-        if step is not None and self._fenced is None and self._step != step:
+    def finish(self, patience: timedelta | None = None) -> None:
+        """Waits until the newest whole version is in the mirror too, due or not, or a copy has
+        failed several times in a row, or `patience` is over; then ends the thread. What is missing
+        is warned of, and copied when the run is resumed."""
+        wanted = self._newest()
+        if wanted is not None and self._fenced is None and self._has != wanted:
             self._in_a_row = 0
-            self._wake()
+            self._wake(forced=True)
             try:
                 self._worker.wait(
-                    lambda: self._step == step or self._hopeless,
-                    f"the copy of step {step} to {self.repository.store.url}",
+                    lambda: self._has == wanted or self._hopeless,
+                    f"the copy of version {wanted.number} to {self.repository.store.url}",
                     _PATIENCE if patience is None else patience,
                 )
             except DeadlineError:
                 self.give_up()
-            if self._step != step:
-                has = "no version" if self._step is None else f"step {self._step}"
-                warnings.warn(
-                    f"{self.repository.store.url} has {has}, and the repository step {step}: the "
-                    "copy was not made; start the run again to have it made, or `emberkeep "
-                    "mirror`",
-                    stacklevel=2,
-                )
+            if self._has != wanted:
+                self._warn_behind(wanted)
         self._ended = True
         self._worker.stop()
         with suppress(DeadlineError):  # it hangs, and ends with the process
             self._worker.join(_LAST_PATIENCE)
+
+    def _warn_behind(self, wanted: VersionId) -> None:
+        assert self._source is not None
+        has = "no version" if self._step is None else f"step {self._step}"
+        step = self._source.manifest(wanted).step
+        warnings.warn(
+            f"{self.repository.store.url} has {has}, and the repository step {step}, version "
+            f"{wanted.number}: the copy was not made; start the run again to have it made, or "
+            "`emberkeep mirror`",
+            stacklevel=3,
+        )
 
     @property
     def _hopeless(self) -> bool:

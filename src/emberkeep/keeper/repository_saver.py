@@ -177,11 +177,11 @@ class RepositorySaver(Checkpointer):
     def _end(self) -> None:
         super()._end()
         if self._mirror is not None:
-            self._mirror.finish(None if self._whole is None else self._whole.step)
+            self._mirror.finish()
 
     def leave(self, left: timedelta) -> None:
         if self._mirror is not None:
-            self._mirror.finish(None if self._whole is None else self._whole.step, left)
+            self._mirror.finish(left)
 
     def hurry(self) -> None:
         self._bandwidth.lift()
