@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -102,34 +102,27 @@ class Mirror:
         settings: SaveSettings, exclusive: bool, on_event: Hear, clock: Clock,
         must_exist: bool = False,
     ) -> None:  # fmt: skip
-        """With `must_exist` none is created: a run that must exist is nowhere else."""
-        try:
-            if must_exist and not Repository.exists(store):
+        """Looks at what is there, and changes nothing before `follow`. With `must_exist` a mirror
+        that is not there is refused: a run that must exist is nowhere else."""
+        self._store, self._exclusive, self._schema = store, exclusive, schema
+        with self._reached():
+            exists = Repository.exists(store)
+            if must_exist and not exists:
                 raise NoRepositoryError(
                     f"neither the repository nor its mirror {store.url} is there, and this run "
                     "must exist: nothing was created. Check the paths, and that disks are mounted; "
                     "leave must_exist out to start a new run"
                 )
-            if Repository.exists(store):
+            newest = None
+            if exists:
                 self.repository = Repository.open(store, clock=clock)
                 check_schema(self.repository.tables, schema)
-            else:
-                self.repository = Repository.create(
-                    store, schema=schema, exclusive=exclusive, clock=clock
-                )
-            self._writer = Writer.open(self.repository)
-            newest = newest_origin(self.repository)
-        except (NoRepositoryError, UnsupportedStoreError):
-            raise
-        except StorageError as error:
-            raise StorageError(
-                f"the mirror {store.url} cannot be reached, and it may hold a newer version than "
-                f"the repository, so the run was not started: {error}; wait until it can, or leave "
-                "mirror= out to go on without it"
-            ) from error
+                newest = newest_origin(self.repository)
+            self._exists = exists
+            self._step = None if newest is None else self.repository.manifest(newest[1]).step
         self._every = every
         self._settings = settings
-        self._collector = Collector(self._writer, policy=retention, grace=settings.grace)
+        self._retention = retention
         self._bandwidth = Bandwidth(settings.mirror_mb_per_second, clock=clock)
         self._listener = on_event
         self._clock = clock
@@ -139,7 +132,6 @@ class Mirror:
         self._start()
         self._given_up = threading.Event()
         self._fenced: FencedError | None = None
-        self._step = None if newest is None else self.repository.manifest(newest[1]).step
         self._copied_at: float | None = None
         self._copied = self._copied_nbytes = self._failures = self._in_a_row = 0
 
@@ -164,18 +156,52 @@ class Mirror:
     # -- before a run ----------------------------------------------------------------------------
 
     def follow(self, source: Repository) -> None:
-        """Names the repository whose versions are copied."""
+        """Names the repository whose versions are copied, and makes this process the only writer
+        of the mirror, which is created if it is not there; a mirror of another run is refused
+        before that, since its own process would be stopped."""
+        with self._reached():
+            if self._exists:
+                self._check_run(source)
+            else:
+                self.repository = Repository.create(
+                    self._store, schema=self._schema, exclusive=self._exclusive, clock=self._clock
+                )
+            self._writer = Writer.open(self.repository)
+            there = origins(self.repository)
+        self._collector = Collector(
+            self._writer, policy=self._retention, grace=self._settings.grace
+        )
         self._source = source
-        if not same_run(source, self.repository):
-            raise ConfigError(
-                f"{self.repository.store.url} holds versions of another run than "
-                f"{source.store.url}: choose another mirror, or remove what is there"
-            )
-        there = origins(self.repository)
         self._has = max(
             (version for origin, version in origins(source).items() if origin in there),
             default=None,
         )
+
+    def _check_run(self, source: Repository) -> None:
+        if source.id == self.repository.id:
+            raise ConfigError(
+                f"the mirror {self._store.url} and {source.store.url} are the same place: choose "
+                "another mirror"
+            )
+        if not same_run(source, self.repository):
+            raise ConfigError(
+                f"{self._store.url} holds versions of another run than {source.store.url}: choose "
+                "another mirror"
+            )
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Says of a store that fails what that means for the run."""
+        try:
+            yield
+        except (NoRepositoryError, UnsupportedStoreError):
+            raise
+        except StorageError as error:
+            raise StorageError(
+                f"the mirror {self._store.url} cannot be reached, and it may hold a newer version "
+                f"than the repository, so the run was not started: {error}; wait until it can, or "
+                "leave mirror= out to go on without it"
+            ) from error
 
     def _newest(self) -> VersionId | None:
         """The newest version of the source that is to be in the mirror."""

@@ -67,6 +67,8 @@ class RepositorySaver(Checkpointer):
                 f"{store.url} has no version, and this run must exist: nothing was started "
                 "over. Bring its versions back; leave must_exist out to start a new run"
             )
+        if copies is not None:  # first: a process that cannot have both places takes neither
+            copies.follow(repository)
         super().__init__(
             repository,
             subject,
@@ -78,7 +80,6 @@ class RepositorySaver(Checkpointer):
         self._about = about
         self._mirror = copies
         if copies is not None:
-            copies.follow(repository)
             brought = copies.bring_newer(self.writer)
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
