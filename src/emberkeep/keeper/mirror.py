@@ -35,7 +35,9 @@ from emberkeep.repository import (
     Writer,
 )
 from emberkeep.repository.maintenance.version_copy import (
+    Origin,
     copy_version,
+    mirror_epoch,
     newest_origin,
     origins,
     same_run,
@@ -212,11 +214,43 @@ class Mirror:
         """Copies the newest whole version back if the repository has none as new; None if it
         does."""
         newest, known = newest_origin(self.repository), newest_origin(writer.repository)
-        if newest is None or (known is not None and not newest[0].newer_than(known[0])):
+        if newest is None or (known is not None and not self._ahead(newest, known, writer)):
             if known is not None and known[0] not in origins(self.repository):
                 self._wake(forced=True)  # the run before was ended before it was copied
             return None
-        return copy_version(self.repository, newest[1], writer)
+        brought = copy_version(self.repository, newest[1], writer)
+        self._has = brought.version
+        return brought
+
+    def _ahead(
+        self, newest: tuple[Origin, VersionId], known: tuple[Origin, VersionId], writer: Writer
+    ) -> bool:
+        """Whether the newest version of the mirror counts, and not that of the repository.
+
+        What a process saved elsewhere after another had taken the mirror over, and made versions
+        there, is no part of the run, however late it was saved.
+        """
+        by_time = newest[0].newer_than(known[0])
+        if newest[0].repository == known[0].repository or known[0] in origins(self.repository):
+            return by_time
+        left = writer.repository.manifest(known[1])
+        epoch = mirror_epoch(left, self.repository)
+        if epoch is None or epoch == newest[1].epoch:
+            return by_time
+        ahead = newest[1].epoch > epoch
+        if ahead and not by_time:
+            warnings.warn(
+                f"version {known[1].number} (step {left.step}) of {writer.repository.store.url} "
+                "was saved when another process had already taken the run over: the run goes on "
+                f"from step {self._step}, which that one copied to {self._store.url}; to keep the "
+                f"other, `emberkeep fork` it before retention removes it",
+                stacklevel=2,
+            )
+        return ahead
+
+    def marks(self) -> Json:
+        """What versions say that are written while this process has the mirror."""
+        return {"mirror": {"repository": self.repository.id, "epoch": self._writer.epoch}}
 
     def bring_again(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back beside its damaged double; None if it has none."""
@@ -227,10 +261,10 @@ class Mirror:
 
     # -- beside a run ----------------------------------------------------------------------------
 
-    def offer(self, step: int) -> None:
-        """A whole version of `step` is committed: it is copied if one is due."""
-        if self._due(step):
-            self._wake()
+    def offer(self) -> None:
+        """A whole version is committed: it is copied if one is due. In any case the thread looks
+        whether another process has the mirror: the sooner this one stops the better."""
+        self._wake()
 
     def _due(self, step: int) -> bool:
         every = self._every
@@ -251,6 +285,10 @@ class Mirror:
         started = self._clock.monotonic()
         before = self._writer.newest
         try:
+            self._writer.check()
+            if not self._forced and not self._due(self._source.manifest(newest).step):
+                self._in_a_row = 0
+                return None
             copied = copy_version(
                 self._source, newest, self._writer, cancelled=self._given_up,
                 passing=partial(self._bandwidth.passing, cancelled=self._given_up),
@@ -342,7 +380,7 @@ class Mirror:
                 )
             except DeadlineError:
                 self.give_up()
-            if self._has != wanted:
+            if self._has != wanted and self._fenced is None:  # else another process has the run
                 self._warn_behind(wanted)
         self._ended = True
         self._worker.stop()

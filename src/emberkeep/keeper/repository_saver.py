@@ -23,6 +23,7 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.repository.maintenance.version_copy import newest_origin, run_of
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Strategy
@@ -83,6 +84,11 @@ class RepositorySaver(Checkpointer):
             brought = copies.bring_newer(self.writer)
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
+            self.run_marks = copies.marks()
+        newest = newest_origin(repository)
+        run = repository.id if newest is None else run_of(repository.manifest(newest[1]))
+        if run != repository.id:  # the run has moved here
+            self.run_marks = {**self.run_marks, "run": run}
 
     @property
     def exact(self) -> bool:
@@ -168,7 +174,7 @@ class RepositorySaver(Checkpointer):
             core_seconds=core_seconds,
         )  # fmt: skip
         if self._mirror is not None and saving.whole:
-            self._mirror.offer(saving.step)
+            self._mirror.offer()
 
     def check(self, least: int | None = None) -> None:
         if self._mirror is not None:

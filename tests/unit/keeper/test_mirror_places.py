@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.errors import ConfigError, FencedError, NoVersionError
 from emberkeep.repository import Repository
+from emberkeep.repository.maintenance.fork import fork
+from emberkeep.repository.maintenance.version_copy import Origin, same_run
 from tests.unit.keeper.test_mirror import Life, steps_in
 
 
@@ -69,3 +72,66 @@ def test_a_run_that_must_exist_creates_no_mirror(tmp_path: Path) -> None:
     with pytest.raises(NoVersionError, match="must exist"):
         Life(local, mirror, must_exist=True)
     assert not list(mirror.list())
+
+
+def test_what_a_process_saved_after_another_took_over_does_not_count() -> None:
+    """It is the version that was saved last of all, and yet not one of the run."""
+    first, second, mirror = MemoryStore(), MemoryStore(), MemoryStore()
+    earlier = Life(first, mirror).train(4).settle()
+    earlier.mirror._worker.close()  # its thread is not in time to notice
+    later = Life(second, mirror)
+    later.train(20).keeper.close()
+    earlier.train(6).keeper.wait()
+    assert steps_in(first)[-1] == 6
+    with pytest.warns(UserWarning, match=r"step 6.*had already taken the run over.*from step 20"):
+        back = Life(first, mirror)
+    assert back.resumed is not None
+    assert back.resumed.step == 20
+    assert back.bits() == later.bits()
+    back.keeper.close()
+    assert steps_in(mirror)[-1] == 20
+
+
+def test_a_process_notices_that_another_has_the_mirror_before_a_copy_is_due() -> None:
+    mirror = MemoryStore()
+    earlier = Life(MemoryStore(), mirror, mirror_every="1000 steps").train(2)
+    earlier.wait_for(lambda: earlier.status.step == 2)
+    Life(MemoryStore(), mirror)
+    earlier.train(4).wait_for_fence()
+    with pytest.raises(FencedError):
+        earlier.train(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # another process has the run: no copy is missing
+        earlier.mirror.finish()
+
+
+def test_a_run_returns_to_a_place_whose_versions_the_mirror_has_dropped() -> None:
+    first, second, mirror = MemoryStore(), MemoryStore(), MemoryStore()
+    Life(first, mirror).train(4).keeper.close()
+    moved = Life(second, mirror, strategy=ek.incremental(every=2, layout="full", keep=2))
+    for step in range(6, 13, 2):
+        moved.train(step).settle()
+    moved.keeper.close()
+    there = Repository.open(mirror)
+    assert all(Origin.of(there.manifest(v)).repository != Repository.open(first).id
+               for v in there.versions())  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*taken the run over")
+        back = Life(first, mirror)
+    assert back.resumed is not None
+    assert back.resumed.step == 12
+    assert back.bits() == moved.bits()
+
+
+def test_a_fork_is_a_run_of_its_own() -> None:
+    """Of a version that has moved, too: else its process could take the mirror of the other."""
+    mirror, forked = MemoryStore(), MemoryStore()
+    Life(MemoryStore(), mirror).train(4).keeper.close()
+    moved = MemoryStore()
+    Life(moved, mirror).train(8).keeper.close()
+    source = Repository.open(moved)
+    newest = source.newest_whole()
+    assert newest is not None
+    fork(source, newest, forked)
+    assert not same_run(Repository.open(forked), Repository.open(mirror))
+    assert same_run(source, Repository.open(mirror))
