@@ -19,6 +19,7 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
+    DamageError,
     DeadlineError,
     FencedError,
     NoRepositoryError,
@@ -218,7 +219,23 @@ class Mirror:
             if known is not None and known[0] not in origins(self.repository):
                 self._wake(forced=True)  # the run before was ended before it was copied
             return None
-        brought = copy_version(self.repository, newest[1], writer)
+        try:
+            brought = copy_version(self.repository, newest[1], writer)
+        except DamageError as error:
+            if known is None:
+                raise DamageError(
+                    f"the newest version of the mirror {self._store.url} is damaged, and "
+                    f"{writer.repository.store.url} has none: {error}; copy an earlier one there "
+                    "with `emberkeep mirror`, and start again",
+                    name=error.name,
+                ) from error
+            warnings.warn(
+                f"the mirror {self._store.url} has a newer version than "
+                f"{writer.repository.store.url}, and it is damaged: {error}; the run goes on from "
+                "what the repository has",
+                stacklevel=2,
+            )
+            return None
         self._has = brought.version
         return brought
 

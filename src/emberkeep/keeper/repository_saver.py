@@ -137,25 +137,19 @@ class RepositorySaver(Checkpointer):
     ) -> Returned | None:
         number = None if version is None else self.repository.named(version).number
 
-        def restore() -> Restored | None:
+        def restore(fall_back: bool) -> Restored | None:
             return self.restore(
                 number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
             )
 
+        again = None if version is not None else self._mirror
         try:
-            restored = restore()
+            # What the mirror has intact is not passed over.
+            restored = restore(fall_back and again is None)
         except DamageError as error:
-            again = None if self._mirror is None or version is not None else self._mirror
-            brought = None if again is None else again.bring_again(self.writer)
-            if brought is None:
+            if again is None or not (self._bring_again(again, error) or fall_back):
                 raise
-            warnings.warn(
-                f"{error}; it was copied from the mirror again, as version "
-                f"{brought.version.number}",
-                stacklevel=5,
-            )
-            self._tell("brought_from_mirror", _brought(brought))
-            restored = restore()
+            restored = restore(fall_back)
         if restored is None:
             return None
         described = restored.manifest.described
@@ -164,6 +158,22 @@ class RepositorySaver(Checkpointer):
         return _returned(restored)
 
     # -- the mirror ------------------------------------------------------------------------------
+
+    def _bring_again(self, mirror: Mirror, error: DamageError) -> bool:
+        """Copies the newest version, which is damaged, from the mirror; whether it has it."""
+        try:
+            brought = mirror.bring_again(self.writer)
+        except DamageError as second:
+            warnings.warn(f"{error}; so is the copy in the mirror: {second}", stacklevel=6)
+            return False
+        if brought is None:
+            return False
+        warnings.warn(
+            f"{error}; it was copied from the mirror again, as version {brought.version.number}",
+            stacklevel=6,
+        )
+        self._tell("brought_from_mirror", _brought(brought))
+        return True
 
     def _tell_saved(
         self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import ConfigError, FencedError, NoVersionError
+from emberkeep.errors import ConfigError, DamageError, FencedError, NoVersionError
 from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
 from emberkeep.repository.maintenance.version_copy import Origin, same_run
@@ -135,3 +136,58 @@ def test_a_fork_is_a_run_of_its_own() -> None:
     fork(source, newest, forked)
     assert not same_run(Repository.open(forked), Repository.open(mirror))
     assert same_run(source, Repository.open(mirror))
+
+
+def _damage(store: MemoryStore) -> None:
+    """A file of the newest version."""
+    repository = Repository.open(store)
+    newest = repository.newest_whole()
+    assert newest is not None
+    store.put(repository.manifest(newest).files[0].name, b"damage")
+
+
+def _without_resume(monkeypatch: pytest.MonkeyPatch, *places: Any) -> Life:
+    with monkeypatch.context() as patched:
+        patched.setattr(ek.Keeper, "resume", lambda _: None)
+        return Life(*places)
+
+
+def test_what_the_mirror_has_intact_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, mirror = MemoryStore(), MemoryStore()
+    first = Life(local, mirror).train(2).settle().train(4)
+    first.keeper.close()
+    _damage(local)
+    second = _without_resume(monkeypatch, local, mirror)
+    with pytest.warns(UserWarning, match="copied from the mirror again"):
+        resumed = second.keeper.resume(fall_back=True)
+    assert resumed is not None
+    assert resumed.step == 4
+    assert second.bits() == first.bits()
+
+
+def test_what_is_damaged_in_both_places_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, mirror = MemoryStore(), MemoryStore()
+    strategy = ek.incremental(every=2, layout="full", keep=3)
+    Life(local, mirror, strategy=strategy).train(2).settle().train(4).keeper.close()
+    _damage(local)
+    _damage(mirror)
+    second = _without_resume(monkeypatch, local, mirror)
+    with pytest.raises(DamageError), pytest.warns(UserWarning, match="so is the copy"):
+        second.keeper.resume()
+    with pytest.warns(UserWarning, match="were passed over"):
+        resumed = second.keeper.resume(fall_back=True)
+    assert resumed is not None
+    assert resumed.step == 2
+
+
+def test_a_damaged_version_in_the_mirror_does_not_block_what_the_disk_has() -> None:
+    local, mirror = MemoryStore(), MemoryStore()
+    Life(local, mirror).train(2).keeper.close()
+    Life(MemoryStore(), mirror).train(4).keeper.close()
+    _damage(mirror)
+    with pytest.warns(UserWarning, match=r"has a newer version than .* and it is damaged"):
+        back = Life(local, mirror)
+    assert back.resumed is not None
+    assert back.resumed.step == 2
+    with pytest.raises(DamageError, match=r"newest version of the mirror memory://.* is damaged"):
+        Life(MemoryStore(), mirror)
