@@ -55,6 +55,8 @@ _PATIENCE = timedelta(hours=6)
 # So often in a row a copy may fail before the end of a run stops waiting for it.
 _LAST_ATTEMPTS = 3
 _LAST_PATIENCE = timedelta(seconds=5)
+# So often the end of a run looks whether the process was asked to stop.
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +131,20 @@ class Mirror:
         self._bandwidth = Bandwidth(settings.mirror_mb_per_second, clock=clock)
         self._listener = on_event
         self._clock = clock
+        self.stopping: Callable[[], object] = lambda: False
+        """Whether the process was asked to stop; the end of the run then has `grace`."""
+        self.grace = _PATIENCE
         self._source: Repository | None = None
         self._has: VersionId | None = None  # of the source, the newest that is in the mirror
         self._forced = False  # the next copy is made whether it is due or not
         self._start()
-        self._given_up = threading.Event()
         self._fenced: FencedError | None = None
         self._copied_at: float | None = None
         self._copied = self._copied_nbytes = self._failures = self._in_a_row = 0
 
     def _start(self) -> None:
         self._ended = False
+        self._given_up = threading.Event()  # another each time: an earlier thread may still hang
         self._worker = Worker(
             "emberkeep-mirror", self._copy_newest, nice=self._settings.nice, retry=_RETRY,
             on_error=self._failed, clock=self._clock,
@@ -296,8 +301,8 @@ class Mirror:
 
     def _copy_newest(self) -> float | None:
         assert self._source is not None
-        newest = self._newest()
-        if newest is None or self._fenced is not None or self._given_up.is_set():
+        newest, given_up = self._newest(), self._given_up
+        if newest is None or self._fenced is not None or given_up.is_set():
             return None
         started = self._clock.monotonic()
         before = self._writer.newest
@@ -307,8 +312,8 @@ class Mirror:
                 self._in_a_row = 0
                 return None
             copied = copy_version(
-                self._source, newest, self._writer, cancelled=self._given_up,
-                passing=partial(self._bandwidth.passing, cancelled=self._given_up),
+                self._source, newest, self._writer, cancelled=given_up,
+                passing=partial(self._bandwidth.passing, cancelled=given_up),
             )  # fmt: skip
             self._note(newest, copied, before, started)
             self._collector.collect()
@@ -385,24 +390,45 @@ class Mirror:
         """Waits until the newest whole version is in the mirror too, due or not, or a copy has
         failed several times in a row, or `patience` is over; then ends the thread. What is missing
         is warned of, and copied when the run is resumed."""
+        patience = _PATIENCE if patience is None else patience
+        ends = self._clock.monotonic() + patience.total_seconds()
         wanted = self._newest()
         if wanted is not None and self._fenced is None and self._has != wanted:
             self._in_a_row = 0
             self._wake(forced=True)
-            try:
-                self._worker.wait(
-                    lambda: self._has == wanted or self._hopeless,
-                    f"the copy of version {wanted.number} to {self.repository.store.url}",
-                    _PATIENCE if patience is None else patience,
-                )
-            except DeadlineError:
-                self.give_up()
+            self._wait_for(wanted, ends)
             if self._has != wanted and self._fenced is None:  # else another process has the run
                 self._warn_behind(wanted)
         self._ended = True
         self._worker.stop()
-        with suppress(DeadlineError):  # it hangs, and ends with the process
-            self._worker.join(_LAST_PATIENCE)
+        if self._given_up.is_set():  # it may hang, and ends with the process
+            return
+        left = timedelta(seconds=max(0.0, ends - self._clock.monotonic()))
+        with suppress(DeadlineError):
+            self._worker.join(min(_LAST_PATIENCE, left))
+
+    def _wait_for(self, wanted: VersionId, ends: float) -> None:
+        """Until the version is in the mirror; gives its copy up at `ends`, or `grace` after the
+        process was asked to stop."""
+        asked = False
+        while True:
+            now = self._clock.monotonic()
+            if not asked and self.stopping():
+                asked = True
+                self.lift_limit()
+                ends = min(ends, now + self.grace.total_seconds())
+            look = timedelta(seconds=max(0.0, min(_LOOK_SECONDS, ends - now)))
+            try:
+                self._worker.wait(
+                    lambda: self._has == wanted or self._hopeless,
+                    f"the copy of version {wanted.number} to {self._store.url}",
+                    look,
+                )
+                return
+            except DeadlineError:
+                if self._clock.monotonic() >= ends:
+                    self.give_up()
+                    return
 
     def _warn_behind(self, wanted: VersionId) -> None:
         assert self._source is not None

@@ -80,6 +80,8 @@ class RepositorySaver(Checkpointer):
         self.url = store.url
         self._about = about
         self._mirror = copies
+        self.patience: timedelta | None = None
+        """How long the end of the run waits for the mirror at most; None: as long as it copies."""
         if copies is not None:
             brought = copies.bring_newer(self.writer)
             if brought is not None:
@@ -194,7 +196,12 @@ class RepositorySaver(Checkpointer):
     def _end(self) -> None:
         super()._end()
         if self._mirror is not None:
-            self._mirror.finish()
+            self._mirror.finish(self.patience)
+
+    def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
+        """Once `stopping` holds, the end of the run waits for the mirror for `grace` at most."""
+        if self._mirror is not None:
+            self._mirror.stopping, self._mirror.grace = stopping, grace
 
     def leave(self, left: timedelta) -> None:
         if self._mirror is not None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ from emberkeep.errors import ConfigError, DamageError, FencedError, NoVersionErr
 from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
 from emberkeep.repository.maintenance.version_copy import Origin, same_run
+from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.keeper.test_mirror import Life, steps_in
 
 
@@ -191,3 +198,97 @@ def test_a_damaged_version_in_the_mirror_does_not_block_what_the_disk_has() -> N
     assert back.resumed.step == 2
     with pytest.raises(DamageError, match=r"newest version of the mirror memory://.* is damaged"):
         Life(MemoryStore(), mirror)
+
+
+class HangingStore(MemoryStore):
+    """Once `hangs` is set, what is put waits until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = False
+        self.hung, self.let_go = threading.Event(), threading.Event()
+
+    def put(self, name: str, data: Any) -> int:
+        if self.hangs:
+            self.hung.set()
+            self.let_go.wait(60)
+        return super().put(name, data)
+
+
+@pytest.fixture
+def hanging() -> Iterator[HangingStore]:
+    store = HangingStore()
+    yield store
+    store.let_go.set()
+
+
+def _hung(mirror: HangingStore, **more: Any) -> Life:
+    """A run whose newest version is being copied, and never will be."""
+    life = Life(MemoryStore(), mirror, **more).train(2).settle()
+    mirror.hangs = True
+    life.train(4).keeper.wait()
+    assert mirror.hung.wait(60)
+    return life
+
+
+def test_the_end_of_a_run_does_not_join_a_copy_that_it_gave_up(hanging: HangingStore) -> None:
+    """Time that the grace period does not have."""
+    life = _hung(hanging)
+    joined: list[timedelta] = []
+    life.mirror._worker.join = joined.append  # type: ignore[method-assign, assignment]
+    with pytest.warns(UserWarning, match="has step 2, and the repository step 4"):
+        life.mirror.finish(timedelta(0))
+    assert joined == []
+
+
+def test_the_end_of_a_run_joins_the_copying_thread_for_what_is_left() -> None:
+    life = Life(MemoryStore(), MemoryStore()).train(2).settle()
+    joined: list[timedelta] = []
+    life.mirror._worker.join = joined.append  # type: ignore[method-assign, assignment]
+    life.mirror.finish(timedelta(seconds=2))
+    assert timedelta(0) <= joined[0] <= timedelta(seconds=2)
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_signal_ends_the_wait_for_the_mirror(hanging: HangingStore, save: bool) -> None:
+    """It comes while close() waits. A run that failed waits no longer without one."""
+    clock = VirtualClock()
+    life = _hung(hanging, clock=clock, grace=timedelta(seconds=25))
+    wait = life.mirror._worker.wait
+
+    def asked_meanwhile(*given: Any) -> None:
+        if save:
+            life.keeper.stop_after_step(signal.SIGTERM)
+        wait(*given)
+
+    life.mirror._worker.wait = asked_meanwhile  # type: ignore[method-assign]
+    before = clock.monotonic()
+    clock._pace = 1000.0
+    ended: Any = pytest.raises(SystemExit, match="75") if save else nullcontext()
+    with ended, pytest.warns(UserWarning, match="has step 2, and the repository step 4"):
+        life.keeper.close(save=save)
+    assert clock.monotonic() - before < 600
+
+
+def test_a_run_that_goes_on_after_its_end_is_copied_again(hanging: HangingStore) -> None:
+    life = _hung(hanging)
+    with pytest.warns(UserWarning, match="the copy was not made"):
+        life.mirror.finish(timedelta(0))
+    hanging.hangs = False
+    hanging.let_go.set()
+    life.mirror._worker.join(timedelta(seconds=60))
+    life.mirror.finish()
+    assert life.status.step == 4
+
+
+def test_a_limit_that_is_lifted_while_bytes_are_counted_raises_nothing() -> None:
+    """As a signal does it, between any two operations."""
+
+    class LiftingClock(VirtualClock):
+        def monotonic(self) -> float:
+            bandwidth.lift()
+            return super().monotonic()
+
+    bandwidth = Bandwidth(1.0, clock=LiftingClock())
+    bandwidth.spend(10**9)
+    assert bandwidth.share(2) is None
