@@ -105,6 +105,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
         self._restores = repository.restores(exact=False)
+        # What the layouts of all versions say of the run, beside what is in them.
+        self.run_marks: Json = {}
         self._codecs: Json = {}
         self._chain = _Chain()
         self._whole: Manifest | None = None
@@ -326,6 +328,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 "sizes": [*chain.sizes] if since else [],
                 "baseline_nbytes": chain.nbytes if since else None,
                 "tables": save.frozen.tables,
+                **self.run_marks,
             }
             if self.spec.widths is not None:  # also in an exact version: a resumed run takes them
                 layout["widths"] = self.spec.widths.to_dict()

@@ -169,6 +169,8 @@ class Keeper(RunReport):
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
         self._termination = Termination()
+        if isinstance(self._saver, RepositorySaver):
+            self._saver.heed(lambda: self._termination.asked, grace)
         for home in homes:
             home.cluster.tell(name=run_name(self._saver))
 
@@ -247,6 +249,8 @@ class Keeper(RunReport):
 
     def _last_version(self, save: bool) -> Kept | None:
         if not save:
+            if isinstance(self._saver, RepositorySaver):
+                self._saver.patience = self._grace  # a run that failed is started again
             return None if self._saver is None else self._saver.close()
         kept = None
         # With a plan also where nothing was trained since: a version must say that the run ended.

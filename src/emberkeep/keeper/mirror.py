@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
+    DamageError,
     DeadlineError,
     FencedError,
     NoRepositoryError,
@@ -35,7 +36,9 @@ from emberkeep.repository import (
     Writer,
 )
 from emberkeep.repository.maintenance.version_copy import (
+    Origin,
     copy_version,
+    mirror_epoch,
     newest_origin,
     origins,
     same_run,
@@ -52,6 +55,8 @@ _PATIENCE = timedelta(hours=6)
 # So often in a row a copy may fail before the end of a run stops waiting for it.
 _LAST_ATTEMPTS = 3
 _LAST_PATIENCE = timedelta(seconds=5)
+# So often the end of a run looks whether the process was asked to stop.
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,55 +107,53 @@ class Mirror:
         settings: SaveSettings, exclusive: bool, on_event: Hear, clock: Clock,
         must_exist: bool = False,
     ) -> None:  # fmt: skip
-        """With `must_exist` none is created: a run that must exist is nowhere else."""
-        try:
-            if must_exist and not Repository.exists(store):
+        """Looks at what is there, and changes nothing before `follow`. With `must_exist` a mirror
+        that is not there is refused: a run that must exist is nowhere else."""
+        self._store, self._exclusive, self._schema = store, exclusive, schema
+        with self._reached():
+            exists = Repository.exists(store)
+            if must_exist and not exists:
                 raise NoRepositoryError(
                     f"neither the repository nor its mirror {store.url} is there, and this run "
                     "must exist: nothing was created. Check the paths, and that disks are mounted; "
                     "leave must_exist out to start a new run"
                 )
-            if Repository.exists(store):
+            newest = None
+            if exists:
                 self.repository = Repository.open(store, clock=clock)
                 check_schema(self.repository.tables, schema)
-            else:
-                self.repository = Repository.create(
-                    store, schema=schema, exclusive=exclusive, clock=clock
-                )
-            self._writer = Writer.open(self.repository)
-            newest = newest_origin(self.repository)
-        except (NoRepositoryError, UnsupportedStoreError):
-            raise
-        except StorageError as error:
-            raise StorageError(
-                f"the mirror {store.url} cannot be reached, and it may hold a newer version than "
-                f"the repository, so the run was not started: {error}; wait until it can, or leave "
-                "mirror= out to go on without it"
-            ) from error
+                newest = newest_origin(self.repository)
+            self._exists = exists
+            self._step = None if newest is None else self.repository.manifest(newest[1]).step
         self._every = every
         self._settings = settings
-        self._collector = Collector(self._writer, policy=retention, grace=settings.grace)
+        self._retention = retention
         self._bandwidth = Bandwidth(settings.mirror_mb_per_second, clock=clock)
         self._listener = on_event
         self._clock = clock
+        self.stopping: Callable[[], object] = lambda: False
+        """Whether the process was asked to stop; the end of the run then has `grace`."""
+        self.grace = _PATIENCE
         self._source: Repository | None = None
+        self._has: VersionId | None = None  # of the source, the newest that is in the mirror
+        self._forced = False  # the next copy is made whether it is due or not
         self._start()
-        self._given_up = threading.Event()
         self._fenced: FencedError | None = None
-        self._step = None if newest is None else self.repository.manifest(newest[1]).step
         self._copied_at: float | None = None
         self._copied = self._copied_nbytes = self._failures = self._in_a_row = 0
 
     def _start(self) -> None:
         self._ended = False
+        self._given_up = threading.Event()  # another each time: an earlier thread may still hang
         self._worker = Worker(
             "emberkeep-mirror", self._copy_newest, nice=self._settings.nice, retry=_RETRY,
             on_error=self._failed, clock=self._clock,
         )  # fmt: skip
 
-    def _wake(self) -> None:
+    def _wake(self, *, forced: bool = False) -> None:
         if self._ended:  # a run that was closed goes on: a shard was lost at its very end
             self._start()
+        self._forced = self._forced or forced
         self._worker.wake()
 
     @property
@@ -161,23 +164,115 @@ class Mirror:
     # -- before a run ----------------------------------------------------------------------------
 
     def follow(self, source: Repository) -> None:
-        """Names the repository whose versions are copied."""
+        """Names the repository whose versions are copied, and makes this process the only writer
+        of the mirror, which is created if it is not there; a mirror of another run is refused
+        before that, since its own process would be stopped."""
+        with self._reached():
+            if self._exists:
+                self._check_run(source)
+            else:
+                self.repository = Repository.create(
+                    self._store, schema=self._schema, exclusive=self._exclusive, clock=self._clock
+                )
+            self._writer = Writer.open(self.repository)
+            there = origins(self.repository)
+        self._collector = Collector(
+            self._writer, policy=self._retention, grace=self._settings.grace
+        )
         self._source = source
+        self._has = max(
+            (version for origin, version in origins(source).items() if origin in there),
+            default=None,
+        )
+
+    def _check_run(self, source: Repository) -> None:
+        if source.id == self.repository.id:
+            raise ConfigError(
+                f"the mirror {self._store.url} and {source.store.url} are the same place: choose "
+                "another mirror"
+            )
         if not same_run(source, self.repository):
             raise ConfigError(
-                f"{self.repository.store.url} holds versions of another run than "
-                f"{source.store.url}: choose another mirror, or remove what is there"
+                f"{self._store.url} holds versions of another run than {source.store.url}: choose "
+                "another mirror"
             )
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Says of a store that fails what that means for the run."""
+        try:
+            yield
+        except (NoRepositoryError, UnsupportedStoreError):
+            raise
+        except StorageError as error:
+            raise StorageError(
+                f"the mirror {self._store.url} cannot be reached, and it may hold a newer version "
+                f"than the repository, so the run was not started: {error}; wait until it can, or "
+                "leave mirror= out to go on without it"
+            ) from error
+
+    def _newest(self) -> VersionId | None:
+        """The newest version of the source that is to be in the mirror."""
+        found = None if self._source is None else newest_origin(self._source)
+        return None if found is None else found[1]
 
     def bring_newer(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back if the repository has none as new; None if it
         does."""
         newest, known = newest_origin(self.repository), newest_origin(writer.repository)
-        if newest is None or (known is not None and not newest[0].newer_than(known[0])):
+        if newest is None or (known is not None and not self._ahead(newest, known, writer)):
             if known is not None and known[0] not in origins(self.repository):
-                self._wake()  # the run before was ended before it was copied
+                self._wake(forced=True)  # the run before was ended before it was copied
             return None
-        return copy_version(self.repository, newest[1], writer)
+        try:
+            brought = copy_version(self.repository, newest[1], writer)
+        except DamageError as error:
+            if known is None:
+                raise DamageError(
+                    f"the newest version of the mirror {self._store.url} is damaged, and "
+                    f"{writer.repository.store.url} has none: {error}; copy an earlier one there "
+                    "with `emberkeep mirror`, and start again",
+                    name=error.name,
+                ) from error
+            warnings.warn(
+                f"the mirror {self._store.url} has a newer version than "
+                f"{writer.repository.store.url}, and it is damaged: {error}; the run goes on from "
+                "what the repository has",
+                stacklevel=2,
+            )
+            return None
+        self._has = brought.version
+        return brought
+
+    def _ahead(
+        self, newest: tuple[Origin, VersionId], known: tuple[Origin, VersionId], writer: Writer
+    ) -> bool:
+        """Whether the newest version of the mirror counts, and not that of the repository.
+
+        What a process saved elsewhere after another had taken the mirror over, and made versions
+        there, is no part of the run, however late it was saved.
+        """
+        by_time = newest[0].newer_than(known[0])
+        if newest[0].repository == known[0].repository or known[0] in origins(self.repository):
+            return by_time
+        left = writer.repository.manifest(known[1])
+        epoch = mirror_epoch(left, self.repository)
+        if epoch is None or epoch == newest[1].epoch:
+            return by_time
+        ahead = newest[1].epoch > epoch
+        if ahead and not by_time:
+            warnings.warn(
+                f"version {known[1].number} (step {left.step}) of {writer.repository.store.url} "
+                "was saved when another process had already taken the run over: the run goes on "
+                f"from step {self._step}, which that one copied to {self._store.url}; to keep the "
+                f"other, `emberkeep fork` it before retention removes it",
+                stacklevel=2,
+            )
+        return ahead
+
+    def marks(self) -> Json:
+        """What versions say that are written while this process has the mirror."""
+        return {"mirror": {"repository": self.repository.id, "epoch": self._writer.epoch}}
 
     def bring_again(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back beside its damaged double; None if it has none."""
@@ -188,10 +283,10 @@ class Mirror:
 
     # -- beside a run ----------------------------------------------------------------------------
 
-    def offer(self, step: int) -> None:
-        """A whole version of `step` is committed: it is copied if one is due."""
-        if self._due(step):
-            self._wake()
+    def offer(self) -> None:
+        """A whole version is committed: it is copied if one is due. In any case the thread looks
+        whether another process has the mirror: the sooner this one stops the better."""
+        self._wake()
 
     def _due(self, step: int) -> bool:
         every = self._every
@@ -206,17 +301,21 @@ class Mirror:
 
     def _copy_newest(self) -> float | None:
         assert self._source is not None
-        newest = self._source.newest_whole()
-        if newest is None or self._fenced is not None or self._given_up.is_set():
+        newest, given_up = self._newest(), self._given_up
+        if newest is None or self._fenced is not None or given_up.is_set():
             return None
         started = self._clock.monotonic()
         before = self._writer.newest
         try:
+            self._writer.check()
+            if not self._forced and not self._due(self._source.manifest(newest).step):
+                self._in_a_row = 0
+                return None
             copied = copy_version(
-                self._source, newest, self._writer, cancelled=self._given_up,
-                passing=partial(self._bandwidth.passing, cancelled=self._given_up),
+                self._source, newest, self._writer, cancelled=given_up,
+                passing=partial(self._bandwidth.passing, cancelled=given_up),
             )  # fmt: skip
-            self._note(newest.number, copied, before, started)
+            self._note(newest, copied, before, started)
             self._collector.collect()
         except CancelledError:
             pass
@@ -227,7 +326,7 @@ class Mirror:
         return None
 
     def _note(
-        self, number: int, copied: Manifest, before: VersionId | None, started: float
+        self, version: VersionId, copied: Manifest, before: VersionId | None, started: float
     ) -> None:
         nbytes = sum(
             manifest.nbytes
@@ -238,13 +337,14 @@ class Mirror:
             self._copied += copied.version != before
             self._copied_nbytes += nbytes
             self._step, self._copied_at, self._in_a_row = copied.step, started, 0
+            self._has, self._forced = version, False
             self._worker.changed.notify_all()
         if copied.version == before:
             return
         self._on_event(
             "mirrored",
             {
-                "version": number, "mirror_version": copied.version.number,
+                "version": version.number, "mirror_version": copied.version.number,
                 "step": copied.step, "nbytes": nbytes,
                 "seconds": self._clock.monotonic() - started,
             },
@@ -286,33 +386,60 @@ class Mirror:
 
     # -- after a run -----------------------------------------------------------------------------
 
-    def finish(self, step: int | None, patience: timedelta | None = None) -> None:
-        """Waits until the version of `step`, the newest, is in the mirror too, or a copy has failed
-        several times in a row, or `patience` is over; then ends the thread. What is missing is
-        warned of, and copied when the run is resumed."""
-        if step is not None and self._fenced is None and self._step != step:
+    def finish(self, patience: timedelta | None = None) -> None:
+        """Waits until the newest whole version is in the mirror too, due or not, or a copy has
+        failed several times in a row, or `patience` is over; then ends the thread. What is missing
+        is warned of, and copied when the run is resumed."""
+        patience = _PATIENCE if patience is None else patience
+        ends = self._clock.monotonic() + patience.total_seconds()
+        wanted = self._newest()
+        if wanted is not None and self._fenced is None and self._has != wanted:
             self._in_a_row = 0
-            self._wake()
-            try:
-                self._worker.wait(
-                    lambda: self._step == step or self._hopeless,
-                    f"the copy of step {step} to {self.repository.store.url}",
-                    _PATIENCE if patience is None else patience,
-                )
-            except DeadlineError:
-                self.give_up()
-            if self._step != step:
-                has = "no version" if self._step is None else f"step {self._step}"
-                warnings.warn(
-                    f"{self.repository.store.url} has {has}, and the repository step {step}: the "
-                    "copy was not made; start the run again to have it made, or `emberkeep "
-                    "mirror`",
-                    stacklevel=2,
-                )
+            self._wake(forced=True)
+            self._wait_for(wanted, ends)
+            if self._has != wanted and self._fenced is None:  # else another process has the run
+                self._warn_behind(wanted)
         self._ended = True
         self._worker.stop()
-        with suppress(DeadlineError):  # it hangs, and ends with the process
-            self._worker.join(_LAST_PATIENCE)
+        if self._given_up.is_set():  # it may hang, and ends with the process
+            return
+        left = timedelta(seconds=max(0.0, ends - self._clock.monotonic()))
+        with suppress(DeadlineError):
+            self._worker.join(min(_LAST_PATIENCE, left))
+
+    def _wait_for(self, wanted: VersionId, ends: float) -> None:
+        """Until the version is in the mirror; gives its copy up at `ends`, or `grace` after the
+        process was asked to stop."""
+        asked = False
+        while True:
+            now = self._clock.monotonic()
+            if not asked and self.stopping():
+                asked = True
+                self.lift_limit()
+                ends = min(ends, now + self.grace.total_seconds())
+            look = timedelta(seconds=max(0.0, min(_LOOK_SECONDS, ends - now)))
+            try:
+                self._worker.wait(
+                    lambda: self._has == wanted or self._hopeless,
+                    f"the copy of version {wanted.number} to {self._store.url}",
+                    look,
+                )
+                return
+            except DeadlineError:
+                if self._clock.monotonic() >= ends:
+                    self.give_up()
+                    return
+
+    def _warn_behind(self, wanted: VersionId) -> None:
+        assert self._source is not None
+        has = "no version" if self._step is None else f"step {self._step}"
+        step = self._source.manifest(wanted).step
+        warnings.warn(
+            f"{self.repository.store.url} has {has}, and the repository step {step}, version "
+            f"{wanted.number}: the copy was not made; start the run again to have it made, or "
+            "`emberkeep mirror`",
+            stacklevel=3,
+        )
 
     @property
     def _hopeless(self) -> bool:

@@ -23,6 +23,7 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.repository.maintenance.version_copy import newest_origin, run_of
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Strategy
@@ -67,6 +68,8 @@ class RepositorySaver(Checkpointer):
                 f"{store.url} has no version, and this run must exist: nothing was started "
                 "over. Bring its versions back; leave must_exist out to start a new run"
             )
+        if copies is not None:  # first: a process that cannot have both places takes neither
+            copies.follow(repository)
         super().__init__(
             repository,
             subject,
@@ -77,11 +80,17 @@ class RepositorySaver(Checkpointer):
         self.url = store.url
         self._about = about
         self._mirror = copies
+        self.patience: timedelta | None = None
+        """How long the end of the run waits for the mirror at most; None: as long as it copies."""
         if copies is not None:
-            copies.follow(repository)
             brought = copies.bring_newer(self.writer)
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
+            self.run_marks = copies.marks()
+        newest = newest_origin(repository)
+        run = repository.id if newest is None else run_of(repository.manifest(newest[1]))
+        if run != repository.id:  # the run has moved here
+            self.run_marks = {**self.run_marks, "run": run}
 
     @property
     def exact(self) -> bool:
@@ -132,25 +141,19 @@ class RepositorySaver(Checkpointer):
     ) -> Returned | None:
         number = None if version is None else self.repository.named(version).number
 
-        def restore() -> Restored | None:
+        def restore(fall_back: bool) -> Restored | None:
             return self.restore(
                 number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
             )
 
+        again = None if version is not None else self._mirror
         try:
-            restored = restore()
+            # What the mirror has intact is not passed over.
+            restored = restore(fall_back and again is None)
         except DamageError as error:
-            again = None if self._mirror is None or version is not None else self._mirror
-            brought = None if again is None else again.bring_again(self.writer)
-            if brought is None:
+            if again is None or not (self._bring_again(again, error) or fall_back):
                 raise
-            warnings.warn(
-                f"{error}; it was copied from the mirror again, as version "
-                f"{brought.version.number}",
-                stacklevel=5,
-            )
-            self._tell("brought_from_mirror", _brought(brought))
-            restored = restore()
+            restored = restore(fall_back)
         if restored is None:
             return None
         described = restored.manifest.described
@@ -159,6 +162,22 @@ class RepositorySaver(Checkpointer):
         return _returned(restored)
 
     # -- the mirror ------------------------------------------------------------------------------
+
+    def _bring_again(self, mirror: Mirror, error: DamageError) -> bool:
+        """Copies the newest version, which is damaged, from the mirror; whether it has it."""
+        try:
+            brought = mirror.bring_again(self.writer)
+        except DamageError as second:
+            warnings.warn(f"{error}; so is the copy in the mirror: {second}", stacklevel=6)
+            return False
+        if brought is None:
+            return False
+        warnings.warn(
+            f"{error}; it was copied from the mirror again, as version {brought.version.number}",
+            stacklevel=6,
+        )
+        self._tell("brought_from_mirror", _brought(brought))
+        return True
 
     def _tell_saved(
         self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
@@ -169,7 +188,7 @@ class RepositorySaver(Checkpointer):
             core_seconds=core_seconds,
         )  # fmt: skip
         if self._mirror is not None and saving.whole:
-            self._mirror.offer(saving.step)
+            self._mirror.offer()
 
     def check(self, least: int | None = None) -> None:
         if self._mirror is not None:
@@ -179,11 +198,16 @@ class RepositorySaver(Checkpointer):
     def _end(self) -> None:
         super()._end()
         if self._mirror is not None:
-            self._mirror.finish(None if self._whole is None else self._whole.step)
+            self._mirror.finish(self.patience)
+
+    def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
+        """Once `stopping` holds, the end of the run waits for the mirror for `grace` at most."""
+        if self._mirror is not None:
+            self._mirror.stopping, self._mirror.grace = stopping, grace
 
     def leave(self, left: timedelta) -> None:
         if self._mirror is not None:
-            self._mirror.finish(None if self._whole is None else self._whole.step, left)
+            self._mirror.finish(left)
 
     def hurry(self) -> None:
         self._bandwidth.lift()

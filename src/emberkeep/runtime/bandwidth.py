@@ -47,11 +47,12 @@ class Bandwidth:
 
     def spend(self, nbytes: int, cancelled: threading.Event | None = None) -> None:
         """Returns when so many bytes may be written."""
-        if self._rate is None:
-            return
         with self._changed:
+            rate = self._rate  # once: a signal may lift the limit in between
+            if rate is None:
+                return
             start = max(self._clock.monotonic(), self._free_at)
-            self._free_at = start + nbytes / self._rate
+            self._free_at = start + nbytes / rate
             while self._rate is not None:
                 left = start - self._clock.monotonic()
                 if left <= 0:
@@ -64,7 +65,8 @@ class Bandwidth:
 
     def share(self, parts: int) -> float | None:
         """What each of so many writers elsewhere may take."""
-        return None if self._rate is None else self._rate / parts / 1e6
+        rate = self._rate
+        return None if rate is None else rate / parts / 1e6
 
     def lift(self) -> None:
         """From now on there is no limit: a process that is about to be ended has no time for it."""

@@ -115,6 +115,13 @@ class Life:
         self.mirror._worker.wait(until, "the mirror", timedelta(seconds=30))
         return self
 
+    def wait_for_fence(self) -> Life:
+        """Not for the save under way, which raises once the fence is noticed."""
+        self.mirror._worker.wait(
+            lambda: self.mirror._fenced is not None, "the fence", timedelta(seconds=30)
+        )
+        return self
+
     def settle(self) -> Life:
         """Waits for saves and copies under way."""
         self.keeper.wait()
@@ -266,7 +273,7 @@ def test_a_process_whose_mirror_another_has_taken_is_stopped(tmp_path: Path) -> 
     earlier = Life(tmp_path / "a", mirror).train(4).settle()
     later = Life(tmp_path / "b", mirror)
     assert later.resumed is not None
-    earlier.train(6).wait_for(lambda: earlier.mirror._fenced is not None)
+    earlier.train(6).wait_for_fence()
     with pytest.raises(FencedError):
         earlier.train(8)
     later.train().keeper.close()

@@ -17,6 +17,8 @@ from emberkeep.repository.repository import Repository, can_create_conditionally
 from emberkeep.runtime.fields import Fields
 
 _CLAIM = "fork.json"
+# What a layout says of the run that a version belongs to, and of its places.
+_RUN_MARKS = frozenset({"run", "mirror", "copied_from"})
 
 
 def fork(
@@ -69,7 +71,9 @@ def fork(
                 catalog = _catalog(planned)
                 documented[catalog.name] = "catalog", catalog.encode(identity)
         for manifest in chain:
-            copied = dataclasses.replace(manifest, repository=identity)
+            # A fork is a run of its own, and no mirror of the other is its mirror.
+            layout = {k: v for k, v in manifest.layout.items() if k not in _RUN_MARKS}
+            copied = dataclasses.replace(manifest, repository=identity, layout=layout)
             documented[manifest.name] = "manifest", copied.encode()
         for name, (kind, content) in documented.items():
             # Not beside the run that goes on from another fork: its gc may have freed the name.

@@ -59,15 +59,34 @@ class Origin:
         return self.created > other.created
 
 
-def origins(repository: Repository) -> dict[Origin, VersionId]:
-    """The versions that stand in a repository, by their origin; of several copies the newest."""
-    found = {}
+def run_of(manifest: Manifest) -> str:
+    """The run that a version belongs to: the repository that the run's first version was written
+    to, wherever it has moved since."""
+    if "run" in manifest.described:
+        return manifest.described.text("run")
+    return Origin.of(manifest).repository
+
+
+def mirror_epoch(manifest: Manifest, mirror: Repository) -> int | None:
+    """The epoch of `mirror` that the process had which wrote a version; None if it wrote without
+    this mirror."""
+    if "mirror" not in manifest.described:
+        return None
+    mark = manifest.described.object("mirror")
+    return mark.number("epoch", least=1) if mark.text("repository") == mirror.id else None
+
+
+def _readable(repository: Repository) -> Iterator[Manifest]:
     for version in repository.versions():
         try:
-            found[Origin.of(repository.manifest(version))] = version
+            yield repository.manifest(version)
         except (DamageError, NoVersionError):
             continue  # it is none that can be built on
-    return found
+
+
+def origins(repository: Repository) -> dict[Origin, VersionId]:
+    """The versions that stand in a repository, by their origin; of several copies the newest."""
+    return {Origin.of(manifest): manifest.version for manifest in _readable(repository)}
 
 
 def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
@@ -83,12 +102,15 @@ def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
 
 
 def same_run(one: Repository, other: Repository) -> bool:
-    """Whether versions of two repositories may be those of one run: some come from the same place,
-    or one of the two has none yet."""
-    runs = [
-        {origin.repository for origin in found} for found in (origins(one), origins(other)) if found
-    ]
-    return len(runs) < 2 or not (runs[0] | {one.id}).isdisjoint(runs[1] | {other.id})
+    """Whether versions of two repositories may be those of one run: some belong to the same run or
+    come from the same place, or one of the two has none yet."""
+    runs = []
+    for repository in (one, other):
+        found = {r for m in _readable(repository) for r in (run_of(m), Origin.of(m).repository)}
+        if not found:
+            return True
+        runs.append(found | {repository.id})
+    return not runs[0].isdisjoint(runs[1])
 
 
 def new_nbytes(source: Repository, version: VersionId, target: Repository) -> int:
