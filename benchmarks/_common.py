@@ -70,6 +70,16 @@ def interleaved_ms(
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def timed(step: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each of so many steps."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
 def criteo_batches(
     features: Sequence[str], *, rows: int, batch: int, dense: int, count: int
 ) -> list[tuple[Any, dict[str, Any], Any]]:

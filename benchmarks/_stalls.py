@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from _common import timed
 from emberkeep.blobs.direct_file import DirectFile
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.checkpoint import SaveSettings, VersionSpec
@@ -288,24 +289,15 @@ def stall(contender: Contender, step: Callable[[], None]) -> tuple[float, float]
     """Seconds that training lost to one checkpoint, and seconds from request to commit."""
     if isinstance(contender, Ours):
         contender.before()
-    alone = _timed(step, UNDISTURBED)
+    alone = timed(step, UNDISTURBED)
     steps, start = 0, time.perf_counter()
     done = contender.start()
     while not done():
         step()
         steps += 1
     total = time.perf_counter() - start
-    alone += _timed(step, UNDISTURBED)
+    alone += timed(step, UNDISTURBED)
     return total - steps * statistics.median(alone), total
-
-
-def _timed(step: Callable[[], None], count: int) -> list[float]:
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def stalls(contenders: Iterable[Contender], training: Any, rounds: int) -> dict[str, Stalls]:

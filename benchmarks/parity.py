@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import emberkeep as ek
-from _common import RESULTS, criteo_batches, interleaved_ms, options, report
+from _common import RESULTS, criteo_batches, interleaved_ms, options, report, timed
 from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
 from emberkeep.checkpoint import LOSSLESS, Checkpointer
@@ -217,15 +217,6 @@ class Rebuild:
         late = self.first_step_seconds - self.normal_step_seconds
         behind = (1 - self.throughput) * self.whole_seconds
         return max(1e-3, late, behind)
-
-
-def timed(step: Callable[[], None], count: int) -> list[float]:
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def lose_a_shard(
