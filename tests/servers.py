@@ -18,7 +18,10 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from emberkeep.tables import Tier
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,9 +49,12 @@ class Farm:
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
 
-    def start(self, threads: int = 1, port: int = 0, directory: Path = ROOT) -> tuple[int, str]:
+    def start(
+        self, threads: int = 1, port: int = 0, directory: Path = ROOT, tier: Tier | None = None
+    ) -> tuple[int, str]:
         """The pid and address of a server that works in a directory."""
-        pid, address = self._ask(threads=threads, port=port, directory=str(directory))
+        kept = None if tier is None else [tier.path, tier.memory]
+        pid, address = self._ask(threads=threads, port=port, directory=str(directory), tier=kept)
         return int(pid), str(address)
 
     def call(self, function: str, *arguments: str, log: Path) -> int:
@@ -74,12 +80,16 @@ class FarmLauncher:
     """The servers of one cluster, replaced as soon as that is asked for."""
 
     def __init__(
-        self, farm: Farm, shards: int, threads: int = 1, directories: Sequence[Path] | None = None
-    ) -> None:
+        self, farm: Farm, shards: int, threads: int = 1, directories: Sequence[Path] | None = None,
+        tier: Tier | None = None,
+    ) -> None:  # fmt: skip
         self.farm = farm
         self.threads = threads
+        self.tier = tier
         self.directories = list(directories or [ROOT] * shards)
-        self.servers = [farm.start(threads, directory=where) for where in self.directories]
+        self.servers = [
+            farm.start(threads, directory=where, tier=tier) for where in self.directories
+        ]
         self.replaced = 0
 
     @property
@@ -108,7 +118,9 @@ class FarmLauncher:
 
     def replace(self, shard: int, life: str) -> str:
         self.kill(shard)
-        self.servers[shard] = self.farm.start(self.threads, directory=self.directories[shard])
+        self.servers[shard] = self.farm.start(
+            self.threads, directory=self.directories[shard], tier=self.tier
+        )
         self.replaced += 1
         return self.address(shard)
 
@@ -120,11 +132,15 @@ class FarmLauncher:
             self.kill(shard)
 
 
-def _serve(pipe: int, threads: int, port: int) -> None:
+def _serve(pipe: int, threads: int, port: int, kept: Sequence[Any] | None) -> None:
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.shard_service import ShardService
+    from emberkeep.tables import Tier
+    from emberkeep.tiered import durable_open
 
-    server = ShardServer(ShardService(threads=threads), port=port)
+    durable_open.SEGMENT_NBYTES = 32 * 1024
+    tier = None if kept is None else Tier(kept[0], memory=kept[1])
+    server = ShardServer(ShardService(threads=threads, tier=tier), port=port)
     os.write(pipe, (server.address + "\n").encode())
     os.close(pipe)
     server.serve()
@@ -186,7 +202,7 @@ def _main() -> None:
             os.dup2(devnull, 1)
             try:
                 os.chdir(question["directory"])
-                _serve(writing, question["threads"], question["port"])
+                _serve(writing, question["threads"], question["port"], question["tier"])
             except BaseException:
                 traceback.print_exc()
             os._exit(1)

@@ -98,6 +98,15 @@ def test_a_tier_that_is_memory_alone_is_kept_in_a_repository(tmp_path: Path) -> 
     assert run(small(*kept)).digest == plain.digest
 
 
+def test_servers_with_a_tier_give_the_same_bits(tmp_path: Path) -> None:
+    on_servers = [
+        f'tier.path="{tmp_path / "t"}"', 'tier.memory="80KB"', "cluster.kind=servers",
+        "cluster.shards=2", f'checkpoint.path="{tmp_path / "r"}"', 'checkpoint.every="4 steps"',
+    ]  # fmt: skip
+    assert run(small(*on_servers)).digest == run(small("cluster.shards=2")).digest
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == ["shard-0", "shard-1"]
+
+
 @pytest.mark.parametrize(("when", "step"), [("pull", 8), ("push", 9)])
 def test_a_lost_shard_comes_back_alone_and_its_losses_are_counted(
     tmp_path: Path, when: str, step: int

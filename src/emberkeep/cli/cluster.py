@@ -42,6 +42,13 @@ def up(
             help="The parity that runs will use, such as 4,1: at most R servers on a node.",
         ),
     ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Rows live in files below this directory of each node."),
+    ] = None,
+    tier_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For the hot rows of each server, such as 48GB.")
+    ] = "2GB",
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     authority: Authority = None,
@@ -49,12 +56,16 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start servers that stay up. Without --address a local Ray is started for them."""
+    from emberkeep.cluster.remote.remote_tiers import check_tier
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import start_local, stop_local
     from emberkeep.server.ray.ray_session import disconnect
+    from emberkeep.tables import Tier
     from emberkeep.wire.security import Security, read_token
 
     code = _code(parity, shards)
+    own_tier = None if tier is None else Tier(tier, memory=tier_memory)
+    check_tier(own_tier, code)
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
     ).carried()
@@ -64,7 +75,7 @@ def up(
             ray_cluster.ensure_ray(address or "auto")
             actors = ray_cluster.start(
                 shards, name=name, cpus=cpus, threads=threads, security=security, detached=True,
-                parity=code,
+                parity=code, tier=own_tier,
             )  # fmt: skip
             launcher = ray_cluster.RayLauncher(actors)
             addresses = [launcher.address(shard) for shard in range(shards)]

@@ -46,6 +46,22 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads for rows; the number of cores by default.")
     ] = None,
+    tier: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Rows live in files below this directory, the hot ones in memory."
+        ),
+    ] = None,
+    tier_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For the hot rows of --tier, such as 48GB.")
+    ] = "2GB",
+    tier_exclusive: Annotated[
+        bool,
+        typer.Option(
+            "--tier-exclusive",
+            help="No other process will ever use --tier: admits a file system without locks.",
+        ),
+    ] = False,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     authority: Authority = None,
@@ -82,9 +98,13 @@ def serve(
     from emberkeep.server.server_warmup import warm_up
     from emberkeep.server.server_watch import ServerWatch
     from emberkeep.server.shard_service import ShardService
+    from emberkeep.tables import Tier
     from emberkeep.wire import private_socket
     from emberkeep.wire.security import Security, is_loopback, read_token
 
+    own_tier = None
+    if tier is not None:
+        own_tier = Tier(tier, memory=tier_memory, exclusive=tier_exclusive)
     token = read_token(token_file)
     status: dict[str, Any] = {}
     if token is None and is_loopback(host):
@@ -103,7 +123,7 @@ def serve(
         raise ConfigError("--socket is for servers of one machine: leave out --host and --tls-…")
     events = EventLog(log)
     warm_up()
-    served = ShardService(threads=threads, place=place, on_event=events)
+    served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path
     watch = ServerWatch(served, upkeep=events.bound_stderr)
     server = ShardServer(served, host=host, port=port, socket=own, security=security)

@@ -29,7 +29,7 @@ from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiered.durable_open import open_slab
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
 
 State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.
@@ -77,6 +77,9 @@ class Shard:
     With a `member`, every change of rows is sent to the hosts of their parity. A replacement whose
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
+
+    The tiers of tables are those of all shards together, unless it is `alone` on its machine.
+    `advance` is called while files of tiers are read.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class Shard:
         epoch: int = 1,
         state: State = "serving",
         clock: Clock = SYSTEM_CLOCK,
+        alone: bool = False,
+        advance: Callable[[], object] = lambda: None,
     ) -> None:
         self.index = index
         self._clock = clock
@@ -104,7 +109,7 @@ class Shard:
             for group in self.groups:
                 slab = open_slab(
                     self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
-                    lock=self._lock, clock=clock,
+                    lock=self._lock, clock=clock, alone=alone, advance=advance,
                 )  # fmt: skip
                 self.slabs.append(slab)
         except BaseException:  # the traceback keeps this alive: let go of files at once
@@ -256,6 +261,11 @@ class Shard:
         """The slabs whose rows live in files."""
         self._must_serve()
         return [slab for slab in self.slabs if isinstance(slab, TieredSlab)]
+
+    def tier_status(self) -> list[TierStatus]:
+        """How the files of its tiers are doing, one entry for each; none of a lost shard."""
+        with self._lock:
+            return [slab.status() for slab in self.slabs if isinstance(slab, TieredSlab)]
 
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool) -> None:
         """Brings the rows of a batch that will be trained to memory; see `TieredSlab.fetch`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,17 @@ from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import ParityService
 from emberkeep.server.pushes import Ledger, Meeting, RowGradients, join
-from emberkeep.wire.protocol import APPLY, CHECK, Changed, Request, Shape, done_reply, rows_reply
+from emberkeep.wire.protocol import (
+    APPLY,
+    CHECK,
+    PREFETCH,
+    PULL,
+    Changed,
+    Request,
+    Shape,
+    done_reply,
+    rows_reply,
+)
 
 # In the ledger of a parity stream: the steps that ranks have pushed together.
 _RANKS = "ranks"
@@ -77,6 +88,7 @@ class Epoch:
         self.tables = tables
         self.shard = shard
         self.shards = shards
+        self.tiered = any(table.tier is not None for table in shard.tables)
         self.coordinator = coordinator
         self.lease_seconds = lease_seconds
         self._clock = clock
@@ -178,13 +190,15 @@ class Epoch:
 
     # -- pulls and pushes ------------------------------------------------------------------------
 
-    def pull(self, request: Request, session: Session, *, ahead: bool) -> U8:
+    def pull(self, request: Request, session: Session) -> U8:
         self.check_serving(request.epoch)
         self._check_owned(request.wanted)
         blob, out = rows_reply(
             self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
         )
-        if ahead:
+        if request.kind != PULL and self.tiered:
+            self.shard.fetch(request.wanted, ahead=request.kind == PREFETCH)
+        if request.kind == PREFETCH:
             writes = self._writes  # before rows are read: one that comes beside counts as later
             found_G = self.shard.pull_placed(request.wanted, out)
             session.prefetched = Prefetched(request.wanted, found_G, writes)
@@ -326,6 +340,14 @@ class Epoch:
     def wrote(self) -> None:
         """Rows are changed other than by a push: who has pulled some ahead pulls them again."""
         self._writes += 1
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write that is no push. With a tier no push is between its check and its
+        application meanwhile: the rows that it found in memory stay there for it."""
+        self.wrote()
+        with self._push_lock if self.tiered else nullcontext():
+            yield
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, Array], after: tuple[int, ...]

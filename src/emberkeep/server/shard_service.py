@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,23 +35,26 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
-from emberkeep.runtime.background import Worker, end_all
+from emberkeep.runtime.background import end_all
 from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session, priority_of
+from emberkeep.server.long_work import LongWork
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
-from emberkeep.tables import optimizer_from
+from emberkeep.server.tier_service import ServerTier
+from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
+    FETCH,
     FRAME_NBYTES,
     PREFETCH,
     PROTOCOL,
@@ -79,8 +81,8 @@ _NONE: dict[str, npt.NDArray[Any]] = {}
 class ShardService:
     """One shard of a cluster, as messages see it. Safe to call from many threads.
 
-    With `place`, (index, count), it takes no other place among the shards. `transport` is what it
-    reaches the other servers by.
+    With `place`, (index, count), it takes no other place among the shards. With a `tier` all rows
+    live in files of its own. `transport` is what it reaches the other servers by.
     """
 
     def __init__(
@@ -88,11 +90,13 @@ class ShardService:
         *,
         threads: int | None = None,
         place: tuple[int, int] | None = None,
+        tier: Tier | None = None,
         on_event: OnEvent | None = None,
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._place = place
+        self._tier = None if tier is None else ServerTier(tier)
         self._transport = transport
         self._clock = clock
         self.life = secrets.token_hex(8)
@@ -111,12 +115,10 @@ class ShardService:
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
-        self._job: tuple[int, Future[Json]] | None = None
-        self._progress = 0
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
-        self._worker = Worker("emberkeep-job", clock=clock)
+        self.long_work = LongWork(self.events, self._working, clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -162,9 +164,9 @@ class ShardService:
                     raise EpochError("this server was given no epoch: it has no rows to serve")
                 request = unpack_request(blob, epoch.shape)
                 rows = sum(ids.ids.size for ids in request.wanted)
-                if request.kind in (PULL, PREFETCH):
+                if request.kind in (PULL, PREFETCH, FETCH):
                     with self.metrics.pulling(rows):
-                        return epoch.pull(request, session, ahead=request.kind == PREFETCH)
+                        return epoch.pull(request, session)
                 assert request.kind in (PUSH, CHECK, APPLY)
                 with self.metrics.pushing(rows):
                     return epoch.push(request, session)
@@ -216,10 +218,12 @@ class ShardService:
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
         status["draining"] = self._draining
+        if self._tier is not None:
+            status["tier"] = self._tier.status(self._epoch)
         yield {**status, **self.page.status(header)}, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Begins an epoch with an empty shard.
+        """Begins an epoch with an empty shard; with a tier, `work` says when its files are open.
 
         Refused while another coordinator holds the lease: a run that begins must not take the
         servers of another from under it. A coordinator of an earlier term than the server has
@@ -254,26 +258,48 @@ class ShardService:
                     f"shard {before.shard.index} serves another run, whose coordinator is alive: "
                     f"stop that run, or try again in {left:.0f} s if it is dead"
                 )
-            shard = Shard(
-                tables, optimizer, index=index, count=count, seed=int(header["seed"]),
-                pool=self._pool, epoch=number, state="recovering", clock=self._clock,
-            )  # fmt: skip
-            if header.get("tracked"):
-                shard.track(priority_of(header))
             self._term = term
-            self._epoch = Epoch(
-                number, shard, shards=count, coordinator=coordinator,
-                lease_seconds=float(header["lease_seconds"]),
-                meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
-                tables=header["tables"], clock=self._clock,
-            )  # fmt: skip
-        if before is not None:
+            if self._tier is None:
+                self._open(header, tables, optimizer)
+            else:
+                # First: files have one owner at a time. To read them takes longer than an answer.
+                self._epoch = None
+
+                def open_files() -> Json:
+                    with self._lock:
+                        opened, self._epoch = self._epoch, None  # by an admission before this one
+                    end_all(*(partial(self._drop, e) for e in (before, opened) if e is not None))
+                    self._open(header, tables, optimizer)
+                    return {"life": self.life}
+
+                where = {"epoch": number, "path": self._tier.directory(index)}
+                self.long_work.begin("opened", number, where, open_files, next=True)
+        if before is not None and self._tier is None:
             self._drop(before)
         trainer = str(header.get("trainer", ""))
         self.metrics.admitted(number, trainer)
         about = {"epoch": number, "shard": index, "shards": count}
         self._tell("admitted", {**about, "run": coordinator, "trainer": trainer})
-        yield {"life": self.life}, _NONE
+        yield {"life": self.life, "opening": self._tier is not None}, _NONE
+
+    def _open(self, header: Json, tables: Sequence[Table], optimizer: Optimizer) -> None:
+        """Begins an epoch: empty, or at the durable batch of its tier."""
+        number, count = int(header["epoch"]), int(header["shards"])
+        if self._tier is not None:
+            tables = self._tier.holding(tables, int(header["shard"]))
+        shard = Shard(
+            tables, optimizer, index=int(header["shard"]), count=count, seed=int(header["seed"]),
+            pool=self._pool, epoch=number, state="recovering", clock=self._clock,
+            alone=self._tier is not None, advance=self.long_work.advance,
+        )  # fmt: skip
+        if header.get("tracked"):
+            shard.track(priority_of(header))
+        self._epoch = Epoch(
+            number, shard, shards=count, coordinator=str(header["coordinator"]),
+            lease_seconds=float(header["lease_seconds"]),
+            meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
+            tables=header["tables"], clock=self._clock,
+        )  # fmt: skip
 
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
@@ -366,8 +392,8 @@ class ShardService:
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
         shard = self._owned(header, arrays[""])
-        self._checked(header).wrote()
-        shard.install(header["table"], arrays[""], planes)
+        with self._checked(header).writing():
+            shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -383,12 +409,14 @@ class ShardService:
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])
-        self._checked(header).wrote()
-        deleted = shard.delete(header["table"], arrays["ids"])
+        with self._checked(header).writing():
+            deleted = shard.delete(header["table"], arrays["ids"])
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.clear()
+        epoch = self._checked(header)
+        with epoch.writing():
+            epoch.shard.clear()
         yield {}, _NONE
 
     def _track(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -445,7 +473,7 @@ class ShardService:
         files = CountedWriter(
             epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
             part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
-            advance=self._advance,
+            advance=self.long_work.advance,
         )  # fmt: skip
         for snapshot in snapshots:
             snapshot.rename(header["names"])
@@ -469,7 +497,7 @@ class ShardService:
         version = VersionId.parse(header["version"])
 
         def own_rows(table: str, ids: I64) -> I64:
-            self._advance()
+            self.long_work.advance()
             return epoch.own(table, ids)
 
         target = TargetView([
@@ -494,41 +522,10 @@ class ShardService:
 
     def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
         """Long work in a thread of its own; `work` tells what became of it."""
-        job: Future[Json] = Future()
-        started = self._clock.monotonic()
-        done: list[Json] = []
-
-        def run() -> None:
-            with self._working():
-                done.append(work())
-
-        def ended(error: BaseException | None) -> None:
-            if error is not None:
-                job.set_exception(error)
-                self._tell("failed", {"what": event, "error": str(error)})
-                return
-            job.set_result(done.pop())
-            seconds = round(self._clock.monotonic() - started, 3)
-            self._tell(event, {"version": header["version"], "seconds": seconds})
-
-        with self._lock:
-            if self._job is not None and not self._job[1].done():
-                raise ServerError("the server is still at work on something else")
-            self._worker.do(run, ended)
-            self._job = (int(header["epoch"]), job)
+        self.long_work.begin(event, int(header["epoch"]), {"version": header["version"]}, work)
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        if self._job is None or self._job[0] != int(header["epoch"]):
-            raise EpochError(f"no work was started in epoch {header['epoch']}")
-        job = self._job[1]
-        if job.done():
-            yield {"done": True, **job.result()}, _NONE
-        else:
-            yield {"done": False, "progress": self._progress}, _NONE
-
-    def _advance(self) -> None:
-        """Long work has come further: the one who waits for it need not give up."""
-        self._progress += 1
+        yield self.long_work.answer(int(header["epoch"])), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._frozen(header)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
@@ -51,12 +51,14 @@ _Slab = tuple[int, Optimizer | None]
 
 def open_slab(
     tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
-    seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK,
+    seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK, alone: bool = False,
+    advance: Callable[[], object] = lambda: None,
 ) -> Slab:  # fmt: skip
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
     A tiered slab comes back at the last durable batch of its file; a file that never had one is
-    started over.
+    started over. `alone` says that the tier is this shard's own, its directory and its memory, as
+    on a server. `advance` is called while a long file is read.
     """
     own_tables = [tables[t] for t in group]
     tier, default = own_tables[0].tier, optimizer
@@ -79,18 +81,21 @@ def open_slab(
             f"the tables of dim {dim} have {own_rows} rows on shard {shard}, and one file of a "
             f"tier holds {MOST_ROWS} at most: use more shards; nothing was created"
         )
-    files = tier_files(tables, shards)[tier.path]
+    files = tier_files(tables, shards, shard if alone else None)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
     slab = TieredSlab(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
-        memory=tier.memory, share=Fraction(nbytes[own_slab], sum(nbytes.values()) * shards),
-        open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive, clock),
+        memory=tier.memory,
+        share=Fraction(nbytes[own_slab], sum(nbytes.values()) * (1 if alone else shards)),
+        open_log=lambda layout: _open_log(
+            path, files, wanted, layout, tier.exclusive, clock, alone=alone
+        ),
         upkeep=upkeep.run,
     )  # fmt: skip
     try:
         with _opening(path):
-            slab.batch = _recover(slab, files)
+            slab.batch = _recover(slab, files, advance)
             Decisions(tier.path, slab.log.disk).forget_recorded(files)
     except BaseException:
         slab.close()
@@ -109,14 +114,18 @@ def _opening(path: str) -> Iterator[None]:
         ) from error
 
 
-def tier_files(tables: Sequence[Table], shards: int) -> dict[str, list[str]]:
-    """The files of every tier of these tables, by its directory."""
+def tier_files(
+    tables: Sequence[Table], shards: int, only: int | None = None
+) -> dict[str, list[str]]:
+    """The files of every tier of these tables, by its directory; those of one shard if it has a
+    directory of its own."""
     slabs = {
         table.tier.path: range(len(_slabs(tables, table.tier)))
         for table in tables
         if table.tier is not None
     }
-    return {top: [_file(s, n) for s in range(shards) for n in its] for top, its in slabs.items()}
+    places = range(shards) if only is None else (only,)
+    return {top: [_file(s, n) for s in places for n in its] for top, its in slabs.items()}
 
 
 def _slabs(tables: Sequence[Table], tier: Tier) -> list[_Slab]:
@@ -216,9 +225,11 @@ def _decided(
 
 
 def _open_log(
-    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool, clock: Clock
-) -> RowLog:
-    """The file at `path`, made if need be. One that never had a durable batch is made again."""
+    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool, clock: Clock,
+    *, alone: bool,
+) -> RowLog:  # fmt: skip
+    """The file at `path`, made if need be. One that never had a durable batch is made again; where
+    the tier is a server's, which outlives models, it may be that of another model."""
     disk = DISK()
     with _opening(path):
         claim = directory.claim(path, exclusive=exclusive, disk=disk)
@@ -227,7 +238,8 @@ def _open_log(
             if there:
                 directory.check_unlocked(path)
                 head, sequence = read_head(path)
-                check_schema(path, head.schema, wanted)
+                if not alone or head.committed is not None or head.prepared is not None:
+                    check_schema(path, head.schema, wanted)
             if durable_points(os.path.dirname(path), files, disk):
                 _check_length(path, head, layout)
             else:
@@ -239,7 +251,7 @@ def _open_log(
             raise
 
 
-def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
+def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], object]) -> int | None:
     """Takes a slab that was just made to the durable batch of its file, if there is one."""
     log = slab.log
     top, name = os.path.split(log.path)
@@ -254,7 +266,7 @@ def _recover(slab: TieredSlab, files: Sequence[str]) -> int | None:
         *(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None),
     )
     lives = (*log.head.lives, (point.stamp, synced))
-    first_life, last = _scan(slab, point, lives)
+    first_life, last = _scan(slab, point, lives, advance)
     found = int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
         raise DamageError(
@@ -297,7 +309,9 @@ def _segment_nbytes(nbytes: int, layout: Layout) -> int:
     return layout.segment_blocks(nbytes) * layout.block_nbytes
 
 
-def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _scan(
+    slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]], advance: Callable[[], object]
+) -> tuple[int, int]:
     """Reads all segments in parallel and keeps the newest record of each row that counts.
 
     Returns the oldest life that has a block in the file, and the highest sequence number.
@@ -329,6 +343,7 @@ def _scan(slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]]) -> t
                 continue
             words[:] = 0
             log.read_segment(segment, words)
+            advance()
             first_block = segment * log.segment_blocks
             kernels.check_blocks(
                 words, block_words, log.per_block, first_block, log.salt, generations, sequences

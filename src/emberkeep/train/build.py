@@ -97,7 +97,8 @@ def embeddings(
     dynamic = given.kind == "dynamic"
     # DeepFM reads the first-order weight of an id from one more column of its row.
     dim = given.dim + 1 if settings.model.kind == "deepfm" else given.dim
-    tier = settings.tier.spec()
+    # On servers the tier is theirs.
+    tier = settings.tier.spec() if settings.cluster.kind == "local" else None
     own = settings.optimizer.tables or {}
     unknown = sorted({*own} - {*rows})
     if unknown:
@@ -126,9 +127,9 @@ def embeddings(
 
 
 def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
-    given, parity = settings.cluster, settings.parity.spec()
+    given, parity, tier = settings.cluster, settings.parity.spec(), settings.tier.spec()
     if given.kind == "servers":
-        return servers(shards=given.shards, timing=given.timing(), parity=parity)
+        return servers(shards=given.shards, timing=given.timing(), parity=parity, tier=tier)
     if given.kind == "connect":
         return connect(
             given.addresses, token_file=given.token_file, certificate=given.certificate,
@@ -139,7 +140,7 @@ def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
 
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
-            world=given.workers, timing=given.timing(), parity=parity,
+            world=given.workers, timing=given.timing(), parity=parity, tier=tier,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
     return local(shards=given.shards, failures=failures, parity=parity)

@@ -63,7 +63,7 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
         if not up:
             servers = ray_cluster.start(
                 given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security(),
-                parity=settings.parity.spec(),
+                parity=settings.parity.spec(), tier=settings.tier.spec(),
             )  # fmt: skip
             # Held here: Ray ends servers that no process holds, also while workers start again.
             stack.callback(ray_cluster.RayLauncher(servers, owned=name).close)

@@ -214,7 +214,8 @@ class TierSettings:
         "a directory on a fast disk in which rows live; in memory alone if not set", default=None,
         path=True)
     memory: str = setting(
-        "for the hot rows of all tables, \"2GB\": at least those of one batch", default="2GB")
+        "for the hot rows of all tables, \"2GB\": at least those of one batch; with servers, that "
+        "of each of them", default="2GB")
     every: str | None = setting(
         "how often the run becomes durable there, \"500 steps\", \"20min\"; it is not kept if not "
         "set", default=None)
@@ -440,8 +441,14 @@ class RunConfig:
             raise ConfigError(
                 "failures end the run unless checkpoint.recovery is set, full or partial, "
                 "tier.every, or parity.k")
-        if self.tier.path is not None and self.cluster.kind != "local":
-            raise ConfigError('tier.path is for cluster.kind = "local": servers use memory alone')
+        if self.tier.path is not None and self.cluster.kind == "connect":
+            raise ConfigError(
+                'with cluster.kind = "connect" the tier is that of the servers: leave out '
+                "tier.path, and start them with emberkeep serve --tier")
+        if self.tier.every is not None and self.cluster.kind != "local":
+            raise ConfigError(
+                "tier.every is for cluster.kind = \"local\": servers with a tier are kept in a "
+                "repository, set checkpoint.path")
         if self.tier.every is not None and self.checkpoint.path is not None:
             raise ConfigError(
                 "a run is kept in one place: leave out tier.every, and the tier is memory alone, "

@@ -35,7 +35,7 @@ FRAME_NBYTES = 2**24
 """Rows that are moved in bulk travel in frames of about this size."""
 
 # Kinds of requests and replies.
-PULL, PREFETCH, PUSH, CHECK, APPLY = 1, 2, 3, 4, 5
+PULL, PREFETCH, PUSH, CHECK, APPLY, FETCH = 1, 2, 3, 4, 5, 6
 ROWS, DONE, REFUSED = 129, 130, 131
 
 _MAGIC = b"EKR1"
@@ -118,7 +118,7 @@ def unpack_request(blob: U8, shape: Shape) -> Request:
     magic, kind, flags, groups, rank, world, epoch, incarnation, number, lr = _HEADER.unpack_from(
         blob.data
     )
-    if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY):
+    if magic != _MAGIC or kind not in (PULL, PREFETCH, PUSH, CHECK, APPLY, FETCH):
         raise ProtocolError(f"this is not a request of emberkeep's protocol {PROTOCOL}")
     reader = _Reader(blob, _HEADER.size)
     rates = [lr]

@@ -110,7 +110,11 @@ def test_failures_that_cannot_work(overrides: list[str], complaint: str) -> None
         (["tier.every=5 steps"], "every needs files"),
         (["tier.path=x", "tier.memory=much"], "memory takes bytes"),
         (["tier.path=x", "tier.every=often"], "often"),
-        (["tier.path=x", "cluster.kind=servers"], "servers use memory alone"),
+        (
+            ["tier.path=x", "cluster.kind=connect", "cluster.addresses=['a:1']"],
+            "start them with emberkeep serve --tier",
+        ),
+        (["tier.path=x", "tier.every=5 steps", "cluster.kind=ray"], "set checkpoint.path"),
         (["tier.path=x", "tier.every=5 steps", "checkpoint.path=y"], "kept in one place"),
         (["tier.path=x", "failures.count=1"], "failures end the run"),
     ],

@@ -40,6 +40,7 @@ from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
+    FETCH,
     PREFETCH,
     PULL,
     PUSH,
@@ -68,9 +69,13 @@ class _Ahead:
         self.complete = False
 
     def answers(self, wanted: Sequence[RowIds]) -> bool:
-        return len(wanted) == len(self.wanted) and all(
-            a.ids is b.ids for a, b in zip(wanted, self.wanted, strict=True)
-        )
+        return _same(wanted, self.wanted)
+
+
+def _same(wanted: Sequence[RowIds], before: Sequence[RowIds]) -> bool:
+    return len(wanted) == len(before) and all(
+        a.ids is b.ids for a, b in zip(wanted, before, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -133,6 +138,7 @@ class FlightCluster(RemoteCluster):
         self._number = 0
         self._turn = threading.RLock()
         self._ahead: _Ahead | None = None
+        self._trained: Sequence[RowIds] = ()
         self._applying: _Sent | None = None
         self._dims = tuple(self.tables[group[0]].dim for group in self.groups)
         self._limits_G = [
@@ -163,7 +169,9 @@ class FlightCluster(RemoteCluster):
                 return ahead
             self._serving()
             routed = self._routed(wanted)
-            replies = self._exchange(self._requests(PULL, routed), self.timing.deadline)
+            trained, self._trained = self._trained, ()
+            kind = FETCH if _same(wanted, trained) else PULL
+            replies = self._exchange(self._requests(kind, routed), self.timing.deadline)
             return self._rows(wanted, routed, replies)
 
     def prefetch(self, wanted: Sequence[RowIds]) -> None:
@@ -194,6 +202,8 @@ class FlightCluster(RemoteCluster):
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         if ahead:
             self.prefetch(wanted)
+        elif self.tiered:
+            self._trained = wanted  # the pull that comes next has its rows brought to memory
 
     def _receive_ahead(self, wanted: Sequence[RowIds], routed: Routed) -> list[F32]:
         replies = [shard.receive() for shard in self.handles]

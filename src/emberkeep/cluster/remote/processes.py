@@ -23,6 +23,7 @@ from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.remote_tiers import check_tier
 from emberkeep.cluster.spread import warn_of_shared_machines
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DeadlineError, ServerError
@@ -31,7 +32,7 @@ from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.event_log import last_line, new_log_directory, stderr_beside
 from emberkeep.runtime.waiting import Waiting
-from emberkeep.tables import Optimizer, Table
+from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.wire.private_socket import own_address
 from emberkeep.wire.security import TOKEN, Security, read_token
 
@@ -48,7 +49,8 @@ class Servers:
     They are started with the cluster, end with it, and a dead one is replaced when it is missed.
     `spares` more are started and wait: a server knows nothing of tables before it is given a place,
     so a spare can take any. `threads` are those of each server. With `parity`, servers that die
-    come back from the others, with every row as it was.
+    come back from the others, with every row as it was. With a `tier` rows live in files, those of
+    each shard in a directory of its own below its path; each server has its `memory`.
     """
 
     shards: int
@@ -56,14 +58,18 @@ class Servers:
     threads: int | None = None
     timing: Timing = field(default_factory=Timing)
     parity: Parity | None = None
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         check_size(self.shards, self.threads, self.parity)
+        check_tier(self.tier, self.parity)
         if self.spares < 0:
             raise ConfigError(f"spares must be 0 or more, not {self.spares}")
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        launcher = ProcessLauncher(self.shards, spares=self.spares, threads=self.threads)
+        launcher = ProcessLauncher(
+            self.shards, spares=self.spares, threads=self.threads, tier=self.tier
+        )
         try:
             cluster = FlightCluster(
                 tables, optimizer, launcher, seed=seed, pool=pools.shared(),
@@ -83,14 +89,18 @@ def servers(
     threads: int | None = None,
     timing: Timing | None = None,
     parity: Parity | None = None,
+    tier: Tier | None = None,
 ) -> Servers:
     """`shards` servers on this machine: `ek.EmbeddingBags(..., cluster=ek.servers(shards=4))`.
 
     `parity=ek.Parity(k=4, r=1)` brings those back that die, with nothing lost.
+    `tier=ek.Tier("/nvme/run", memory="8GB")` has them keep rows in files, the hot ones in memory:
+    so much on each server.
     """
     return Servers(
-        shards=shards, spares=spares, threads=threads, timing=timing or Timing(), parity=parity
-    )
+        shards=shards, spares=spares, threads=threads, timing=timing or Timing(), parity=parity,
+        tier=tier,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +178,11 @@ class ProcessLauncher:
 
     def __init__(
         self, shards: int, *, spares: int = 1, threads: int | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        tier: Tier | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._threads = threads or max(1, pools.default_threads() // shards)
+        self._tier = tier
         self.security = Security().with_token()
         """What the servers demand of their clients; no other cluster has the same token."""
         self._lock = threading.Lock()
@@ -201,7 +212,7 @@ class ProcessLauncher:
         waiting.over(f"{what} ready")
 
     def _start(self) -> _Process:
-        return _Process(self._threads, self.security, self._logs)
+        return _Process(self._threads, self.security, self._logs, self._tier)
 
     @property
     def count(self) -> int:
@@ -244,6 +255,13 @@ class ProcessLauncher:
         )
 
 
+def _tier_options(tier: Tier | None) -> list[str]:
+    if tier is None:
+        return []
+    options = ["--tier", tier.path, "--tier-memory", f"{tier.memory}B"]
+    return [*options, *(["--tier-exclusive"] if tier.exclusive else [])]
+
+
 def _log_directory(clock: Clock) -> Path | None:
     """Where servers log; None, with a warning, where this user can keep nothing."""
     try:
@@ -263,7 +281,9 @@ class _Process:
     to it all the same, to the control group say, it outlives for as long as it is needed.
     """
 
-    def __init__(self, threads: int, security: Security, logs: Path | None) -> None:
+    def __init__(
+        self, threads: int, security: Security, logs: Path | None, tier: Tier | None = None
+    ) -> None:
         assert security.token is not None
         self.log = None if logs is None else logs / f"server-{next(_numbers)}.log"
         """Its events; None where nothing can be kept. What else it prints is in the file beside."""
@@ -275,6 +295,7 @@ class _Process:
                     sys.executable, "-m", "emberkeep.cli", "serve", "--threads", str(threads),
                     "--socket", f"{self._directory}/socket", "--until-stdin-closes",
                     "--metrics", "0", *([] if self.log is None else ["--log", str(self.log)]),
+                    *_tier_options(tier),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -25,6 +25,7 @@ from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
+from emberkeep.cluster.remote.remote_tiers import refuse_parity
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
@@ -101,8 +102,14 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             for i in range(launcher.count)
         ]
         super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
-        if self.tiered:
-            raise ConfigError("tables on servers are kept in memory: leave out tier=, or cluster=")
+        given = [table.name for table in tables if table.tier is not None]
+        if given:
+            raise ConfigError(
+                f"table {given[0]!r} has a tier of its own, and on servers the tier is the "
+                "servers': leave out tier= of the tables, and give cluster=ek.servers(tier=...), "
+                "ek.ray_cluster(tier=...), or start servers with emberkeep serve --tier"
+            )
+        self._tiered = False
         self._threads = transport.executor(len(shards), "emberkeep-shard")
         self._returning = threading.RLock()
         # Shards that were lost when it was decided to renew them.
@@ -151,6 +158,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 epoch = 1 + max(status["epoch"] for status in statuses)
                 self._term = 1 + max(status["term"] for status in statuses)
                 about = {**self._about(), "begins": True}
+                self._check_tiers()
                 self._each([partial(shard.admit, epoch, about) for shard in self.handles])
                 break
             except ServerError as error:
@@ -160,11 +168,33 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     raise
                 waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
-        self._each([shard.serve for shard in self.handles])
+        # First: one that has opened its files holds its lease while others are at it.
         self._leases = Leases(
             self._coordinator, self.handles, self.security, self.timing, **self._over
         )
         self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
+        self._each([shard.await_open for shard in self.handles])
+        self._each([shard.serve for shard in self.handles])
+
+    def _check_tiers(self) -> None:
+        """Rows of all servers live in files, or those of none."""
+        without = [shard for shard in self.handles if shard.tier is None]
+        self._tiered = not without
+        if without and len(without) < len(self.handles):
+            named = ", ".join(f"shard {shard.index} at {shard.address}" for shard in without)
+            raise ConfigError(
+                f"{named}: has no tier, and others have: start all of them with emberkeep serve "
+                "--tier, or none"
+            )
+
+    @property
+    def tiered(self) -> bool:
+        return self._tiered
+
+    def tier_status(self) -> list[Json]:
+        """How the files of the servers' tiers are doing, one entry for each; as `TierStatus`."""
+        tiers = [shard.status().get("tier", {"files": []}) for shard in self.handles]
+        return [file for tier in tiers for file in tier["files"]]
 
     def _reach(self, shard: RemoteShard) -> Json:
         try:
@@ -213,6 +243,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         for shard in self.handles:
             if shard.tables != expected:
                 raise StateError(f"{shard.address} serves other tables than this model has")
+        self._check_tiers()
         return True
 
     def close(self) -> None:
@@ -273,6 +304,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if status is None:
                 status = shard.connect(address or self.launcher.replace(shard.index, life))
             shard.admit(max(known, status["epoch"]) + 1, self._about())
+            if self._tiered:
+                self._check_tiers()
+                shard.await_open()
+                shard.clear()  # what a batch of another run may have left there
         except ServerError:  # it died too, maybe while it was starting
             raise shard.lose() from None
         if index in self._missed or shard.life != life:
@@ -328,6 +363,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def protect(self, parity: Parity) -> None:
         """Has servers keep parity of each other's rows: rows that were trained before are
         protected soon after. Workers other than the coordinator need not ask for it."""
+        if self._tiered:
+            raise refuse_parity()
         if self.coordinates:
             super().protect(parity)
         else:

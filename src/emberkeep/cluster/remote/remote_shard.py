@@ -104,6 +104,8 @@ class RemoteShard:
         self.life = ""
         self.address = address
         self.tables: list[Json] = []
+        self.tier: Json | None = None
+        """Where the server keeps its rows in files; None where it has no tier."""
         self._security = security
         self._timing = timing
         self._incarnation = incarnation
@@ -125,10 +127,12 @@ class RemoteShard:
         self.address = address or self.address
         self._connection = self._dial(self._incarnation)
         try:
-            return self._connection.open(min(self._timing.deadline, _GREETING))
+            status = self._connection.open(min(self._timing.deadline, _GREETING))
         except BaseException:
             self.disconnect()
             raise
+        self.tier = status.get("tier")
+        return status
 
     def _dial(self, incarnation: int = 0) -> Connection:
         return Connection(self.address, self._security, incarnation, transport=self._transport)
@@ -148,11 +152,18 @@ class RemoteShard:
         self.tables = status.get("tables", [])
 
     def admit(self, epoch: int, about: Json) -> None:
-        """Begins an epoch on the server that is connected: empty, refusing to serve."""
+        """Begins an epoch on the server that is connected: empty, refusing to serve. One with a
+        tier then opens its files: `await_open`."""
         header = {**about, "epoch": epoch, "shard": self.index}
         answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
         self._given_up = False
+
+    def await_open(self) -> None:
+        """Waits until a server that was admitted has opened the files of its tier, and is at the
+        batch that is durable there. Raises why it cannot."""
+        if self.tier is not None:
+            self._await_work(self._open(), {"epoch": self.epoch}, "open its files")
 
     @property
     def newly_lost(self) -> bool:
@@ -430,29 +441,32 @@ class RemoteShard:
         that was `cancelled` has ended when this does.
         """
         header = {**header, "epoch": self.epoch}
+        with self.dialed() as connection:
+            connection.act(kind, self._ordered(kind, header), deadline=self._timing.deadline)
+            what = f"{kind} version {header['version']}"
+            return self._await_work(connection, header, what, cancelled)
+
+    def _await_work(
+        self, connection: Connection, header: Json, what: str,
+        cancelled: threading.Event | None = None,
+    ) -> Json:  # fmt: skip
         deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
         progress, given_up = Progress(self._timing.bulk, self._clock), False
-        with self.dialed() as connection:
-            connection.act(kind, self._ordered(kind, header), deadline=deadline)
-            while True:
-                answer, _ = connection.act("work", header, deadline=deadline)
-                if answer["done"] and not given_up:
-                    return answer
-                if answer["done"]:
-                    raise CancelledError(f"the work of shard {self.index} was given up")
-                if cancelled.is_set() and not given_up:
-                    # It ends soon: until then the server takes no other work.
-                    connection.act("cancel", header, deadline=deadline)
-                    given_up = True
-                progress.require(
-                    answer["progress"],
-                    lambda: (
-                        f"shard {self.index} at {self.address} to {kind} version "
-                        f"{header['version']}"
-                    ),
-                )
-                self._clock.sleep(pause)
-                pause = min(_POLL_SECONDS[1], pause * 1.5)
+        while True:
+            answer, _ = connection.act("work", header, deadline=deadline)
+            if answer["done"] and not given_up:
+                return answer
+            if answer["done"]:
+                raise CancelledError(f"the work of shard {self.index} was given up")
+            if cancelled is not None and cancelled.is_set() and not given_up:
+                # It ends soon: until then the server takes no other work.
+                connection.act("cancel", header, deadline=deadline)
+                given_up = True
+            progress.require(
+                answer["progress"], lambda: f"shard {self.index} at {self.address} to {what}"
+            )
+            self._clock.sleep(pause)
+            pause = min(_POLL_SECONDS[1], pause * 1.5)
 
     @contextmanager
     def dialed(self) -> Iterator[Connection]:

@@ -18,6 +18,7 @@ from typing import Any
 from emberkeep.cluster.base import PATIENCE, check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.remote_tiers import check_tier
 from emberkeep.cluster.spread import places, warn_of_sharing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, SecurityError, ServerError
@@ -34,7 +35,7 @@ from emberkeep.server.ray.ray_session import (
     run_name,
 )
 from emberkeep.server.ray.ray_session import ensure_ray as ensure_ray
-from emberkeep.tables import Optimizer, Table
+from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.private_socket import own_socket
 from emberkeep.wire.security import Security
@@ -60,6 +61,9 @@ class RayCluster:
     - `rank` of `world` makes this process one of several that train together, synchronously.
     - With `parity`, servers that die come back from the others, with every row as it was. A node
       gets at most `r` servers where there are enough nodes; a warning says where there are not.
+    - With a `tier` servers that this object starts keep rows in files of their node, below its
+      path; each has its `memory`. One that is restarted comes to the same node if that is there.
+      Servers that are up already have the tier that they were started with.
     """
 
     shards: int | None = None
@@ -72,8 +76,10 @@ class RayCluster:
     rank: int = 0
     world: int = 1
     parity: Parity | None = None
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
+        check_tier(self.tier, self.parity)
         if self.shards is not None:
             check_size(self.shards, parity=self.parity)
         elif self.name is None:
@@ -119,7 +125,7 @@ class RayCluster:
         name = self.name or f"run-{uuid.uuid4().hex[:8]}"
         actors = start(
             self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
-            parity=self.parity,
+            parity=self.parity, tier=self.tier,
         )  # fmt: skip
         return RayLauncher(actors, owned=name, patience=self.timing.patience)
 
@@ -134,14 +140,16 @@ def ray_cluster(
     security: Security | None = None,
     timing: Timing | None = None,
     parity: Parity | None = None,
+    tier: Tier | None = None,
 ) -> RayCluster:
     """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`.
 
-    With `parity` a node gets at most `r` of them, if there are enough nodes.
+    With `parity` a node gets at most `r` of them, if there are enough nodes. With
+    `tier=ek.Tier("/nvme/run", memory="48GB")` rows live in files of their nodes.
     """
     return RayCluster(
         shards=shards, address=address, name=name, cpus=cpus, threads=threads,
-        security=security or Security(), timing=timing or Timing(), parity=parity,
+        security=security or Security(), timing=timing or Timing(), parity=parity, tier=tier,
     )  # fmt: skip
 
 
@@ -151,7 +159,9 @@ def ray_cluster(
 class _Host:
     """The actor: its process is the server. Ray makes it again when the process dies."""
 
-    def __init__(self, threads: int | None, host: str, security: Security) -> None:
+    def __init__(
+        self, threads: int | None, host: str, security: Security, tier: Tier | None = None
+    ) -> None:
         from emberkeep.runtime.event_log import EventLog, new_log_directory
         from emberkeep.runtime.metrics import MetricsServer
         from emberkeep.server.flight_server import ShardServer
@@ -165,7 +175,7 @@ class _Host:
             log = EventLog(new_log_directory() / "server.log")
         except OSError:
             log = EventLog()
-        served = ShardService(threads=threads, on_event=log)
+        served = ShardService(threads=threads, tier=tier, on_event=log)
         served.page.log = log.path
         self._metrics = MetricsServer(served.page.text, 0, not_ready=served.page.not_ready)
         served.page.metrics_url = f"http://127.0.0.1:{self._metrics.port}/metrics"
@@ -205,9 +215,11 @@ def start(
     security: Security,
     detached: bool = False,
     parity: Parity | None = None,
+    tier: Tier | None = None,
 ) -> list[Any]:
     """Starts servers, spread over the nodes; with `parity`, at most `r` of them on each if there
-    are enough nodes. `detached` ones outlive this process."""
+    are enough nodes. With a `tier` each has a node, to which it returns while that is there.
+    `detached` ones outlive this process."""
     ray = connected_ray()
     if find(name):
         raise _taken(name)
@@ -229,7 +241,7 @@ def start(
         "runtime_env": {"env_vars": environment(threads)},
     }
     carried = security.carried()
-    strategies: list[Any] = ["SPREAD"] * shards
+    strategies: list[Any] = ["SPREAD"] * shards if tier is None else _homes(shards)
     numbers = None if parity is None else places(shards, nodes, parity)
     actors: list[Any] = []
     group: str | None = None
@@ -241,7 +253,7 @@ def start(
             actors.append(
                 kind.options(
                     name=f"{name}/{shard}", scheduling_strategy=strategies[shard], **options
-                ).remote(threads, "127.0.0.1", carried)
+                ).remote(threads, "127.0.0.1", carried, tier)
             )
         waiting = Waiting()
         waiting.say(f"waiting for Ray to start {shards} servers")
@@ -289,6 +301,15 @@ def _strategies(name: str, numbers: Sequence[int], cpus: float, detached: bool) 
     return [strategy(group, number) for number in numbers]
 
 
+def _homes(shards: int) -> list[Any]:
+    """For each server a node, one after the other: it is placed there, also when it is started
+    again, because its files are there; elsewhere only if that node is gone."""
+    ray = connected_ray()
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return [affinity(node_id=nodes[shard % len(nodes)], soft=True) for shard in range(shards)]
+
+
 def _group_name(name: str) -> str:
     return f"{NAMESPACE}/{name}"
 
@@ -296,8 +317,10 @@ def _group_name(name: str) -> str:
 class _NodeHost(_Host):
     """Listens where other nodes can reach it."""
 
-    def __init__(self, threads: int | None, host: str, security: Security) -> None:
-        super().__init__(threads, connected_ray().util.get_node_ip_address(), security)
+    def __init__(
+        self, threads: int | None, host: str, security: Security, tier: Tier | None = None
+    ) -> None:
+        super().__init__(threads, connected_ray().util.get_node_ip_address(), security, tier)
 
 
 def find(name: str) -> list[Any]:

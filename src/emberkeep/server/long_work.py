@@ -1,0 +1,78 @@
+"""Work of a server that takes longer than a request may: started by one, asked for by others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+
+from emberkeep._types import Json
+from emberkeep.errors import EpochError, ServerError
+from emberkeep.runtime.background import Worker
+from emberkeep.runtime.clock import Clock
+from emberkeep.server.server_events import ServerEvents
+
+
+class LongWork:
+    """One piece of work at a time, in a thread of its own; `answer` says what became of it.
+
+    `working` is entered around it, so that a server which is shutting down waits for it.
+    """
+
+    def __init__(
+        self, events: ServerEvents, working: Callable[[], AbstractContextManager[None]],
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        self._tell = events
+        self._working = working
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._worker = Worker("emberkeep-job", clock=clock)
+        self._progress = 0
+        self.job: tuple[int, Future[Json]] | None = None
+        """The epoch that the last piece of work is of, and what becomes of it."""
+
+    def begin(
+        self, event: str, epoch: int, about: Json, work: Callable[[], Json], *, next: bool = False
+    ) -> None:
+        """Returns at once; `event` is said when the work has ended well.
+
+        Refused while another piece is under way, unless this one shall be `next`: it starts when
+        the other has ended, and nobody hears of that one any more.
+        """
+        job: Future[Json] = Future()
+        started = self._clock.monotonic()
+        done: list[Json] = []
+
+        def run() -> None:
+            with self._working():
+                done.append(work())
+
+        def ended(error: BaseException | None) -> None:
+            if error is not None:
+                job.set_exception(error)
+                self._tell("failed", {"what": event, "error": str(error)})
+                return
+            job.set_result(done.pop())
+            seconds = round(self._clock.monotonic() - started, 3)
+            self._tell(event, {**about, "seconds": seconds})
+
+        with self._lock:
+            if not next and self.job is not None and not self.job[1].done():
+                raise ServerError("the server is still at work on something else")
+            self._worker.do(run, ended)
+            self.job = (epoch, job)
+
+    def answer(self, epoch: int) -> Json:
+        """Whether the work of an epoch is done, with what it returned; raises what it raised."""
+        if self.job is None or self.job[0] != epoch:
+            raise EpochError(f"no work was started in epoch {epoch}")
+        job = self.job[1]
+        if job.done():
+            return {"done": True, **job.result()}
+        return {"done": False, "progress": self._progress}
+
+    def advance(self) -> None:
+        """It has come further: the one who waits for it need not give up."""
+        self._progress += 1

@@ -1,0 +1,209 @@
+"""The contracts of the engine and of clusters on servers whose rows live in files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.erasure.codes import Parity
+from emberkeep.errors import ConfigError, TierError
+from emberkeep.runtime import pool
+from emberkeep.tables import Adagrad, Optimizer, Table, Tier
+from tests.contracts.cluster import ClusterContract, push
+from tests.contracts.engine import (
+    OPTIMIZERS,
+    EngineContract,
+    Reference,
+    state,
+    tables,
+    wanted_of,
+)
+from tests.servers import Farm, FarmLauncher
+
+QUICK = ("adagrad",)
+ALL = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """In memory where that is possible: these tests are not about disks."""
+    where = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=where, prefix="emberkeep-") as path:
+        yield Path(path)
+
+
+class Clusters:
+    """Opens clusters over servers that are used again: those of the cluster opened longest ago."""
+
+    def __init__(self, farm: Farm, root: Path) -> None:
+        self.farm, self.root = farm, root
+        self._numbers = itertools.count()
+        self._free: dict[tuple[int, int, int], list[FarmLauncher]] = {}
+        self._open: deque[tuple[FlightCluster, FarmLauncher]] = deque()
+
+    def launcher(self, shards: int, threads: int = 1, memory: int = ALL) -> FarmLauncher:
+        tier = Tier(self.root / str(next(self._numbers)), memory=memory)
+        return FarmLauncher(self.farm, shards, threads, tier=tier)
+
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0,
+        threads: int = 1, memory: int = ALL,
+    ) -> FlightCluster:  # fmt: skip
+        while len(self._open) >= 3:
+            cluster, hosts = self._open.popleft()
+            cluster.close()
+            assert hosts.tier is not None
+            self._free.setdefault((hosts.count, hosts.threads, hosts.tier.memory), []).append(hosts)
+        free = self._free.get((shards, threads, memory))
+        hosts = free.pop() if free else self.launcher(shards, threads, memory)
+        cluster = FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))
+        assert cluster.tiered
+        self._open.append((cluster, hosts))
+        return cluster
+
+    def close(self) -> None:
+        for cluster, _ in self._open:
+            cluster.close()
+        in_use = [hosts for _, hosts in self._open]
+        for hosts in itertools.chain(in_use, *self._free.values()):
+            hosts.end()
+
+
+@pytest.fixture(scope="module")
+def clusters(farm: Farm, root: Path) -> Iterator[Clusters]:
+    opened = Clusters(farm, root)
+    yield opened
+    opened.close()
+
+
+class OnServers:
+    @pytest.fixture(autouse=True)
+    def _clusters(self, clusters: Clusters) -> None:
+        type(self).clusters = clusters
+
+    clusters: Clusters
+
+
+class _InProcess(EngineContract):
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
+    ) -> Any:
+        return local(threads=1).open(tables, optimizer, seed=seed)
+
+
+class TestOneTieredServer(OnServers, EngineContract):
+    """With memory for a batch, and for everything."""
+
+    needs: ClassVar[dict[str, tuple[int, ...]]] = {
+        "test_thread_counts_give_the_same_bits": (900_000,),
+    }
+
+    @pytest.fixture(autouse=True)
+    def _choose(self, request: pytest.FixtureRequest) -> None:
+        self.memories = itertools.cycle(self.needs.get(request.node.originalname, (16_000, ALL)))
+
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
+    ) -> FlightCluster:
+        return self.clusters.open(
+            tables, optimizer, shards=1, seed=seed, threads=threads, memory=next(self.memories)
+        )
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            pytest.param(spec, id=name, marks=() if name in QUICK else pytest.mark.soak)
+            for name, spec in OPTIMIZERS.items()
+        ],
+    )
+    def test_any_history_equals_the_reference_bit_for_bit(self, optimizer: Optimizer) -> None:
+        """Unchanged; most of the optimizers are left to the long tests."""
+        super().test_any_history_equals_the_reference_bit_for_bit(optimizer=optimizer)
+
+    def reference(self, cluster: Any) -> Reference:
+        """Initial values are asked in process: they are the same, and this is quicker."""
+        return _InProcess().reference(cluster)
+
+
+class TestTieredServers(OnServers, ClusterContract):
+    def open(
+        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0
+    ) -> FlightCluster:
+        return self.clusters.open(tables, optimizer, shards=shards, seed=seed)
+
+    def kill(self, cluster: FlightCluster, *shards: int) -> None:
+        for shard in shards:
+            cluster.launcher.kill(shard)
+
+
+# -- what is theirs alone ------------------------------------------------------------------------
+
+
+def test_rows_that_are_trained_are_read_once_and_evaluation_admits_none(clusters: Clusters) -> None:
+    """A pull that training announces brings its rows to memory: the push finds them there."""
+    cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=1, memory=7_000)
+    twin = local().open(tables(), Adagrad(lr=0.1), seed=0)
+    for one in (cluster, twin):
+        push(one, np.random.default_rng(0), 12)
+
+    def reads() -> int:
+        return sum(file["reads"] for file in cluster.tier_status())
+
+    random = np.random.default_rng(1)
+    for _ in range(4):
+        batch = {"fixed": random.choice(40, 9, replace=False).tolist()}
+        wanted = wanted_of(cluster, batch)
+        cluster.fetch(wanted)
+        pulled, before = cluster.pull(wanted), reads()
+        grads = [np.ones_like(rows) for rows in pulled]
+        assert [r.tobytes() for r in pulled] == [r.tobytes() for r in twin.pull(wanted)]
+        cluster.push(wanted, grads, lr=0.1)
+        assert reads() == before
+        twin.push(wanted, grads, lr=0.1)
+    everything = wanted_of(cluster, {"fixed": list(range(40)), "wide": list(range(30))})
+    cluster.pull(everything)
+    first, again = reads(), cluster.pull(everything)
+    assert [r.tobytes() for r in again] == [r.tobytes() for r in twin.pull(everything)]
+    assert reads() > first > before  # in the file alone, both times
+    cluster.prefetch(wanted)
+    cluster.push(wanted, grads, lr=0.1)
+    twin.push(wanted, grads, lr=0.1)
+    assert [r.tobytes() for r in cluster.pull(wanted)] == [r.tobytes() for r in twin.pull(wanted)]
+    assert state(cluster) == state(twin)
+
+
+def test_each_shard_has_a_directory_of_its_own(clusters: Clusters) -> None:
+    cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=3)
+    push(cluster, np.random.default_rng(0))
+    tier = cluster.launcher.tier
+    paths = {os.path.relpath(file["path"], tier.path) for file in cluster.tier_status()}
+    assert paths == {f"shard-{s}/rows-{s}-{g}.tier" for s in range(3) for g in range(2)}
+
+
+def test_what_cannot_be_is_refused(clusters: Clusters, farm: Farm, root: Path) -> None:
+    own = [Table("t", rows=9, dim=4, tier=Tier(root / "own", memory="1MB"))]
+    with pytest.raises(ConfigError, match=r"'t' has a tier of its own, .* leave out tier="):
+        clusters.open(own, Adagrad(lr=0.1), shards=1)
+    cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=3)
+    with pytest.raises(ConfigError, match="parity over a tier would itself be larger"):
+        cluster.protect(Parity(k=2, r=1))
+    mixed = clusters.launcher(2)
+    mixed.kill(1)
+    mixed.servers[1] = farm.start()
+    with pytest.raises(ConfigError, match=r"shard 1 at .* has no tier, and others have"):
+        FlightCluster(tables(), Adagrad(lr=0.1), mixed, pool=pool.Pool(1))
+    same = FarmLauncher(farm, 1, tier=cluster.launcher.tier)
+    with pytest.raises(TierError, match="in use by another process"):
+        FlightCluster(tables(), Adagrad(lr=0.1), same, pool=pool.Pool(1))
+    mixed.end()
+    same.end()
