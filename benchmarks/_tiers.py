@@ -19,8 +19,8 @@ from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic
 from emberkeep.models import DLRM, KAGGLE
-from emberkeep.tiered.reads import Reads
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiers.reads import Reads
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 BATCH, DIM, LR = 2048, KAGGLE.dim, 0.01
 Batch = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]

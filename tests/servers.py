@@ -136,7 +136,7 @@ def _serve(pipe: int, threads: int, port: int, kept: Sequence[Any] | None) -> No
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.shard_service import ShardService
     from emberkeep.tables import Tier
-    from emberkeep.tiered import durable_open
+    from emberkeep.tiers import durable_open
 
     durable_open.SEGMENT_NBYTES = 32 * 1024
     tier = None if kept is None else Tier(kept[0], memory=kept[1])

@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["strategies", "nn", "models", "server", "inference", "inspect"],
     ["checkpoint"],
     ["cluster"],
-    ["erasure", "tiered", "repository"],
+    ["erasure", "tiers", "repository"],
     ["rows", "codecs", "blobs", "wire", "data"],
     ["runtime", "tables"],
     ["kernels", "config", "errors", "_types"],

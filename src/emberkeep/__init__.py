@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         incremental,
         parity,
         partial,
+        tiered,
     )
     from emberkeep.tables import (
         SGD,
@@ -66,7 +67,7 @@ _HOMES = {
     "server.ray.ray_cluster": ("ray_cluster",),
     "strategies": (
         "all_versions", "auto", "check_n_run", "cpr", "ecrm", "incr_cp", "incremental", "parity",
-        "partial",
+        "partial", "tiered",
     ),
     "tables": (
         "SGD", "Adagrad", "Adam", "Momentum", "Normal", "RowWiseAdagrad", "Table", "Tier",
@@ -114,6 +115,7 @@ __all__ = [
     "random_failures",
     "ray_cluster",
     "servers",
+    "tiered",
 ]
 
 

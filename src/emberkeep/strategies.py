@@ -184,6 +184,9 @@ class Strategy:
     least: Every | None = None
     """How long after a version the next may be taken early, because a failure would lose more than
     `recovery.most_pls`; None: none is."""
+    remote: Every | None = None
+    """When a version is taken, if `schedule` is for batches in the tiers of all tables; None: every
+    save is a version."""
     auto: Target | None = None
     """What the run plans for by itself as it goes; None: all of this stays as it is."""
 
@@ -194,6 +197,13 @@ class Strategy:
             raise ConfigError(
                 "prioritised versions hold no instant, so they can only bring single shards back: "
                 "they need partial recovery"
+            )
+        if self.remote is not None and (
+            self.spec.priority is not None or self.parity is not None or self.auto is not None
+        ):
+            raise ConfigError(
+                "batches in tiers are exact and of all rows: they go neither with prioritised "
+                "versions, nor with parity, nor with ek.auto"
             )
 
 
@@ -482,6 +492,32 @@ def parity(
 
 ecrm = parity
 """The name of the paper that `parity` comes from."""
+
+
+def tiered(
+    *,
+    every: Interval = "5min",
+    remote: Interval = "6h",
+    layout: Layout = "intermittent",
+    bits: Bits = None,
+    keep: Keep = 3,
+    recovery: Scope = "full",
+    most_pls: float = 1.0,
+) -> Strategy:
+    """Two levels for tables that all have a tier: a batch becomes durable where rows live, `every`
+    so often, and a version in the repository `remote` so often.
+
+    A run goes on from whichever is newer. A shard that is lost comes back from its own files: with
+    `recovery="full"` all of them go back to the batch, with `"partial"` that shard alone, while the
+    others go on, as long as PLS stays below `most_pls`. Where files are gone it is the version.
+    """
+    return Strategy(
+        spec=_spec(layout, bits, None, None, None, False, None, None),
+        schedule=schedule(every),
+        remote=schedule(remote),
+        retention=retention(keep),
+        recovery=Recovery(scope=recovery, most_pls=most_pls),
+    )
 
 
 def auto(

@@ -33,14 +33,14 @@ from emberkeep.repository.grid.catalog import files_read, plan
 from emberkeep.repository.marks import put_mark
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Adam
-from emberkeep.tiered import durable_open
-from emberkeep.tiered.decisions import Decisions
-from emberkeep.tiered.superblock import SLOT_NBYTES, START
+from emberkeep.tiers import durable_open
+from emberkeep.tiers.decisions import Decisions
+from emberkeep.tiers.superblock import SLOT_NBYTES, START
 from tests.contracts.engine import state
 from tests.unit.keeper.test_tier_keeper import Model as TierModel
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
 from tests.unit.repositories import TABLES, Run
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "full": {"layout": "full"},

@@ -46,10 +46,10 @@ from emberkeep.repository import (
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import FaultyDisk
 from emberkeep.testing.contracts import check_content, save
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.faults.findings import Counts, LostVersionError, WrongRowsError, within
-from tests.unit.tiered.test_tiered_slab import tiered
+from tests.unit.tiers.test_tiered_slab import tiered
 
 CODES = [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EMFILE, errno.EACCES, errno.EINTR]
 POLICY = KeepLast(n=1) | KeepNamed()

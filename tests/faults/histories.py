@@ -59,10 +59,10 @@ from emberkeep.rows.priority import Priority
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, Table
 from emberkeep.testing import Fault, FaultStore, ProcessDied
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import grads_of, update, wanted_of
 from tests.faults.findings import Counts, LostVersionError, WrongRowsError
-from tests.unit.tiered.test_tiered_slab import Unsynced, tiered
+from tests.unit.tiers.test_tiered_slab import Unsynced, tiered
 
 NOW = timedelta(0)
 POOL = Pool(1)

@@ -386,7 +386,7 @@ def _tier(change: Callable[[Any], Any]) -> Callable[[], None]:
     """A tier whose newest head is another one."""
 
     def run() -> None:
-        from emberkeep.tiered import superblock
+        from emberkeep.tiers import superblock
 
         with tempfile.TemporaryDirectory() as top, small_tiers():
             make_tier(Path(top))

@@ -284,7 +284,7 @@ def tiered(path: str) -> None:
     import emberkeep as ek
     from emberkeep.data import Reader, Synthetic
     from emberkeep.models import DLRM, DLRMShape
-    from emberkeep.tiered import durable_open
+    from emberkeep.tiers import durable_open
     from emberkeep.train.loop import digest
 
     durable_open.SEGMENT_NBYTES = 16384

@@ -34,11 +34,11 @@ from emberkeep.errors import FencedError, SaveError, StorageError, TierError
 from emberkeep.repository import KeepAll, KeepLast, KeepNamed, Repository, verify
 from emberkeep.repository.policies import LAYOUTS, Grid
 from emberkeep.tables import Adagrad, Table
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.faults.findings import Counts, HangError, LostVersionError, WrongRowsError
 from tests.faults.lives import Nursery
-from tests.unit.tiered.test_tiered_slab import tiered
+from tests.unit.tiers.test_tiered_slab import tiered
 
 TABLES = [Table("fixed", rows=80, dim=4), Table("dynamic", rows=None, capacity=300, dim=4)]
 OPTIMIZER = Adagrad(lr=0.1)

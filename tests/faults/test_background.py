@@ -49,7 +49,7 @@ from emberkeep.server import parity_service as services
 from emberkeep.server.parity_sender import Sender
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import Adagrad, Table
-from emberkeep.tiered import durable_open, upkeep
+from emberkeep.tiers import durable_open, upkeep
 from emberkeep.wire import flight_transport
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
@@ -60,7 +60,7 @@ from tests.threads import started_since
 from tests.unit.data.test_reader import Numbers, numbers_of
 from tests.unit.keeper.test_keeper import Run
 from tests.unit.keeper.test_tier_keeper import Run as TierRun
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 SOON = timedelta(seconds=60)
 ERRORS = [MemoryError("no memory"), OSError(5, "Input/output error")]

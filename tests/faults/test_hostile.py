@@ -26,7 +26,7 @@ from emberkeep.errors import DamageError
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.plain_state import Packed, unpack
 from emberkeep.repository import Repository, verify
-from emberkeep.tiered import superblock
+from emberkeep.tiers import superblock
 from tests.faults import hostile
 from tests.faults.damage import healthy, make_tier, open_tier, small_tiers
 

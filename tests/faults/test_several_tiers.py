@@ -16,10 +16,10 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError, EmberkeepError, TierError
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, start, train
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 
 class Dying(Unsynced):

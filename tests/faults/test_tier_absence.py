@@ -15,7 +15,7 @@ import pytest
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import DamageError, TierError
 from emberkeep.tables import Table, Tier
-from emberkeep.tiered import directory, durable_open
+from emberkeep.tiers import directory, durable_open
 from tests.contracts.engine import state
 from tests.faults.lives import Nursery
 from tests.faults.test_tier_faults import (
@@ -28,7 +28,7 @@ from tests.faults.test_tier_faults import (
     trained,
 )
 from tests.unit.keeper.test_tier_keeper import Run, resumed, saved
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,12 @@ from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DeadlineError, StoppedError, TierError
 from emberkeep.testing.virtual_clock import VirtualClock
-from emberkeep.tiered import durable_open, upkeep
-from emberkeep.tiered import log as logs
+from emberkeep.tiers import durable_open, upkeep
+from emberkeep.tiers import log as logs
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.unit.keeper.test_tier_keeper import Run
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ import pytest
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiered import durable_open, upkeep
-from emberkeep.tiered.superblock import START
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiers import durable_open, upkeep
+from emberkeep.tiers.superblock import START
+from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ import pytest
 
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError, StorageError, TierError
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.unit.keeper.test_tier_keeper import Run
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 
 class Failing(Unsynced):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import EmberkeepError
-from emberkeep.tiered import durable_open, superblock
+from emberkeep.tiers import durable_open, superblock
 from tests.contracts.engine import state
 from tests.faults.test_tier_faults import end, make_durable, start, train
 

@@ -20,10 +20,10 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
-from emberkeep.tiered import durable_open
-from emberkeep.tiered.superblock import SLOT_NBYTES, START, read_head
+from emberkeep.tiers import durable_open
+from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
 from tests.contracts.engine import grads_of, state, wanted_of
-from tests.unit.tiered.test_tiered_slab import tiered
+from tests.unit.tiers.test_tiered_slab import tiered
 
 TABLES = [Table("a", rows=2000, dim=6), Table("b", rows=None, capacity=200, dim=6)]
 OPTIMIZER = Adagrad(lr=0.1)

@@ -15,12 +15,12 @@ import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import ConfigError, DamageError, FormatError
 from emberkeep.tables import Adagrad, Table, Tier
-from emberkeep.tiered import durable_open, superblock
-from emberkeep.tiered.superblock import SLOT_NBYTES, START, read_head
+from emberkeep.tiers import durable_open, superblock
+from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.faults.test_tier_faults import end, make_durable, start, train
 from tests.golden import make_tier
-from tests.unit.tiered.test_tiered_slab import Unsynced
+from tests.unit.tiers.test_tiered_slab import Unsynced
 
 OPTIMIZER = Adagrad(lr=0.1)
 

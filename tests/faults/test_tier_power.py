@@ -21,9 +21,9 @@ from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
-from emberkeep.tiered import durable_open, log, superblock
+from emberkeep.tiers import durable_open, log, superblock
 from tests.contracts.engine import grads_of, state, wanted_of
-from tests.unit.tiered.test_tiered_slab import tiered
+from tests.unit.tiers.test_tiered_slab import tiered
 
 TABLES = [
     Table("fixed", rows=300, dim=6),

@@ -21,7 +21,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.tables import Adagrad, Table, Tier
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import grads_of, state, wanted_of
 
 HERE = Path(__file__).parent / "tier-1"

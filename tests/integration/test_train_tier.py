@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.errors import ConfigError, NoVersionError, StateError
 from emberkeep.nn import EmbeddingBags
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from emberkeep.train.hooks import Hook, Step
 from emberkeep.train.loop import run
 from emberkeep.train.run_config import RunConfig

@@ -25,7 +25,7 @@ def name(kernel):
 
 before = {name(k): {str(s) for s in k.signatures} for k in _jit.KERNELS}
 from emberkeep.cli import main
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 
 durable_open.SEGMENT_NBYTES = 2**16  # small enough to be cleaned
 work = Path(sys.argv[1])

@@ -40,7 +40,7 @@ class Mutation:
 
 WRITER = "repository/writer.py"
 COLLECTOR = "repository/maintenance/collector.py"
-LOG = "tiered/log.py"
+LOG = "tiers/log.py"
 
 MUTATIONS = (
     # -- repository --------------------------------------------------------------------------------
@@ -264,21 +264,21 @@ MUTATIONS = (
     # -- tier --------------------------------------------------------------------------------------
     Mutation(
         "T1", "records that a life wrote after its durable batch count",
-        "tiered/durable_open.py",
+        "tiers/durable_open.py",
         "lives = (*log.head.lives, (point.stamp, synced))",
         "lives = (*log.head.lives, (2**62, 2**62))",
         "test_tier_power.py",
     ),
     Mutation(
         "T2", "a batch that not every file has prepared is committed",
-        "tiered/durable_open.py",
+        "tiers/durable_open.py",
         "            if outcomes[prepared.nonce]:\n",
         "            if prepared.nonce:\n",
         "test_tier_decisions.py",
     ),
     Mutation(
         "T3", "a push overwrites rows of the checkpoint under way",
-        "tiered/tiered_slab.py",
+        "tiers/tiered_slab.py",
         "        if frozen.size:\n",
         "        if frozen.size < 0:\n",
         "test_tier_power.py",
@@ -292,7 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "T4-sync", "the cleaner's copies are not synced before their originals go",
-        "tiered/upkeep.py",
+        "tiers/upkeep.py",
         "        log.sync()  # the copies",
         "        pass  # the copies",
         "test_tier_power.py",
@@ -313,21 +313,21 @@ MUTATIONS = (
     ),
     Mutation(
         "T6", "the cleaner moves records without checking them",
-        "tiered/upkeep.py",
+        "tiers/upkeep.py",
         "        if count != needed:\n",
         "        if count > needed:\n",
         "test_tier_cleaning.py",
     ),
     Mutation(
         "T7", "what nobody has decided is given up without a decision",
-        "tiered/decisions.py",
+        "tiers/decisions.py",
         "return Decisions(home, disk).abort(point, _seen_from(home, top, lives))",
         "return False",
         "test_tier_decisions.py",
     ),
     Mutation(
         "T8", "a tier that another process has is opened",
-        "tiered/directory.py",
+        "tiers/directory.py",
         "                if error.errno in _TAKEN:\n"
         "                    raise _in_use(top) from None\n"
         "                if not exclusive:\n",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from emberkeep._types import Json
@@ -190,10 +191,18 @@ def recover_partially(
     cluster = home.cluster
     # First, so that what the caller has counted as lost is: none of them returns from here on.
     cluster.renew(*lost)
-    steps = steps_of(cluster)
-    manifest = None
-    for shard in lost:
-        view = shard_view(cluster, shard, home.names)
+    manifest = load_shards(checkpointer, home, lost, steps_of(cluster))
+    cluster.serve(*lost)
+    return manifest
+
+
+def load_shards(
+    checkpointer: Checkpointer, home: Home, shards: Sequence[int], steps: Mapping[str, int]
+) -> Manifest | None:
+    """Loads shards that are empty, servers all at once; `steps` are the survivors'."""
+
+    def load(shard: int) -> Manifest | None:
+        view = shard_view(home.cluster, shard, home.names)
         manifest = checkpointer.restore_shard(view, shard, home.saved_by_same_shards)
         if steps:
             saved = {} if manifest is None else table_state(manifest)
@@ -203,8 +212,10 @@ def recover_partially(
                     for name, own in home.names.items()
                 }
             )
-    cluster.serve(*lost)
-    return manifest
+        return manifest
+
+    loaded = home.cluster._each([partial(load, shard) for shard in shards])
+    return loaded[-1] if loaded else None
 
 
 def steps_of(cluster: Cluster) -> dict[str, int]:

@@ -56,7 +56,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start servers that stay up. Without --address a local Ray is started for them."""
-    from emberkeep.cluster.remote.remote_tiers import check_tier
+    from emberkeep.cluster.spread import check_tier
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import start_local, stop_local
     from emberkeep.server.ray.ray_session import disconnect

@@ -28,8 +28,8 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
-from emberkeep.tiered.durable_open import open_slab
-from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
+from emberkeep.tiers.durable_open import open_slab
+from emberkeep.tiers.tiered_slab import TieredSlab, TierStatus
 
 State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.
@@ -260,12 +260,16 @@ class Shard:
     def tiers(self) -> list[TieredSlab]:
         """The slabs whose rows live in files."""
         self._must_serve()
-        return [slab for slab in self.slabs if isinstance(slab, TieredSlab)]
+        return self.tier_slabs()
 
     def tier_status(self) -> list[TierStatus]:
         """How the files of its tiers are doing, one entry for each; none of a lost shard."""
         with self._lock:
-            return [slab.status() for slab in self.slabs if isinstance(slab, TieredSlab)]
+            return [slab.status() for slab in self.tier_slabs()]
+
+    def tier_slabs(self) -> list[TieredSlab]:
+        """As `tiers`, also of a shard that does not serve."""
+        return [slab for slab in self.slabs if isinstance(slab, TieredSlab)]
 
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool) -> None:
         """Brings the rows of a batch that will be trained to memory; see `TieredSlab.fetch`."""

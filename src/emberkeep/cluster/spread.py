@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from emberkeep.erasure.codes import Parity
+from emberkeep.errors import ConfigError
+from emberkeep.tables import Tier
 from emberkeep.wire.security import is_loopback, split_address
 
 
@@ -55,3 +57,16 @@ def warn_of_shared_machines(parity: Parity | None, addresses: Sequence[str]) -> 
         warn_of_sharing(
             parity, hosts, f"start at most {parity.r} of them on each machine", what="machine"
         )
+
+
+def check_tier(tier: Tier | None, parity: Parity | None) -> None:
+    """Refuses parity of servers that have a tier."""
+    if tier is not None and parity is not None:
+        raise refuse_parity()
+
+
+def refuse_parity() -> ConfigError:
+    return ConfigError(
+        "parity over a tier would itself be larger than memory: leave out parity= (a server comes "
+        "back from its own files), or the tier"
+    )

@@ -139,7 +139,7 @@ class Keeper(RunReport):
         self._recoverer: Recoverer | None = None
         self._planner: RunPlanner | None = None
         self._saver = open_saver(
-            self._store, self._parts, self._strategy, self._settings, leads=self._ranks.leads,
+            self._store, self._parts, self._strategy, self._settings, ranks=self._ranks,
             about=about or {}, exclusive=exclusive, must_exist=must_exist, mirror=mirror,
             mirror_every=mirror_every, on_event=self._hear, clock=clock,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
@@ -10,9 +11,11 @@ from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError
 from emberkeep.keeper.mirror import mirror_of
 from emberkeep.keeper.model_parts import Parts
+from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import Hear, RunSaver
-from emberkeep.keeper.tier_saver import TierSaver
+from emberkeep.keeper.tier_saver import tier_saver
+from emberkeep.keeper.tiered_saver import TieredSaver, check_ranks
 from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Interval, Strategy
 
@@ -34,20 +37,25 @@ def run_name(saver: RunSaver | None) -> str:
 
 def open_saver(
     store: BlobStore | None, parts: Parts, strategy: Strategy, settings: SaveSettings, *,
-    leads: bool, about: Json, exclusive: bool, must_exist: bool,
+    ranks: Ranks, about: Json, exclusive: bool, must_exist: bool,
     mirror: str | os.PathLike[str] | BlobStore | None, mirror_every: Interval | None,
     on_event: Hear, clock: Clock,
 ) -> RunSaver | None:  # fmt: skip
-    """Without a store the tier keeps the run; None on ranks that do not write."""
+    """Without a store the tier keeps the run; None on ranks that do not write. A strategy may have
+    both."""
     if store is None:
-        return TierSaver(parts, strategy, must_exist=must_exist, on_event=on_event, clock=clock)
-    if not leads:
+        return tier_saver(parts, strategy, must_exist=must_exist, on_event=on_event, clock=clock)
+    check_ranks(strategy, ranks.world)
+    if not ranks.leads:
         return None
-    return RepositorySaver(
-        store, parts.subject, strategy, about=about, settings=settings, exclusive=exclusive,
-        must_exist=must_exist, on_event=on_event, clock=clock,
-        mirror=mirror_of(
-            mirror, mirror_every, store, parts.subject.schema, strategy, settings,
-            exclusive=exclusive, on_event=on_event, clock=clock,
-        ),
+    copies = mirror_of(
+        mirror, mirror_every, store, parts.subject.schema, strategy, settings,
+        exclusive=exclusive, on_event=on_event, clock=clock,
     )  # fmt: skip
+    common: dict[str, Any] = {
+        "about": about, "settings": settings, "exclusive": exclusive, "must_exist": must_exist,
+        "on_event": on_event, "clock": clock, "mirror": copies,
+    }  # fmt: skip
+    if strategy.remote is not None:
+        return TieredSaver(store, parts, strategy, **common)
+    return RepositorySaver(store, parts.subject, strategy, **common)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from emberkeep.checkpoint.overheads import pls_of_loss
 from emberkeep.checkpoint.recovery import (
     Home,
     Losses,
@@ -19,6 +20,7 @@ from emberkeep.checkpoint.recovery import (
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
 from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
+from emberkeep.keeper.tiered_saver import TieredSaver
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.metrics import Sample
@@ -119,6 +121,9 @@ class Recoverer:
         self._patience = max((home.cluster.patience for home in homes), default=PATIENCE)
         self._failures_before = self._repeated_steps = 0
         self._made: dict[str, int] = {"full": 0, "partial": 0, "parity": 0}
+        self._recovered_before: Mapping[int, int] = {}
+        if isinstance(saver, TieredSaver):
+            saver.on_older = self._older
         self._seconds = 0.0
         first = 0
         for home in homes:
@@ -277,10 +282,24 @@ class Recoverer:
         whole = self._saver.whole
         assert whole is not None
         assert self._total_steps is not None
+        self._recovered_before = self.losses.recovered_at
         self.losses = self.losses.after(
             shards, step=self._steps(), saved=whole.step, total=self._total_steps,
             shards=self.shard_count,
         )  # fmt: skip
+
+    def _older(self, home: Home, shards: Sequence[int], saved: int) -> None:
+        """Shards whose files are gone come back from an older step than was counted."""
+        whole = self._saver.whole
+        assert whole is not None
+        assert self._total_steps is not None
+        first = sum(h.cluster.shard_count for h in self._homes[: self._homes.index(home)])
+        known = [max(saved, self._recovered_before.get(first + shard, 0)) for shard in shards]
+        pls = pls_of_loss(
+            lost_samples=sum(max(0, whole.step - step) for step in known),
+            total_samples=self._total_steps, shards=self.shard_count,
+        )  # fmt: skip
+        self.losses = replace(self.losses, pls=self.losses.pls + pls)
 
     @property
     def shard_count(self) -> int:

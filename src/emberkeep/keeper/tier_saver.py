@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+from emberkeep.blobs import BlobStore
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, Losses, steps_of
 from emberkeep.checkpoint.save import BackgroundSaver, Counters, Saving
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.local.local_tiers import LocalTiers
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
@@ -30,6 +31,7 @@ from emberkeep.errors import (
     EmberkeepError,
     MissingObjectError,
     NoVersionError,
+    ShardLostError,
 )
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.model_parts import Parts
@@ -39,46 +41,72 @@ from emberkeep.keeper.run_state import Captured
 from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Strategy, incremental
 
-_STATES = "step-"
 # A checkpoint is gigabytes; one that takes longer hangs.
 _PATIENCE = timedelta(hours=1)
+
+
+class Tiers(Protocol):
+    """Where rows live, in this process or on servers: batches that all of them come back to.
+
+    There is one batch under way at a time: `prepare`, then `commit`, or `abandon`.
+    """
+
+    def batch(self) -> int | None: ...
+
+    def lost(self) -> bool: ...
+
+    def durable_state(self) -> str: ...
+
+    def at_batch(self) -> bool: ...
+
+    def reopen(self) -> None: ...
+
+    def renew(self, cluster: Any, shards: Sequence[int]) -> tuple[list[int], list[int]]: ...
+
+    def serve(self, cluster: Any, shards: Sequence[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def prepare(self, batch: int) -> Callable[[], None]: ...
+
+    def pending_state(self) -> str: ...
+
+    def commit(self) -> None: ...
+
+    def tidy(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class TierSaver(BackgroundSaver[DurableStep]):
     """Keeps a run in the tiers that hold its rows. One step is durable, the newest one.
 
-    What makes a checkpoint fail is raised by the next call: a file that could not be written has
-    ended its shard.
+    `state` is the store of what belongs to their rows, under names that `tiers` give. What makes a
+    checkpoint fail is raised by the next call: a file that could not be written has ended its
+    shard.
     """
 
     exact = due_whole = True
 
     def __init__(
-        self, parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear, clock: Clock
-    ) -> None:
-        _check_strategy(strategy)
-        (self._cluster, *self._beside), self._paths = _tiered(parts)
-        # That of the tier which decides for all: the place of what belongs to their rows.
-        self._state = LocalStore(os.path.join(self._paths[0], "state"), clock=clock)
-        self.url = " and ".join(self._paths)
-        self._check_one_step()
+        self, tiers: Tiers, state: BlobStore, url: str, *, on_event: Hear, clock: Clock,
+        paths: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.tiers = tiers
+        self._state = state
+        self._paths = paths
+        self.url = url
         super().__init__(
             "emberkeep-tier-commit", "checkpoint", f"in {self.url}", _PATIENCE, clock=clock,
             on_event=on_event,
         )  # fmt: skip
         # Who holds it decides the batch under way: it is committed, or given up.
         self._deciding = threading.Lock()
-        if must_exist and not self.holds_run():
-            raise NoVersionError(
-                f"the tier {self.url} holds no durable step, and this run must exist: nothing was "
-                "trained. Check the path, and that its disk is mounted; leave must_exist out to "
-                "start a new run"
-            )
 
     @property
     def whole(self) -> DurableStep | None:
-        batches = [cluster.tier_batch() for cluster in (self._cluster, *self._beside)]
-        return DurableStep(min(b or 0 for b in batches)) if all(batches) else None
+        batch = self.tiers.batch()
+        return None if batch is None else DurableStep(batch)
 
     def follow(self, spec: VersionSpec) -> None:
         raise ConfigError("a tier holds rows as they are: there is nothing to choose")
@@ -89,25 +117,6 @@ class TierSaver(BackgroundSaver[DurableStep]):
     def kept_nbytes(self) -> int:
         stores = [LocalStore(path, clock=self._clock) for path in self._paths]
         return sum(info.size for store in stores for info in store.list())
-
-    def _check_one_step(self) -> None:
-        """Every decision is about all tiers of a run: those at different steps are of two."""
-        batches = {
-            os.path.dirname(status.path): status.batch
-            for cluster in (self._cluster, *self._beside)
-            for status in cluster.tier_status()
-        }
-        if len({*batches.values()}) > 1:
-            found = ", ".join(
-                f"{path} at {'no step yet' if batch is None else f'step {batch}'}"
-                for path, batch in sorted(batches.items())
-            )
-            raise DamageError(
-                f"the tiers of one run come back at one step, and these are not of one run: "
-                f"{found}; nothing was trained. Check that every disk is mounted; to start over, "
-                "remove them all before the model is made",
-                name=self.url,
-            )
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -121,13 +130,11 @@ class TierSaver(BackgroundSaver[DurableStep]):
         start = self._clock.monotonic()
         losses = Losses.from_dict(counters() if callable(counters) else counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
-        # A fault while the last one was cleaned up after may have left it under way.
-        self._cluster.abandon_tiers(beside=self._beside)
-        prepared = self._cluster.prepare_tiers(step, beside=self._beside)
+        await_prepared = self.tiers.prepare(step)
         try:
             pause = timedelta(seconds=self._clock.monotonic() - start)
             saving = Saving[DurableStep](step, pause, self._clock)
-            self._start(saving, partial(self._write, saving, prepared, state.dense, beside))
+            self._start(saving, partial(self._write, saving, await_prepared, state.dense, beside))
         except Exception:  # the system has no thread to give: nobody would ever commit
             self._abandon()
             raise
@@ -138,13 +145,12 @@ class TierSaver(BackgroundSaver[DurableStep]):
         return self.wait()
 
     def _write(
-        self, saving: Saving[DurableStep], prepared: list[Future[Any]], dense: Packed,
+        self, saving: Saving[DurableStep], await_prepared: Callable[[], None], dense: Packed,
         beside: Packed,
     ) -> None:  # fmt: skip
-        name = _name(saving.step)
+        name = self.tiers.pending_state()
         try:
-            for future in prepared:
-                future.result()  # upkeep ends it, also when it fails; `join` has a deadline
+            await_prepared()  # `join` has a deadline
         except EmberkeepError as error:
             if saving.cancelled.is_set():
                 raise _given_up(saving.step) from error
@@ -156,15 +162,14 @@ class TierSaver(BackgroundSaver[DurableStep]):
             if saving.cancelled.is_set():
                 raise _given_up(saving.step)
             self._state.put(name, content)
-            self._cluster.commit_tiers(beside=self._beside)
+            self.tiers.commit()
             saving.committed.set_result(DurableStep(saving.step))
         self._tell_saved(saving, version=None, kind="tier", nbytes=nbytes)
-        states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
-        self._state.delete([other for other in states if other != name])
+        self.tiers.tidy()
 
     def _is_fault(self, error: BaseException) -> bool:
         # With a shard, its part of a checkpoint is lost too: that is no fault of the files.
-        return not any(cluster.lost() for cluster in (self._cluster, *self._beside))
+        return not isinstance(error, ShardLostError) and not self.tiers.lost()
 
     def _clean_up(self, saving: Saving[DurableStep], error: BaseException) -> None:
         with self._deciding:
@@ -172,7 +177,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
     def _abandon(self) -> None:
         with suppress(EmberkeepError):  # the next checkpoint tries again
-            self._cluster.abandon_tiers(beside=self._beside)
+            self.tiers.abandon()
 
     def make_room(self) -> None:
         self.join()
@@ -216,7 +221,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
         durable = self.whole
         if durable is None:
             return None
-        name = _name(durable)
+        name = self.tiers.durable_state()
         try:
             content = self._state.get(name)
         except MissingObjectError:
@@ -241,25 +246,69 @@ class TierSaver(BackgroundSaver[DurableStep]):
             self._recover_shards(home, shards)
 
     def _recover_shards(self, home: Home, shards: Sequence[int]) -> None:
-        cluster = home.cluster
-        assert isinstance(cluster, LocalCluster)
-        steps = steps_of(cluster)
-        cluster.renew(*shards)
-        cluster.serve(*shards)
-        for shard in (cluster.shards[index] for index in shards):
-            # The steps of tables go on with the survivors', since those count the job's pushes.
+        steps = steps_of(home.cluster)
+        back, _ = self.tiers.renew(home.cluster, shards)
+        self.serve_back(home, back, steps)
+
+    def serve_back(self, home: Home, shards: Sequence[int], steps: Mapping[str, int]) -> None:
+        """Has shards answer that came back from their files. The steps of tables go on with the
+        survivors', since those count the job's pushes."""
+        self.tiers.serve(home.cluster, shards)
+        for shard in (home.cluster.handles[index] for index in shards):
             state = shard.table_state()
             shard.load_table_state(
-                {name: {**table, "steps": steps[name]} for name, table in state.items()}
+                {
+                    name: {**table, "steps": steps.get(name, table["steps"])}
+                    for name, table in state.items()
+                }
             )
 
+    # -- beside a repository ---------------------------------------------------------------------
 
-def _name(step: int) -> str:
-    return f"{_STATES}{step}.safetensors"
+    def resumable(self) -> DurableStep | None:
+        """The step that rows and all else can come back to; None where the run has gone back
+        behind it since."""
+        if self.whole is None:
+            return None
+        try:
+            self._state.size(self.tiers.durable_state())
+        except MissingObjectError:
+            return None
+        return self.whole
+
+    def forget(self) -> None:
+        """The run goes on from elsewhere: what is durable here must never come back."""
+        self.join()
+        self.tiers.forget()
 
 
 def _given_up(step: int) -> CancelledError:
     return CancelledError(f"the checkpoint of step {step} was given up")
+
+
+def tier_saver(
+    parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear, clock: Clock
+) -> TierSaver:
+    """The saver of a run that is kept in its tiers alone; anything else is refused."""
+    _check_strategy(strategy)
+    saver = local_saver(parts, on_event=on_event, clock=clock)
+    if must_exist and not saver.holds_run():
+        raise NoVersionError(
+            f"the tier {saver.url} holds no durable step, and this run must exist: nothing was "
+            "trained. Check the path, and that its disk is mounted; leave must_exist out to "
+            "start a new run"
+        )
+    return saver
+
+
+def local_saver(parts: Parts, *, on_event: Hear, clock: Clock) -> TierSaver:
+    clusters, paths = _tiered(parts)
+    # That of the tier which decides for all: the place of what belongs to their rows.
+    state = LocalStore(os.path.join(paths[0], "state"), clock=clock)
+    return TierSaver(
+        LocalTiers(clusters, state), state, " and ".join(paths), on_event=on_event, clock=clock,
+        paths=paths,
+    )  # fmt: skip
 
 
 def _check_strategy(strategy: Strategy) -> None:
@@ -277,15 +326,21 @@ def _check_strategy(strategy: Strategy) -> None:
 def _tiered(parts: Parts) -> tuple[list[LocalCluster], list[str]]:
     """The clusters whose tables have a tier, and where those are; anything else is refused."""
     clusters = [home.cluster for home in parts.subject.homes()]
+    local = [cluster for cluster in clusters if isinstance(cluster, LocalCluster)]
     tables = [table for cluster in clusters for table in cluster.tables]
-    without = [*parts.tables.tables, *(table.name for table in tables if table.tier is None)]
+    without = [
+        *parts.tables.tables,
+        *(table.name for cluster in local for table in cluster.tables if table.tier is None),
+    ]
     if without or not tables:
         what = f"table {without[0]!r} has no tier" if without else "the model has no tables"
         raise ConfigError(
             f"{what}: a run is kept without a repository where a tier holds every table; give all "
             "tables tier=, or give the keeper a repository"
         )
-    local = [cluster for cluster in clusters if isinstance(cluster, LocalCluster)]
     if len(local) < len(clusters):
-        raise ConfigError("tiers are for shards of this process: use cluster=ek.local()")
+        raise ConfigError(
+            "whether a batch of servers took place is decided beside the versions of their run: "
+            "give the keeper a repository, and strategy=ek.tiered(...)"
+        )
     return local, sorted({table.tier.path for table in tables if table.tier is not None})

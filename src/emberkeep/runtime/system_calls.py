@@ -1,7 +1,7 @@
 """Calls that not every system has, each with what is done where it is missing.
 
 Code elsewhere in the package uses nothing that Linux alone has, but for what stands here, direct
-I/O (`tiered/log.py`), queues of reads (`kernels/log_reads.py`), lazy memory (`runtime/memory.py`)
+I/O (`tiers/log.py`), queues of reads (`kernels/log_reads.py`), lazy memory (`runtime/memory.py`)
 and priorities of threads (`runtime/pool.py`), which have their own ways to do without.
 """
 

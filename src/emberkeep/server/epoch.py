@@ -132,9 +132,14 @@ class Epoch:
 
     def freeze(self, since: str | None, buffer: int) -> tuple[Cut[FrozenRows], dict[str, int]]:
         """Freezes the rows, and tells which pushes they hold: the last of each worker."""
-        with self._push_lock:
-            pushes = {f"{worker:x}": number for worker, number in self._ledger.numbers().items()}
+        with self.between_pushes() as pushes:
             return self.shard.freeze(since, buffer), pushes
+
+    @contextmanager
+    def between_pushes(self) -> Iterator[dict[str, int]]:
+        """No push is applied meanwhile; which ones rows hold, the last of each worker."""
+        with self._push_lock:
+            yield {f"{worker:x}": number for worker, number in self._ledger.numbers().items()}
 
     def store(self, url: str) -> BlobStore:
         """The store of this epoch's versions: the first that is asked for, and no other. A client

@@ -40,6 +40,7 @@ from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
+from emberkeep.server import tier_service
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session, priority_of
 from emberkeep.server.long_work import LongWork
@@ -48,7 +49,6 @@ from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
-from emberkeep.server.tier_service import ServerTier
 from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -96,7 +96,7 @@ class ShardService:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._place = place
-        self._tier = None if tier is None else ServerTier(tier)
+        self._tier = None if tier is None else tier_service.ServerTier(tier)
         self._transport = transport
         self._clock = clock
         self.life = secrets.token_hex(8)
@@ -147,6 +147,7 @@ class ShardService:
             "close": self._close,
             "load": self._load,
             "protect": self._protect,
+            "tier": self._ask_tier,
             "member": self._member,
             "withdraw": self._withdraw,
         }
@@ -333,6 +334,9 @@ class ShardService:
         epoch.serve(int(header.get("after", 0)), header.get("pushes", {}))
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
+
+    def _ask_tier(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        yield tier_service.ask(self._checked(header), header), _NONE
 
     # -- parity ----------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
-"""The tier of a server: where its rows live, and what an operator sees of it."""
+"""The tier of a server: where its rows live, what an operator sees of it, and the batches that its
+run makes durable there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from emberkeep._types import Json
-from emberkeep.errors import ConfigError
+from emberkeep.errors import CancelledError, ConfigError
 from emberkeep.server.epoch import Epoch
 from emberkeep.tables import Table, Tier
 
@@ -42,3 +43,88 @@ class ServerTier:
             "memory_nbytes": self.tier.memory,
             "files": [asdict(file) for file in files],
         }
+
+
+# -- batches of a run ----------------------------------------------------------------------------
+
+
+def ask(epoch: Epoch, header: Json) -> Json:
+    """What the coordinator wants of the files of one shard, for all of them at once."""
+    return _ASKED[str(header["ask"])](epoch, header)
+
+
+def _points(epoch: Epoch, header: Json) -> Json:
+    """The batch that the files come back to; whether rows are as they were then."""
+    slabs = epoch.shard.tier_slabs()
+    points = [slab.log.head.committed for slab in slabs]
+    # Opening has seen to it that they are the same, and commits are made of all of them.
+    first = points[0] if points else None
+    known = first is not None and len({(p and p.batch, p and p.nonce) for p in points}) == 1
+    return {
+        "point": {"batch": first.batch, "nonce": first.nonce, "run": first.run}
+        if known and first is not None
+        else None,
+        "unchanged": all(slab.unchanged for slab in slabs),
+    }
+
+
+def _prepare(epoch: Epoch, header: Json) -> Json:
+    """Declares the rows to be those of a batch, as they are now. The same again changes nothing."""
+    batch, nonce, home, run = (header[name] for name in ("batch", "nonce", "home", "run"))
+    with epoch.between_pushes() as pushes:
+        slabs = epoch.shard.tiers()
+        if any(slab.saving is None or slab.saving.nonce != nonce for slab in slabs):
+            _abandon(epoch, header)
+            try:
+                for slab in slabs:
+                    tables = epoch.shard.table_state()
+                    slab.checkpoint(int(batch), tables, str(nonce), str(home), str(run))
+            except BaseException:  # under way in all of them, or in none
+                _abandon(epoch, header)
+                raise
+    return {"pushes": pushes}
+
+
+def _prepared(epoch: Epoch, header: Json) -> Json:
+    """Whether every file could come back to the batch; raises why one cannot."""
+    progress, done = 0, True
+    for slab in epoch.shard.tier_slabs():
+        saving = slab.saving
+        if saving is None or saving.nonce != header["nonce"]:
+            raise CancelledError(f"batch {header['batch']} was given up")
+        if saving.prepared.done():
+            saving.prepared.result()
+        else:
+            progress, done = progress + saving.word, False
+    return {"prepared": done, "progress": progress}
+
+
+def _record(epoch: Epoch, header: Json) -> Json:
+    """Has every file record what was decided about a batch."""
+    recorded = True
+    for slab in epoch.shard.tier_slabs():
+        prepared, committed = slab.log.prepared, slab.log.head.committed
+        if prepared is not None and prepared.nonce == header["nonce"]:
+            if header["committed"]:
+                slab.commit()
+            else:
+                slab.log.unprepare()
+        elif header["committed"]:
+            recorded = recorded and committed is not None and committed.nonce == header["nonce"]
+    return {"recorded": recorded}
+
+
+def _abandon(epoch: Epoch, header: Json) -> Json:
+    """Gives up the batch under way; what was prepared waits for what is decided about it."""
+    for slab in epoch.shard.tier_slabs():
+        slab.abandon()
+    return {}
+
+
+_ASKED: dict[str, Callable[[Epoch, Json], Json]] = {
+    "points": _points,
+    "prepare": _prepare,
+    "prepared": _prepared,
+    "record": _record,
+    "abandon": _abandon,
+}

@@ -74,7 +74,7 @@ class Keeping:
         state: dict[str, Stateful] = {"progress": progress}
         about: Json = {}
         restart = "--fresh starts it over"
-        if tier.every is not None:
+        if tier.every is not None and not self.settings.two_levels:
             assert tier.path is not None
             state["settings"] = _Agreed(tier.path, self.settings)
             strategy = partial(every=tier.every)

@@ -58,7 +58,7 @@ def run(
 
 def check_fresh(settings: RunConfig, fresh: bool) -> None:
     """Refuses to start a run over that cannot."""
-    if fresh and settings.tier.every is not None:
+    if fresh and settings.tier.every is not None and not settings.two_levels:
         raise ConfigError(
             f"a run that its tier keeps starts over once {settings.tier.path} is removed; leave "
             "--fresh out"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -445,18 +445,35 @@ class RunConfig:
             raise ConfigError(
                 'with cluster.kind = "connect" the tier is that of the servers: leave out '
                 "tier.path, and start them with emberkeep serve --tier")
-        if self.tier.every is not None and self.cluster.kind != "local":
+        if (self.tier.every is not None and self.cluster.kind != "local"
+                and self.checkpoint.path is None):
             raise ConfigError(
-                "tier.every is for cluster.kind = \"local\": servers with a tier are kept in a "
-                "repository, set checkpoint.path")
-        if self.tier.every is not None and self.checkpoint.path is not None:
-            raise ConfigError(
-                "a run is kept in one place: leave out tier.every, and the tier is memory alone, "
-                "or checkpoint.path")
+                "whether a batch of servers took place is decided beside versions: set "
+                "checkpoint.path with tier.every")
+        if self.two_levels:
+            if self.cluster.workers > 1:
+                raise ConfigError(
+                    "tier.every is for one process that trains: leave it out with cluster.workers, "
+                    "and the tiers are memory alone")
+            self.strategy()
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether batches are kept in tiers, and versions in a repository."""
+        return self.tier.every is not None and self.checkpoint.path is not None
 
     def strategy(self) -> Strategy:
         """How the run is saved and recovered."""
-        return self.checkpoint.strategy(self.job.job(shards=self.cluster.shards))
+        from emberkeep.checkpoint.recovery import Recovery
+        from emberkeep.strategies import schedule
+
+        given = self.checkpoint.strategy(self.job.job(shards=self.cluster.shards))
+        if not self.two_levels:
+            return given
+        assert self.tier.every is not None
+        return replace(
+            given, schedule=schedule(self.tier.every), remote=given.schedule,
+            recovery=given.recovery or Recovery())  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

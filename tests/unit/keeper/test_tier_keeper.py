@@ -30,7 +30,7 @@ from emberkeep.errors import (
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.plain_state import pack
 from emberkeep.testing.virtual_clock import VirtualClock
-from emberkeep.tiered import durable_open
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import state as rows
 
 

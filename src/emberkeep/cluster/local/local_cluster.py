@@ -31,9 +31,9 @@ from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered import decisions
-from emberkeep.tiered.durable_open import tier_files
-from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
+from emberkeep.tiers import decisions
+from emberkeep.tiers.durable_open import tier_files
+from emberkeep.tiers.tiered_slab import TieredSlab, TierStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
-from emberkeep.cluster.remote.remote_tiers import refuse_parity
+from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
@@ -110,6 +110,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 "ek.ray_cluster(tier=...), or start servers with emberkeep serve --tier"
             )
         self._tiered = False
+        self.keeps_batches = False
+        """Whether servers come back at the batch that is durable in their files; else empty."""
         self._threads = transport.executor(len(shards), "emberkeep-shard")
         self._returning = threading.RLock()
         # Shards that were lost when it was decided to renew them.
@@ -190,6 +192,13 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     @property
     def tiered(self) -> bool:
         return self._tiered
+
+    @surviving
+    def ask_tiers(self, header: Json) -> list[Json]:
+        """Asks all servers between two pushes."""
+        with self._push_lock:
+            self._serving()
+            return self._each([partial(shard.ask, "tier", header) for shard in self.handles])
 
     def tier_status(self) -> list[Json]:
         """How the files of the servers' tiers are doing, one entry for each; as `TierStatus`."""
@@ -307,7 +316,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if self._tiered:
                 self._check_tiers()
                 shard.await_open()
-                shard.clear()  # what a batch of another run may have left there
+                if not self.keeps_batches:
+                    shard.clear()  # what a batch of another run may have left there
         except ServerError:  # it died too, maybe while it was starting
             raise shard.lose() from None
         if index in self._missed or shard.life != life:
@@ -315,10 +325,12 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self._missed.discard(index)
         self._leases.keep(shard)
 
-    def serve(self, *shards: int) -> None:
+    def serve(self, *shards: int, pushes: Mapping[int, Mapping[str, int]] | None = None) -> None:
+        """`pushes` says of some of them what their rows hold; of others it is what the newest
+        version does."""
         for index in self._named(shards):
             # What this rank counts as lost is not made again by another, what it does not is.
-            self.handles[index].serve(self._last_together())
+            self.handles[index].serve(self._last_together(), (pushes or {}).get(index))
         if not self.lost():
             self._settle_writes()
 

@@ -218,11 +218,12 @@ class RemoteShard:
                 self.lose()
             return same
 
-    def serve(self, after: int = 0) -> None:
+    def serve(self, after: int = 0, pushes: Mapping[str, int] | None = None) -> None:
         """The server answers from here on. Of ranks that push together, the steps up to `after` are
         over, whether its rows have them or not; what workers had pushed before the newest version
-        was cut is in rows that come from it."""
-        self._act("serve", {"after": after, "pushes": self.saved_pushes})
+        was cut is in rows that come from it, unless it is known that they hold other `pushes`."""
+        held = self.saved_pushes if pushes is None else pushes
+        self._act("serve", {"after": after, "pushes": dict(held)})
         self.state = "serving"
 
     def release(self, coordinator: str) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 from emberkeep.cluster.base import PATIENCE, check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
-from emberkeep.cluster.remote.remote_tiers import check_tier
-from emberkeep.cluster.spread import places, warn_of_sharing
+from emberkeep.cluster.spread import check_tier, places, warn_of_sharing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, SecurityError, ServerError
 from emberkeep.runtime import pool as pools

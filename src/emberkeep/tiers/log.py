@@ -30,10 +30,10 @@ from emberkeep.errors import DamageError, TierError
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.runtime.system_calls import read_at
-from emberkeep.tiered import directory
-from emberkeep.tiered.directory import Claim
-from emberkeep.tiered.record_layout import BLOCK, Layout, aligned, bytes_of
-from emberkeep.tiered.superblock import (
+from emberkeep.tiers import directory
+from emberkeep.tiers.directory import Claim
+from emberkeep.tiers.record_layout import BLOCK, Layout, aligned, bytes_of
+from emberkeep.tiers.superblock import (
     ROOM,
     SLOT_NBYTES,
     START,

@@ -19,9 +19,9 @@ from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
-from emberkeep.tiered import durable_open
-from emberkeep.tiered import reads as reading
-from emberkeep.tiered.superblock import START
+from emberkeep.tiers import durable_open
+from emberkeep.tiers import reads as reading
+from emberkeep.tiers.superblock import START
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
 from tests.waiting import until
 

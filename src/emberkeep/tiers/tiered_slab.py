@@ -31,12 +31,12 @@ from emberkeep.runtime.background import Worker
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table
-from emberkeep.tiered.flushes import Flushes
-from emberkeep.tiered.frames import Frames
-from emberkeep.tiered.loads import Loads
-from emberkeep.tiered.log import RowLog
-from emberkeep.tiered.record_layout import Layout, layout_of
-from emberkeep.tiered.superblock import Point
+from emberkeep.tiers.flushes import Flushes
+from emberkeep.tiers.frames import Frames
+from emberkeep.tiers.loads import Loads
+from emberkeep.tiers.log import RowLog
+from emberkeep.tiers.record_layout import Layout, layout_of
+from emberkeep.tiers.superblock import Point
 
 # What a frame costs beside its planes.
 _FRAME_NBYTES = 48
@@ -55,6 +55,7 @@ class Saving:
     floor: int
     nonce: str
     home: str
+    run: str
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
@@ -472,12 +473,15 @@ class TieredSlab(Slab):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint(self, batch: int, tables: Json, nonce: str, home: str = "") -> Future[Point]:
+    def checkpoint(
+        self, batch: int, tables: Json, nonce: str, home: str = "", run: str = ""
+    ) -> Future[Point]:
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
         come back to. `nonce` names the decision about it, which is the same for all files, and
-        `home` leads to where it stands; see `decisions`.
+        `home` leads to where it stands, for the files of a `run` on servers to its store; see
+        `decisions`.
         """
         with self.lock:
             self.log.check()
@@ -489,10 +493,19 @@ class TieredSlab(Slab):
             frames.unsaved = np.zeros_like(frames.unsaved)
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
-            self.saving = Saving(batch, self.stamp, self.trained, tables, self.floor, nonce, home)
+            self.saving = Saving(
+                batch, self.stamp, self.trained, tables, self.floor, nonce, home, run
+            )
             saving = self.saving
         self._wake()
         return saving.prepared
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no row was written since the durable batch, or there is none."""
+        with self.lock:
+            committed = self.log.head.committed
+            return self.stamp == (0 if committed is None else committed.stamp)
 
     def commit(self) -> None:
         """Makes the prepared batch the one to come back to, durably."""

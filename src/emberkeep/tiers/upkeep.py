@@ -15,10 +15,10 @@ import numpy as np
 from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiered.log import Extent
-from emberkeep.tiered.record_layout import aligned
-from emberkeep.tiered.superblock import Point
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiers.log import Extent
+from emberkeep.tiers.record_layout import aligned
+from emberkeep.tiers.superblock import Point
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 # Frames that are copied under one holding of the lock.
 _FRAMES = 2048
@@ -107,7 +107,7 @@ def _save(slab: TieredSlab) -> bool:
         point = Point(
             batch=saving.batch, stamp=saving.stamp, sequence=slab.log.sequence - 1,
             rows=saving.rows, floor=saving.floor, tables=saving.tables, nonce=saving.nonce,
-            home=saving.home,
+            home=saving.home, run=saving.run,
         )  # fmt: skip
         slab.log.reserve_head(prepared=point, **slab.log.free_now())
         free = slab.log.free_segments()

@@ -11,9 +11,9 @@ from emberkeep.kernels import batch_rows as bits
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.clock import Event
 from emberkeep.runtime.pool import ForkLock
-from emberkeep.tiered.frames import LOADING, Frames
-from emberkeep.tiered.log import PATIENCE, RowLog
-from emberkeep.tiered.reads import Reads
+from emberkeep.tiers.frames import LOADING, Frames
+from emberkeep.tiers.log import PATIENCE, RowLog
+from emberkeep.tiers.reads import Reads
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,8 @@ class Point:
     Records up to `stamp` belong to it, and blocks up to `sequence` must all be there; `rows` counts
     its trained rows, records up to `floor` were cleared before it. `tables` holds what rows do not:
     steps and ticks. `nonce` names its decision; points of the first format have none. `home` leads
-    from the file's directory to the one that holds the decision, where that is another tier's.
+    from the file's directory to the one that holds the decision, where that is another tier's. On a
+    server it is the URL of the store that does, and `run` the repository there.
     """
 
     batch: int
@@ -63,6 +64,7 @@ class Point:
     tables: Json
     nonce: str = ""
     home: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ def _point(point: Fields) -> Point:
         batch=point.number("batch", most=10**100), stamp=point.number("stamp"),
         sequence=point.number("sequence"), rows=point.number("rows"),
         floor=point.number("floor"), tables=point.plain("tables"), nonce=nonce, home=home,
+        run=point.text("run") if "run" in point else "",
     )  # fmt: skip
 
 

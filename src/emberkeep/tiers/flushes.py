@@ -10,8 +10,8 @@ from emberkeep._types import I64, U32
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.kernels import log_records as kernels
 from emberkeep.runtime.clock import Event
-from emberkeep.tiered.frames import FLUSHING, Frames
-from emberkeep.tiered.log import PATIENCE, Extent, RowLog
+from emberkeep.tiers.frames import FLUSHING, Frames
+from emberkeep.tiers.log import PATIENCE, Extent, RowLog
 
 # Copies for a checkpoint that may wait to be written before a push writes them itself.
 _MOST_WAITING_NBYTES = 64 * 2**20

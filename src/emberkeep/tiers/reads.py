@@ -15,9 +15,9 @@ from emberkeep.errors import DamageError
 from emberkeep.kernels import log_reads as kernels
 from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import spans
-from emberkeep.tiered.log import RowLog
-from emberkeep.tiered.record_layout import Layout, aligned
-from emberkeep.tiered.superblock import START
+from emberkeep.tiers.log import RowLog
+from emberkeep.tiers.record_layout import Layout, aligned
+from emberkeep.tiers.superblock import START
 
 # Reads under way at once from one thread, and the threads that stand in where there is no queue.
 DEPTH = 64

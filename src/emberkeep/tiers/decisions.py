@@ -22,20 +22,24 @@ from dataclasses import dataclass
 
 import xxhash
 
+from emberkeep.blobs import BlobStore, open_store
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.system_disk import Disk
-from emberkeep.errors import DamageError, EmberkeepError, TierError
+from emberkeep.errors import DamageError, EmberkeepError, MissingObjectError, TierError
 from emberkeep.runtime.fields import Fields, parse
-from emberkeep.tiered import directory
-from emberkeep.tiered.superblock import Point, read_head
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiers import directory
+from emberkeep.tiers.superblock import Point, read_head
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 _FORMAT = 1
 TierFiles = Mapping[str, Sequence[str]]
 """The files of each tier of a run, by its directory; also those of shards that are lost."""
 FIRST_FILE = "rows-0-0.tier"  # every tier has one
 _FILE = re.compile(r"([^\0]*/)?rows-[0-9]+-[0-9]+\.tier\Z")
-_COMMITTED, _ABORTED = "committed", "aborted"
+COMMITTED, ABORTED = "committed", "aborted"
+RUN_DIRECTORY = "tiers/"
+"""Where the repository of a run has the decisions about files on its servers."""
+_REPOSITORY = "repository.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +58,17 @@ class Decisions:
 
         `lives` names every file, by its path from here, and its life as far as it is known.
         """
-        return self._decide(point, _COMMITTED, lives)
+        return self._decide(point, COMMITTED, lives)
 
     def abort(self, point: Point, lives: Mapping[str, int]) -> bool:
         """Gives the batch up, unless it was committed before; whether it took place after all."""
-        return self._decide(point, _ABORTED, lives)
+        return self._decide(point, ABORTED, lives)
 
     def _decide(self, point: Point, outcome: str, lives: Mapping[str, int]) -> bool:
-        name = _name(point)
-        body = {
-            "kind": "tier decision", "format": _FORMAT, "name": name, "outcome": outcome,
-            "batch": point.batch, "nonce": point.nonce, "files": dict(lives),
-        }  # fmt: skip
-        if not self._store.put_if_absent(name, _encode(body)):
-            outcome = self._body(name).text("outcome")
-        return outcome == _COMMITTED
+        return decide(self._store, "", point, outcome, lives)
 
     def _body(self, name: str) -> Fields:
-        content = self._store.get(name)
-        path = os.path.join(self.top, "state", name)
-        with contextlib.suppress(DamageError):
-            whole = Fields(path, parse(path, content))
-            body = whole.object("body")
-            named = body.text("name") == name and all(map(_FILE.match, body.object("files")))
-            decided = body.text("outcome") in (_COMMITTED, _ABORTED)
-            if content == _encode(whole.plain("body")) and named and decided:
-                return body
-        raise DamageError(
-            f"{path} is damaged, so it is not known whether batch {name.split('-')[1]} took place; "
-            "nothing was changed. Bring that file back, or restore a version of a repository into "
-            "a new tier",
-            name=path,
-        )
+        return _body_of(self._store, name)
 
     def forget(self, nonce: str) -> None:
         """Drops the decision of a batch whose outcome every file has recorded."""
@@ -122,9 +105,46 @@ class Decisions:
         return sorted(name for name in found if name.startswith("decision-"))
 
 
+def decide(
+    store: BlobStore, within: str, point: Point, outcome: str, lives: Mapping[str, int]
+) -> bool:
+    """Creates the document that says what becomes of a batch, unless there is one; whether the
+    batch is committed."""
+    name = _name(point)
+    body = {
+        "kind": "tier decision", "format": _FORMAT, "name": name, "outcome": outcome,
+        "batch": point.batch, "nonce": point.nonce, "files": dict(lives),
+    }  # fmt: skip
+    if point.run:
+        body["run"] = point.run
+    if not store.put_if_absent(within + name, _encode(body)):
+        outcome = _body_of(store, within + name).text("outcome")
+    return outcome == COMMITTED
+
+
+def _body_of(store: BlobStore, at: str) -> Fields:
+    content, name = store.get(at), at.rpartition("/")[2]
+    path = f"{store.url}/{at}"
+    with contextlib.suppress(DamageError):
+        whole = Fields(path, parse(path, content))
+        body = whole.object("body")
+        named = body.text("name") == name and all(map(_FILE.match, body.object("files")))
+        decided = body.text("outcome") in (COMMITTED, ABORTED)
+        if content == _encode(whole.plain("body")) and named and decided:
+            return body
+    raise DamageError(
+        f"{path} is damaged, so it is not known whether batch {name.split('-')[1]} took place; "
+        "nothing was changed. Bring that file back, or restore a version of a repository into "
+        "a new tier",
+        name=path,
+    )
+
+
 def took_place(point: Point, top: str, lives: Mapping[str, int], disk: Disk) -> bool:
     """Whether a batch that a file below `top` has prepared was committed; if nobody has decided
     that yet, it is given up."""
+    if point.run:
+        return _took_place_in_run(point, top, lives)
     home = os.path.normpath(os.path.join(top, point.home))
     if home != top and not directory.is_there(os.path.join(home, FIRST_FILE)):
         raise TierError(
@@ -132,6 +152,23 @@ def took_place(point: Point, top: str, lives: Mapping[str, int], disk: Disk) -> 
             f"{home}, where there is no tier; nothing was changed. Mount its disk or bring it back"
         )
     return Decisions(home, disk).abort(point, _seen_from(home, top, lives))
+
+
+def _took_place_in_run(point: Point, top: str, lives: Mapping[str, int]) -> bool:
+    """Of a server's files, whose run decides beside its versions."""
+    store = open_store(point.home)
+    try:
+        identity = json.loads(store.get(_REPOSITORY))["body"]["repository"]
+    except (MissingObjectError, ValueError, LookupError, TypeError):
+        identity = None
+    if identity != point.run:  # an empty mount, say: nothing may be decided there
+        raise TierError(
+            f"{top} has prepared batch {point.batch}, and whether that took place is decided in "
+            f"the repository {point.run} at {store.url}, which is not there; nothing was changed. "
+            "Mount its disk or bring it back"
+        )
+    files = {f"{os.path.basename(top)}/{name}": life for name, life in lives.items()}
+    return decide(store, RUN_DIRECTORY, point, ABORTED, files)
 
 
 def _name(point: Point) -> str:

@@ -26,11 +26,11 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier
-from emberkeep.tiered import directory, upkeep
-from emberkeep.tiered.decisions import Decisions, took_place
-from emberkeep.tiered.log import MOST_ROWS, RowLog
-from emberkeep.tiered.record_layout import Layout, aligned
-from emberkeep.tiered.superblock import (
+from emberkeep.tiers import directory, upkeep
+from emberkeep.tiers.decisions import Decisions, took_place
+from emberkeep.tiers.log import MOST_ROWS, RowLog
+from emberkeep.tiers.record_layout import Layout, aligned
+from emberkeep.tiers.superblock import (
     START,
     Point,
     Superblock,
@@ -39,7 +39,7 @@ from emberkeep.tiered.superblock import (
     read_head,
     unpack_bits,
 )
-from emberkeep.tiered.tiered_slab import TieredSlab
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20

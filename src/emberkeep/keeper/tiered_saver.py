@@ -1,0 +1,240 @@
+"""Two levels: batches in the tiers of a run, often, and versions in its repository, seldom.
+
+A save makes a batch durable where rows live; now and then, as the strategy says, it also cuts a
+version of the same step. Whichever is newer is what a run goes on from. Rows are read over the
+network only where files are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from emberkeep.blobs import BlobStore
+from emberkeep.checkpoint.recovery import Home, load_shards, steps_of
+from emberkeep.checkpoint.save import Counters, Saving
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
+from emberkeep.cluster.remote.remote_tiers import RemoteTiers
+from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.keeper.model_parts import Parts
+from emberkeep.keeper.repository_saver import RepositorySaver
+from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
+from emberkeep.keeper.run_state import Captured
+from emberkeep.keeper.tier_saver import TierSaver, local_saver
+from emberkeep.repository import Manifest
+from emberkeep.runtime.clock import Clock
+from emberkeep.strategies import Every, Strategy
+
+Older = Callable[[Home, Sequence[int], int], object]
+
+
+class TieredSaver(RepositorySaver):
+    """The saver of a repository, and of the tiers that hold all rows of its run.
+
+    `on_older` hears of shards that come back from a version although a later batch is durable:
+    before they do, with the step of that version.
+    """
+
+    on_older: Older | None = None
+
+    def __init__(
+        self, store: BlobStore, parts: Parts, strategy: Strategy, *, on_event: Hear, clock: Clock,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        assert strategy.remote is not None
+        self._remote: Every = strategy.remote
+        clusters = _clusters(parts)
+        super().__init__(store, parts.subject, strategy, on_event=on_event, clock=clock, **options)
+        self._tier = _tier_saver(clusters, parts, store, self.repository.id, on_event, clock)
+        self._version_at, self._version_step = clock.monotonic(), 0
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> Kept | None:  # type: ignore[override]
+        """The newest of what is durable in tiers and in the repository."""
+        batch, manifest = self._tier.resumable(), self._whole
+        if manifest is None or (batch is not None and batch >= manifest.step):
+            return batch
+        return manifest
+
+    @property
+    def exact(self) -> bool:
+        """Whether the newest version, too, holds the step that is durable: the end of a run is a
+        version."""
+        return super().exact and super().committed_step == self.committed_step
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """Batches are made one at a time; a version under way does not hold them up."""
+        return self._tier.busy
+
+    @property
+    def committed_step(self) -> int | None:
+        steps = [s for s in (super().committed_step, self._tier.committed_step) if s is not None]
+        return max(steps, default=None)
+
+    def holds_run(self) -> bool:
+        return super().holds_run() or self._tier.resumable() is not None
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def cut(
+        self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
+    ) -> Saving[Any]:
+        """A batch; and a version where one is due. The beginning of a run is a version alone."""
+        if step == 0:
+            self._tier.forget()
+            return self._cut_version(step, state, counters)
+        saving: Saving[Any] = self._tier.cut(step, state, counters)
+        under_way = self._saving is not None and not self._saving.ended.is_set()
+        if self._version_due(step) and not under_way:
+            self._cut_version(step, state, counters)
+        return saving
+
+    def _cut_version(
+        self, step: int, state: Captured | None, counters: Counters
+    ) -> Saving[Manifest]:
+        saving = super().cut(step, state, counters)
+        self._version_at, self._version_step = self._clock.monotonic(), step
+        return saving
+
+    def _version_due(self, step: int) -> bool:
+        every = self._remote
+        if every.steps is not None:
+            return step // every.steps > self._version_step // every.steps
+        assert every.time is not None
+        return timedelta(seconds=self._clock.monotonic() - self._version_at) >= every.time
+
+    def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
+        """A last version; batches end here."""
+        self._tier.close()
+        return super().finish(step, state, counters)
+
+    def make_room(self) -> None:
+        self._tier.make_room()
+
+    def check(self, least: int | None = None) -> None:
+        self._tier.check(least)
+        super().check(least)
+
+    def join(self, timeout: timedelta | None = None) -> bool:
+        """Waits for batch and version; with a time for the batch alone, since a run that has no
+        time left can go on from it."""
+        joined = self._tier.join(timeout)
+        return joined if timeout is not None else super().join()
+
+    def wait(self) -> Kept | None:  # type: ignore[override]
+        made = [super().wait(), self._tier.wait()]
+        kept = [one for one in made if one is not None]
+        return max(kept, key=lambda one: one.step, default=None)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._tier.cancel()
+        self._tier.join()  # else files might be closed while they are committed
+
+    def _end(self) -> None:
+        self._tier.close()
+        super()._end()
+
+    # -- going back ------------------------------------------------------------------------------
+
+    def bring_back(
+        self, version: int | str | None, *, fall_back: bool, fits: Callable[[Captured], object]
+    ) -> Returned | None:
+        """From the tiers where all files have the newest durable batch; else from the version,
+        and that batch is given up for good."""
+        newest = self.repository.newest_whole()
+        manifest = None if newest is None else self.repository.manifest(newest)
+        batch = self._tier.resumable() if version is None else None
+        if batch is not None and (manifest is None or batch >= manifest.step):
+            returned = self._from_tiers(fits)
+            if returned is not None:
+                self.forget_chain()  # what was deleted since the version is not known any more
+                self._whole = manifest
+                self._version_step = 0 if manifest is None else manifest.step
+                return returned
+        self._tier.forget()
+        restored = super().bring_back(version, fall_back=fall_back, fits=fits)
+        self._version_step = 0 if restored is None else restored.kept.step
+        return restored
+
+    def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
+        self._tier.join()
+        if not self._tier.tiers.at_batch():
+            self._tier.tiers.reopen()
+            if not self._tier.tiers.at_batch():
+                return None
+        return self._tier.bring_back(None, fall_back=False, fits=fits)
+
+    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:  # type: ignore[override]
+        """Each from its own files, where they have the newest durable batch; others from the
+        newest version, all of them at once."""
+        kept: Kept | None = None
+        for home, shards in lost:
+            if isinstance(self.whole, DurableStep):
+                kept = self._recover_from_files(home, shards) or kept
+            else:
+                kept = super().recover_shards([(home, shards)])
+        return kept
+
+    def _recover_from_files(self, home: Home, shards: Sequence[int]) -> Kept | None:
+        steps = steps_of(home.cluster)
+        back, empty = self._tier.tiers.renew(home.cluster, shards)
+        if empty:
+            if self._whole is None:
+                raise ShardLostError(empty)
+            if self.on_older is not None:
+                self.on_older(home, empty, self._whole.step)
+            load_shards(self, home, empty, steps)
+        self._tier.serve_back(home, back, steps)
+        home.cluster.serve(*empty)
+        self.forget_chain()
+        return self._whole if empty else self._tier.whole
+
+
+def _clusters(parts: Parts) -> Sequence[Any]:
+    """All clusters of the model; refused where rows are elsewhere than in tiers."""
+    clusters = [home.cluster for home in parts.subject.homes()]
+    without = [
+        *parts.tables.tables,
+        *(table.name for cluster in clusters if not cluster.tiered for table in cluster.tables),
+    ]
+    if without or not clusters:
+        what = f"table {without[0]!r} has none" if without else "the model has no tables"
+        raise ConfigError(
+            f"ek.tiered keeps batches in the tiers of all tables, and {what}: give tier= to the "
+            "tables, or to the servers that hold them, or use ek.incremental"
+        )
+    return clusters
+
+
+def _tier_saver(
+    clusters: Sequence[Any], parts: Parts, store: BlobStore, run: str, on_event: Hear, clock: Clock
+) -> TierSaver:
+    on_servers = [cluster for cluster in clusters if isinstance(cluster, RemoteCluster)]
+    if not on_servers:
+        return local_saver(parts, on_event=on_event, clock=clock)
+    if len(on_servers) < len(clusters):
+        raise ConfigError(
+            "some tables are on servers and some in this process, and one batch of both cannot be "
+            "decided: put all of them on servers, or use ek.incremental"
+        )
+    if not all(cluster.reaches(store.url) for cluster in on_servers):
+        raise ConfigError(
+            f"servers ask {store.url} whether a batch took place, and cannot reach it: use a store "
+            "that all nodes reach"
+        )
+    tiers = RemoteTiers(on_servers, store, run, clock)
+    return TierSaver(tiers, store, store.url, on_event=on_event, clock=clock)
+
+
+def check_ranks(strategy: Strategy, world: int) -> None:
+    """Refuses what is for one process that trains."""
+    if strategy.remote is not None and world > 1:
+        raise ConfigError(
+            f"ek.tiered is for one process that trains, and there are {world}: use ek.incremental "
+            "or ek.partial, and tiers serve as memory"
+        )
