@@ -14,8 +14,11 @@ from emberkeep.checkpoint.restore import Restored, check_holders, load
 from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
+from emberkeep.checkpoint.target_view import view_of
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.checkpoint.widths import Widths
+from emberkeep.cluster.base import Cluster
+from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.plain_state import Packed, pack, unpack
@@ -70,6 +73,8 @@ class RepositorySaver(Checkpointer):
             )
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
+        check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
+                   repository.id)  # fmt: skip
         super().__init__(
             repository,
             subject,

@@ -163,10 +163,12 @@ class TieredSaver(RepositorySaver):
 
     def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
         self._tier.join()
-        if not self._tier.tiers.at_batch():
+        there = self._tier.tiers.at_batch()
+        if there is False:  # trained on since
             self._tier.tiers.reopen()
-            if not self._tier.tiers.at_batch():
-                return None
+            there = self._tier.tiers.at_batch()
+        if not there:
+            return None
         return self._tier.bring_back(None, fall_back=False, fits=fits)
 
     def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:  # type: ignore[override]

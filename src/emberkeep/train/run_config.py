@@ -229,10 +229,10 @@ class TierSettings:
         if self.must_exist and self.every is None:
             raise ConfigError("must_exist is for a run that is kept in its tier: set every")
         if self.path is None:
-            if self.every is not None:
-                raise ConfigError("every needs files: set path")
-            return
-        self.spec()
+            if self.exclusive:
+                raise ConfigError("exclusive is for path: set it")
+        else:
+            self.spec()
         if self.every is not None:
             from emberkeep.strategies import schedule
 
@@ -441,6 +441,9 @@ class RunConfig:
             raise ConfigError(
                 "failures end the run unless checkpoint.recovery is set, full or partial, "
                 "tier.every, or parity.k")
+        if self.tier.every is not None and self.tier.path is None and (
+                self.cluster.kind != "connect"):
+            raise ConfigError("tier.every needs files: set tier.path")
         if self.tier.path is not None and self.cluster.kind == "connect":
             raise ConfigError(
                 'with cluster.kind = "connect" the tier is that of the servers: leave out '

@@ -58,12 +58,13 @@ class LocalTiers:
         """The name of what belongs to the rows of the durable batch."""
         return _name(self.batch() or 0)
 
-    def at_batch(self) -> bool:
-        """Whether all rows are those of the durable batch, as they are now."""
+    def at_batch(self) -> bool | None:
+        """Whether all rows are those of the durable batch, as they are now; None if not all files
+        have it."""
         clusters = (self._cluster, *self._beside)
         shards = [shard for cluster in clusters for shard in cluster.shards]
         slabs = [slab for shard in shards if shard.state != "lost" for slab in shard.tier_slabs()]
-        return self.batch() is not None and all(slab.unchanged for slab in slabs)
+        return None if self.batch() is None else all(slab.unchanged for slab in slabs)
 
     def reopen(self) -> None:
         """Takes all shards back to what is durable in their files."""

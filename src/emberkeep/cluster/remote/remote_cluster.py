@@ -162,20 +162,22 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 about = {**self._about(), "begins": True}
                 self._check_tiers()
                 self._each([partial(shard.admit, epoch, about) for shard in self.handles])
+                # First: one that has opened its files holds its lease while others are at it.
+                self._leases = Leases(
+                    self._coordinator, self.handles, self.security, self.timing, **self._over
+                )
+                self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
+                self._each([shard.await_open for shard in self.handles])
                 break
             except ServerError as error:
                 # A coordinator that died holds the lease for a while; a server may be starting.
+                if self._finalizer is not None:
+                    self._finalizer()
                 left = until - self._clock.monotonic()
                 if left < 0:
                     raise
                 waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
-        # First: one that has opened its files holds its lease while others are at it.
-        self._leases = Leases(
-            self._coordinator, self.handles, self.security, self.timing, **self._over
-        )
-        self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
-        self._each([shard.await_open for shard in self.handles])
         self._each([shard.serve for shard in self.handles])
 
     def _check_tiers(self) -> None:

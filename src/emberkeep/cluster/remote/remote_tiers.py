@@ -16,6 +16,7 @@ from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
+from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import EmberkeepError, EpochError, ShardLostError, StateError, TierError
@@ -44,8 +45,7 @@ class _Batch:
 class RemoteTiers:
     """The tiers of the servers of one run, whose repository is in `store`.
 
-    From here on its servers come back at the batch that is durable in their files. Files of
-    another run are refused.
+    From here on its servers come back at the batch that is durable in their files.
     """
 
     def __init__(
@@ -63,13 +63,6 @@ class RemoteTiers:
     def _look(self) -> None:
         """Learns from the servers which batch is durable, if all of them have the same."""
         points = [self._point(shard) for _, shard in self._shards()]
-        for (_, shard), point in zip(self._shards(), points, strict=True):
-            if point is not None and point["run"] != self._run:
-                raise StateError(
-                    f"shard {shard.index} at {shard.address} has files of another run: the "
-                    f"repository {point['run'] or 'of none'}, and this is {self._run}; nothing was "
-                    "changed. Name another path for its tier, or remove its files"
-                )
         first = points[0]
         if first is not None and all(point == first for point in points):
             self._durable = _Batch(int(first["batch"]), str(first["nonce"]))
@@ -103,12 +96,13 @@ class RemoteTiers:
         assert self._durable is not None
         return self._durable.state_name
 
-    def at_batch(self) -> bool:
-        """Whether the rows of all servers are those of the durable batch, as they are now."""
-        if self._durable is None:
-            return False
+    def at_batch(self) -> bool | None:
+        """Whether the rows of all servers are those of the durable batch, as they are now; None if
+        not all files have it."""
         replies = [self._ask(shard, {"ask": "points"}) for _, shard in self._shards()]
-        return all(self._is_durable(r["point"]) and r["unchanged"] for r in replies)
+        if not all(self._is_durable(reply["point"]) for reply in replies):
+            return None
+        return all(reply["unchanged"] for reply in replies)
 
     def _is_durable(self, point: Json | None) -> bool:
         durable = self._durable
@@ -267,6 +261,21 @@ class RemoteTiers:
                 return connection.act("tier", about, deadline=deadline)[0]
         except EpochError:
             raise ShardLostError((shard.index,)) from None
+
+
+def check_runs(clusters: Sequence[Cluster], run: str) -> None:
+    """Refuses servers whose files are those of another run."""
+    for cluster in clusters:
+        if not isinstance(cluster, RemoteCluster) or not cluster.tiered or not cluster.coordinates:
+            continue
+        for shard, reply in zip(cluster.handles, cluster.ask_tiers({"ask": "points"}), strict=True):
+            point = reply["point"]
+            if point is not None and point["run"] != run:
+                raise StateError(
+                    f"shard {shard.index} at {shard.address} has files of another run, that of the "
+                    f"repository {point['run'] or '(none)'}, and this is {run}; nothing was "
+                    "changed. Name another path for its tier, or remove its files"
+                )
 
 
 def _to_write(shard: RemoteShard) -> str:
