@@ -196,6 +196,10 @@ class TierError(EmberkeepError):
     exit_code = 40
 
 
+class TierInUseError(TierError):
+    """Another process or another model has the files; worth retrying once that has ended."""
+
+
 class ChangedError(EmberkeepError):
     """What was being read was rearranged by its writer meanwhile; nothing is wrong: read again."""
 

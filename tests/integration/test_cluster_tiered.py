@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import pytest
 
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, TierError
 from emberkeep.runtime import pool
@@ -30,6 +32,7 @@ from tests.contracts.engine import (
 )
 from tests.servers import Farm, FarmLauncher
 
+SECOND = timedelta(seconds=1)
 QUICK = ("adagrad",)
 ALL = 1 << 20
 
@@ -204,6 +207,9 @@ def test_what_cannot_be_is_refused(clusters: Clusters, farm: Farm, root: Path) -
         FlightCluster(tables(), Adagrad(lr=0.1), mixed, pool=pool.Pool(1))
     same = FarmLauncher(farm, 1, tier=cluster.launcher.tier)
     with pytest.raises(TierError, match="in use by another process"):
-        FlightCluster(tables(), Adagrad(lr=0.1), same, pool=pool.Pool(1))
+        FlightCluster(
+            tables(), Adagrad(lr=0.1), same, pool=pool.Pool(1),
+            timing=Timing(deadline=SECOND, lease=SECOND),
+        )  # fmt: skip
     mixed.end()
     same.end()

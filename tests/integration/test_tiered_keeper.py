@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,20 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.errors import ShardLostError
+from emberkeep.cluster.remote.remote_tiers import RemoteTiers
+from emberkeep.errors import (
+    CancelledError,
+    ConfigError,
+    NoRepositoryError,
+    ShardLostError,
+    StateError,
+)
 from emberkeep.keeper.run_saver import DurableStep
 from emberkeep.repository import Manifest
 from emberkeep.runtime import pool
 from emberkeep.strategies import Strategy
 from emberkeep.tables import Optimizer, Table, Tier
+from emberkeep.tiers import durable_open
 from tests.contracts.engine import state as rows
 from tests.servers import Farm, FarmLauncher
 
@@ -127,18 +137,32 @@ class Run:
         self.cluster.close()
 
 
-def plain(steps: int) -> list[Any]:
-    """The bits of a run in memory, after so many steps."""
-    torch.manual_seed(0)
-    model = Model(TABLES, local(shards=SHARDS))
-    optimizers = [model.bags.optimizer, torch.optim.Adam(model.top.parameters(), lr=0.01)]
+def _train(model: Model, optimizers: Sequence[torch.optim.Optimizer], steps: int) -> None:
     for step in range(steps):
         model(step).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def plain(steps: int) -> list[Any]:
+    """The bits of a run in memory, after so many steps."""
+    torch.manual_seed(0)
+    model = Model(TABLES, local(shards=SHARDS))
+    optimizers = [model.bags.optimizer, torch.optim.Adam(model.top.parameters(), lr=0.01)]
+    _train(model, optimizers, steps)
     dense = [parameter.detach().tolist() for parameter in model.top.parameters()]
     return [rows(model.bags.cluster), dense]
+
+
+def rows_at(shard: int, steps: int) -> dict[str, str]:
+    """What one shard holds after so many steps in memory."""
+    torch.manual_seed(0)
+    model = Model(TABLES, local(shards=SHARDS))
+    optimizers = [model.bags.optimizer, torch.optim.Adam(model.top.parameters(), lr=0.01)]
+    _train(model, optimizers, steps)
+    handle = model.bags.cluster.handles[shard]
+    return {table.name: str(handle.digest(table.name)) for table in TABLES}
 
 
 OFTEN = ek.tiered(every=2, remote=6)
@@ -234,3 +258,187 @@ def test_a_server_that_is_killed_comes_back_alone_from_its_files(
     run.train(2)
     assert run.keeper.steps == 8
     run.end()
+
+
+def test_several_servers_are_lost_and_the_files_of_one_with_it(
+    launcher: FarmLauncher, root: Path
+) -> None:
+    """One comes back from its files, the other from the repository, and that is counted."""
+    run = Run(OnServers(launcher), root / "r", ek.tiered(every=4, remote=2, recovery="partial"))
+    run.keeper.resume()
+    run.train(6)  # batch 4, with a version of step 4
+    run.keeper._saver._remote = ek.tiered(every=4, remote=50).remote  # and no other
+    run.train(4)  # batch 8
+    for shard in (1, 2):
+        launcher.kill(shard)
+    shutil.rmtree(root / "t" / "shard-2")
+    expected = {1: rows_at(1, 8), 2: rows_at(2, 4)}
+    made = run.keeper.recover(None)
+    while made is None:  # the loss is noticed by the next call
+        with pytest.raises(ShardLostError):
+            run.cluster.handles[1].digest("a")
+        made = run.keeper.recover(None)
+    assert made.scope == "partial"
+    assert run.keeper.steps == 10
+    if made.shards == (1,):
+        with pytest.raises(ShardLostError):
+            run.cluster.handles[2].digest("a")
+        assert run.keeper.recover(None) is not None
+    # Shard 1 has lost steps 9 and 10, shard 2 those since the version.
+    assert run.keeper.recoveries().pls == pytest.approx((2 + 6) / (TOTAL * SHARDS))
+    for shard, rows_then in expected.items():
+        assert {t.name: str(run.cluster.handles[shard].digest(t.name)) for t in TABLES} == rows_then
+    run.train(2)
+    run.end()
+
+
+def test_a_version_that_is_named_gives_the_batch_up(launcher: FarmLauncher, root: Path) -> None:
+    first = Run(OnServers(launcher), root / "r", OFTEN)
+    first.keeper.resume()
+    first.train(9)
+    first.end()
+    back = Run(OnServers(launcher), root / "r", OFTEN)
+    kept = back.keeper.resume(2)
+    assert kept is not None
+    assert kept.step == 6
+    assert back.bits() == plain(6)
+    back.end()
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    kept = again.keeper.resume()
+    assert kept is not None
+    assert kept.step == 6
+    again.end()
+
+
+def test_rows_that_were_trained_since_go_back_too(launcher: FarmLauncher, root: Path) -> None:
+    run = Run(OnServers(launcher), root / "r", OFTEN)
+    run.keeper.resume()
+    run.train(7)
+    assert run.keeper.resume() == DurableStep(6)
+    assert run.bits() == plain(6)
+    run.train(3)
+    assert run.bits() == plain(9)
+    run.end()
+
+
+def test_files_of_another_run_are_refused(launcher: FarmLauncher, root: Path) -> None:
+    first = Run(OnServers(launcher), root / "r", OFTEN)
+    first.keeper.resume()
+    first.train(2).end()
+    for strategy in (OFTEN, ek.incremental()):
+        with pytest.raises(StateError, match=r"shard 0 at .* has files of another run"):
+            Run(OnServers(launcher), root / "other", strategy)
+    changed = [Table("a", rows=61, dim=4), *TABLES[1:]]
+    with pytest.raises(StateError, match="belongs to another model: its table 'a'"):
+        Run(OnServers(launcher), root / "r", OFTEN, tables=changed)
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    assert again.keeper.resume() == DurableStep(2)
+    again.end()
+
+
+def test_a_run_that_keeps_versions_alone_uses_files_as_memory(
+    launcher: FarmLauncher, root: Path
+) -> None:
+    first = Run(OnServers(launcher), root / "r", OFTEN)
+    first.keeper.resume()
+    first.train(9).end()
+    run = Run(OnServers(launcher), root / "r", ek.incremental(every=4, recovery="full"))
+    kept = run.keeper.resume()
+    assert kept is not None
+    assert kept.step == 6
+    run.train(3)  # version 8
+    launcher.kill(0)
+    with run.keeper.surviving():
+        run.train(1)
+    assert run.bits() == plain(8)
+    run.end()
+
+
+def test_what_cannot_be_is_refused(launcher: FarmLauncher, root: Path, farm: Farm) -> None:
+    with pytest.raises(ConfigError, match=r"decided beside the versions.*give the keeper a repo"):
+        Run(OnServers(launcher), None, ek.incremental())
+    with pytest.raises(ConfigError, match="neither with prioritised"):
+        replace(OFTEN, parity=ek.Parity(k=2, r=1))
+    with pytest.raises(ConfigError, match="table 'a' has none: give tier="):
+        Run(local(), root / "r", OFTEN)
+    assert not (root / "r").exists()
+    with pytest.raises(NoRepositoryError, match="must exist"):
+        Run(OnServers(launcher), root / "new", OFTEN, must_exist=True)
+
+
+def test_in_process_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    tier = Tier(root / "t", memory=60_000)
+    tables = [replace(table, tier=tier) for table in TABLES]
+
+    def start() -> Run:
+        return Run(local(shards=SHARDS), root / "r", OFTEN, tables=tables)
+
+    first = start()
+    first.keeper.resume()
+    first.train(9).end()
+    again = start()
+    assert again.keeper.resume() == DurableStep(8)
+    assert again.bits() == plain(8)
+    again.cluster.kill(1)
+    with again.keeper.surviving():
+        again.train(1)
+    assert again.bits() == plain(8)
+    again.train(2).end()
+    back = start()
+    kept = back.keeper.resume(2)
+    assert kept is not None
+    assert kept.step == 6
+    back.end()
+    third = start()
+    kept = third.keeper.resume()
+    assert kept is not None
+    assert kept.step == 6
+    assert third.bits() == plain(6)
+    third.end()
+
+
+# -- between prepare, decision and record --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "durable"),
+    [("before the decision", 4), ("after the decision", 4), ("opened before the decision", 2)],
+)
+def test_a_server_that_dies_in_a_commit(
+    launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch, moment: str, durable: int
+) -> None:
+    """The decision says which batch it comes back to, never what files hold."""
+    run = Run(OnServers(launcher), root / "r", OFTEN)
+    run.keeper.resume()
+    run.train(3)
+    decide = RemoteTiers._decide
+
+    def dying(tiers: RemoteTiers, pending: Any, outcome: str) -> bool:
+        monkeypatch.setattr(RemoteTiers, "_decide", decide)
+        if moment == "after the decision":
+            decided = decide(tiers, pending, outcome)
+        launcher.kill(1)
+        if moment == "opened before the decision":
+            shard = run.cluster.handles[1]
+            shard.lose()
+            run.cluster.renew(1)
+            object.__setattr__(pending, "epochs", {k: s.epoch for k, s in tiers._shards()})
+        if moment != "after the decision":
+            decided = decide(tiers, pending, outcome)
+        return decided
+
+    monkeypatch.setattr(RemoteTiers, "_decide", dying)
+    for _ in range(2):
+        with suppress(CancelledError), run.keeper.surviving():
+            run.train(1)
+    run.keeper.recover()
+    assert run.keeper.steps >= durable
+    monkeypatch.undo()
+    run.end()
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    kept = again.keeper.resume()
+    assert kept is not None
+    assert again.bits() == plain(kept.step)
+    assert kept.step >= durable
+    again.end()

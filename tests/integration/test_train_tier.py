@@ -107,6 +107,21 @@ def test_servers_with_a_tier_give_the_same_bits(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "t").iterdir()) == ["shard-0", "shard-1"]
 
 
+@pytest.mark.parametrize("kind", ["local", "servers"])
+def test_batches_in_tiers_and_versions_in_a_repository(tmp_path: Path, kind: str) -> None:
+    two_levels = [
+        f"cluster.kind={kind}", "cluster.shards=2", f'checkpoint.path="{tmp_path / "r"}"',
+        'checkpoint.every="6 steps"',
+    ]  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        run(tiered(tmp_path / "t", *two_levels), hooks=[Stop(after=10)])
+    again = Stop()
+    result = run(tiered(tmp_path / "t", *two_levels), hooks=[again])
+    assert result.resumed_step == 9
+    assert again.heard("resumed") == [{"version": None, "step": 9, "lost": []}]
+    assert result.digest == run(small("cluster.shards=2")).digest
+
+
 @pytest.mark.parametrize(("when", "step"), [("pull", 8), ("push", 9)])
 def test_a_lost_shard_comes_back_alone_and_its_losses_are_counted(
     tmp_path: Path, when: str, step: int

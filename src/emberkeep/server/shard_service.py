@@ -285,19 +285,15 @@ class ShardService:
 
     def _open(self, header: Json, tables: Sequence[Table], optimizer: Optimizer) -> None:
         """Begins an epoch: empty, or at the durable batch of its tier."""
-        number, count = int(header["epoch"]), int(header["shards"])
-        if self._tier is not None:
-            tables = self._tier.holding(tables, int(header["shard"]))
-        shard = Shard(
-            tables, optimizer, index=int(header["shard"]), count=count, seed=int(header["seed"]),
-            pool=self._pool, epoch=number, state="recovering", clock=self._clock,
-            alone=self._tier is not None, advance=self.long_work.advance,
+        shard = tier_service.open_shard(
+            self._tier, header, tables, optimizer, pool=self._pool, clock=self._clock,
+            advance=self.long_work.advance,
         )  # fmt: skip
         if header.get("tracked"):
             shard.track(priority_of(header))
         self._epoch = Epoch(
-            number, shard, shards=count, coordinator=str(header["coordinator"]),
-            lease_seconds=float(header["lease_seconds"]),
+            shard.epoch, shard, shards=int(header["shards"]),
+            coordinator=str(header["coordinator"]), lease_seconds=float(header["lease_seconds"]),
             meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
             tables=header["tables"], clock=self._clock,
         )  # fmt: skip

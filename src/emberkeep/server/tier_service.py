@@ -8,9 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from emberkeep._types import Json
-from emberkeep.errors import CancelledError, ConfigError
+from emberkeep.cluster.shard import Shard
+from emberkeep.errors import CancelledError, ConfigError, TierInUseError
+from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch
-from emberkeep.tables import Table, Tier
+from emberkeep.tables import Optimizer, Table, Tier
+
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,33 @@ class ServerTier:
             "memory_nbytes": self.tier.memory,
             "files": [asdict(file) for file in files],
         }
+
+
+def open_shard(
+    tier: ServerTier | None, header: Json, tables: Sequence[Table], optimizer: Optimizer, *,
+    pool: Pool, clock: Clock, advance: Callable[[], object],
+) -> Shard:  # fmt: skip
+    """The shard that a coordinator asks for: empty, or at the durable batch of its files.
+
+    Files that are in use are waited for, as long as a lease: the server that had them, of a trainer
+    that was killed say, may take a moment to end.
+    """
+    index, number = int(header["shard"]), int(header["epoch"])
+    if tier is not None:
+        tables = tier.holding(tables, index)
+    until = clock.monotonic() + float(header["lease_seconds"])
+    while True:
+        try:
+            return Shard(
+                tables, optimizer, index=index, count=int(header["shards"]),
+                seed=int(header["seed"]), pool=pool, epoch=number, state="recovering",
+                clock=clock, alone=tier is not None, advance=advance,
+            )  # fmt: skip
+        except TierInUseError:
+            if clock.monotonic() > until:
+                raise
+        advance()
+        clock.sleep(_POLL_SECONDS)
 
 
 # -- batches of a run ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import warnings
 import weakref
 
 from emberkeep.blobs.system_disk import Disk
-from emberkeep.errors import TierError
+from emberkeep.errors import TierError, TierInUseError
 
 _LOCK = "lock"
 _STATE = "state"
@@ -140,8 +140,8 @@ def check_unlocked(path: str) -> None:
         os.close(handle)
 
 
-def _in_use(path: str) -> TierError:
-    return TierError(
+def _in_use(path: str) -> TierInUseError:
+    return TierInUseError(
         f"{path} is in use by another process or another model: end that one first, or name "
         "another path"
     )

@@ -22,6 +22,7 @@ import xxhash
 from torch import nn
 
 from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
@@ -76,8 +77,9 @@ def _run(
     batch_size, world = settings.run.batch_size, settings.cluster.workers
     steps = -(-(inputs.train.count() or 0) // batch_size)
     bags = build.embeddings(settings, inputs.rows, steps=steps, rank=rank)
-    if isinstance(bags.cluster, LocalCluster):
-        stack.callback(bags.cluster.close)
+    cluster = bags.cluster
+    if isinstance(cluster, LocalCluster) or (isinstance(cluster, RemoteCluster) and cluster.tiered):
+        stack.callback(cluster.close)
     network = build.model(settings, bags, features=len(inputs.rows), dense=inputs.dense)
     trained = network if world == 1 else nn.parallel.DistributedDataParallel(network)
     optimizers = [bags.optimizer, build.dense_optimizer(settings, network)]

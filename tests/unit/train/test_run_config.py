@@ -7,6 +7,7 @@ import pytest
 
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
+from emberkeep.strategies import schedule
 from emberkeep.tables import Adam, RowWiseAdagrad, Tier
 from emberkeep.train.run_config import (
     DEMO,
@@ -115,7 +116,16 @@ def test_failures_that_cannot_work(overrides: list[str], complaint: str) -> None
             "start them with emberkeep serve --tier",
         ),
         (["tier.path=x", "tier.every=5 steps", "cluster.kind=ray"], "set checkpoint.path"),
-        (["tier.path=x", "tier.every=5 steps", "checkpoint.path=y"], "kept in one place"),
+        (
+            [
+                "tier.path=x",
+                "tier.every=5 steps",
+                "cluster.kind=ray",
+                "cluster.workers=2",
+                "checkpoint.path=y",
+            ],
+            "one process that trains",
+        ),
         (["tier.path=x", "failures.count=1"], "failures end the run"),
     ],
 )
@@ -137,6 +147,17 @@ def test_tiers_that_cannot_work(overrides: list[str], complaint: str) -> None:
 def test_parity_that_cannot_work(overrides: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         demo(overrides)
+
+
+def test_batches_in_tiers_and_versions_in_a_repository() -> None:
+    given = demo(
+        ["tier.path=/x", "tier.every=50 steps", "checkpoint.path=/y", "checkpoint.every=1h"]
+    )
+    strategy = given.strategy()
+    assert strategy.schedule == schedule("50 steps")
+    assert strategy.remote == schedule("1h")
+    on_servers = ["cluster.kind=connect", "cluster.addresses=['a:1']", "tier.every=50 steps"]
+    assert demo([*on_servers, "checkpoint.path=/y"]).two_levels  # files are the servers'
 
 
 def test_a_tier_of_settings() -> None:

@@ -19,7 +19,13 @@ from emberkeep.blobs import BlobStore
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import RemoteShard
-from emberkeep.errors import EmberkeepError, EpochError, ShardLostError, StateError, TierError
+from emberkeep.errors import (
+    CancelledError,
+    EmberkeepError,
+    EpochError,
+    ShardLostError,
+    StateError,
+)
 from emberkeep.runtime.clock import Clock, Progress
 from emberkeep.tiers.decisions import ABORTED, COMMITTED, RUN_DIRECTORY, decide
 from emberkeep.tiers.superblock import Point
@@ -192,9 +198,9 @@ class RemoteTiers:
         if renewed:  # it may have come back without its files
             raise ShardLostError(renewed)
         if not self._decide(pending, COMMITTED):
-            raise TierError(
+            raise CancelledError(
                 f"batch {pending.number} was given up meanwhile, by a server that came back; "
-                "nothing was committed"
+                "nothing was committed, and the next one is made as usual"
             )
         self._settle(pending, committed=True)
 
