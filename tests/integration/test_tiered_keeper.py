@@ -62,11 +62,13 @@ def launcher(farm: Farm, root: Path) -> Iterator[FarmLauncher]:
 class OnServers:
     """Where rows live: the servers of a test."""
 
-    def __init__(self, launcher: FarmLauncher) -> None:
-        self.launcher = launcher
+    def __init__(self, launcher: FarmLauncher, **options: Any) -> None:
+        self.launcher, self.options = launcher, options
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
-        return FlightCluster(tables, optimizer, self.launcher, seed=seed, pool=pool.Pool(1))
+        return FlightCluster(
+            tables, optimizer, self.launcher, seed=seed, pool=pool.Pool(1), **self.options
+        )
 
 
 class Model(nn.Module):

@@ -59,8 +59,7 @@ def load_into(
     for earlier in chain:
         earlier.described.text("kind")
     table_state(manifest)
-    files = manifest.of_kind(DENSE)
-    restored = Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
+    restored = read_beside(repository, manifest)
     if fits is not None:
         fits(restored)
     for part in view.parts:
@@ -70,6 +69,12 @@ def load_into(
         rest.clear()
         _load_rows(repository, chain, rest, pool, lambda _: None)
     return restored
+
+
+def read_beside(repository: Repository, manifest: Manifest) -> Restored:
+    """What a version holds beside rows."""
+    files = manifest.of_kind(DENSE)
+    return Restored(manifest=manifest, dense=repository.read(files[0]) if files else None)
 
 
 def check_holders(subject: Subject, url: str, repository: str | None) -> None:

@@ -79,6 +79,10 @@ def serve(
     grace: Annotated[
         str, option("--grace", "How long to serve on for its run after SIGTERM or SIGINT.")
     ] = "2min",
+    keep_rows_for: Annotated[
+        str,
+        option("--keep-rows-for", "How long to keep rows for the next trainer when one is gone."),
+    ] = "30min",
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input does.")
     ] = False,
@@ -91,6 +95,7 @@ def serve(
     """
     place = _place(shard)
     patience = read_time("--grace", grace)
+    kept_for = read_time("--keep-rows-for", keep_rows_for)
     from emberkeep.runtime.background import Worker
     from emberkeep.runtime.event_log import EventLog
     from emberkeep.server.flight_server import ShardServer
@@ -125,7 +130,7 @@ def serve(
     warm_up()
     served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path
-    watch = ServerWatch(served, upkeep=events.bound_stderr)
+    watch = ServerWatch(served, upkeep=events.bound_stderr, keep_rows_for=kept_for)
     server = ShardServer(served, host=host, port=port, socket=own, security=security)
     status = {"address": server.address, "pid": os.getpid(), "life": served.life, **status}
     status["log"] = events.path

@@ -155,6 +155,11 @@ class Reader:
         covered = self._budget != 0 and self._lent != 0
         return stream.peek() if isinstance(stream, _Prefetcher) and covered else None
 
+    @property
+    def samples_per_step(self) -> int:
+        """Those that all workers take together."""
+        return self._slice.batch_size * self._slice.world
+
     def state_dict(self) -> dict[str, Any]:
         """A small dict of plain values; the same on every worker after the same step."""
         return {

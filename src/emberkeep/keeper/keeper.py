@@ -150,7 +150,7 @@ class Keeper(RunReport):
         self._recoverer = make_recoverer(
             self._strategy, homes, self._saver, total_steps=total_steps,
             steps=lambda: self.steps, go_back=self._go_back if self._ranks.world == 1 else None,
-            tell=self._tell, clock=clock,
+            tell=self._tell, clock=clock, reader=reader,
         )  # fmt: skip
         if self._strategy.auto is not None and self._saver is not None:
             self._planner = RunPlanner(

@@ -19,6 +19,7 @@ from emberkeep.checkpoint.recovery import (
 )
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
+from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE
 from emberkeep.keeper.run_saver import Kept, RunSaver, version_number
 from emberkeep.keeper.tiered_saver import TieredSaver
 from emberkeep.repository import Manifest
@@ -64,6 +65,9 @@ class Recoveries:
     """The portion of lost samples: what partial recoveries have taken from the model, over the
     whole job."""
     repeated_steps: int
+    samples_applied_twice: int
+    """What rows hold twice, because live servers were adopted that were ahead of the version; in
+    steps where the reader does not say how many samples a step has."""
     seconds: float
     """In which training stood still for recoveries, from the call that met the loss on."""
 
@@ -81,6 +85,8 @@ class Recoveries:
              self.seconds),
             ("repeated_steps_total", "counter", "steps taken again", self.repeated_steps),
             ("pls", "gauge", "portion of lost samples", self.pls),
+            ("samples_applied_twice_total", "counter", "rows were ahead of the version",
+             self.samples_applied_twice),
         ]  # fmt: skip
 
 
@@ -104,9 +110,11 @@ class Recoverer:
         go_back: Callable[[], Kept | None] | None,
         tell: Callable[[str, dict[str, Any]], None],
         clock: Clock = SYSTEM_CLOCK,
+        samples_per_step: int = 1,
     ) -> None:
         self._clock = clock
         self._homes = homes
+        self._samples_per_step, self._applied_twice = samples_per_step, 0
         self._saver = saver
         self._recovery = recovery
         self._total_steps = total_steps
@@ -389,7 +397,8 @@ class Recoverer:
 
     def counters(self) -> dict[str, Any]:
         """For the next version: what the model has lost, and how often shards failed."""
-        return {**self.losses.to_dict(), "failures": self._failures}
+        twice = {"samples_applied_twice": self._applied_twice} if self._applied_twice else {}
+        return {**self.losses.to_dict(), "failures": self._failures, **twice}
 
     @property
     def _failures(self) -> int:
@@ -399,6 +408,8 @@ class Recoverer:
         """The losses of a version that was brought back; failures of a run are counted on."""
         self.losses = Losses.from_dict(counters)
         self._failures_before += max(0, counters.get("failures", 0) - self._failures)
+        again = int(counters.get(STEPS_APPLIED_TWICE, 0)) * self._samples_per_step
+        self._applied_twice = int(counters.get("samples_applied_twice", 0)) + again
 
     def summary(self) -> Recoveries:
         return Recoveries(
@@ -408,6 +419,7 @@ class Recoverer:
             parity=self._made["parity"],
             pls=self.losses.pls,
             repeated_steps=self._repeated_steps,
+            samples_applied_twice=self._applied_twice,
             seconds=self._seconds,
         )
 
@@ -416,7 +428,7 @@ def make_recoverer(
     strategy: Strategy, homes: Sequence[Home], saver: RunSaver | None, *,
     total_steps: int | None, steps: Callable[[], int],
     go_back: Callable[[], Kept | None] | None, tell: Callable[[str, dict[str, Any]], None],
-    clock: Clock,
+    clock: Clock, reader: Any = None,
 ) -> Recoverer | None:  # fmt: skip
     """What a strategy asks for, with parity started; None without shards or on a rank that does not
     write. What cannot be done for these tables is refused."""
@@ -444,5 +456,5 @@ def make_recoverer(
         return None
     return Recoverer(
         homes, saver, recovery, total_steps=total_steps, steps=steps, go_back=go_back, tell=tell,
-        clock=clock,
+        clock=clock, samples_per_step=getattr(reader, "samples_per_step", 1),
     )  # fmt: skip

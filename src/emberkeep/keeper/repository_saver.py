@@ -10,7 +10,7 @@ from datetime import timedelta
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, recover_partially
-from emberkeep.checkpoint.restore import Restored, check_holders, load
+from emberkeep.checkpoint.restore import Restored, check_holders, load, read_beside
 from emberkeep.checkpoint.save import Counters, Extras, Saving
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
@@ -20,6 +20,7 @@ from emberkeep.checkpoint.widths import Widths
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
+from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE, steps_ahead, take_adopted
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
@@ -75,6 +76,9 @@ class RepositorySaver(Checkpointer):
             copies.follow(repository)
         check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
                    repository.id)  # fmt: skip
+        for part in view_of(subject).parts:
+            if isinstance(part.target, Cluster):
+                part.target.tell(repository=repository.id)
         super().__init__(
             repository,
             subject,
@@ -144,6 +148,8 @@ class RepositorySaver(Checkpointer):
     def bring_back(
         self, version: int | str | None, *, fall_back: bool, fits: Fits
     ) -> Returned | None:
+        if version is None and take_adopted(self.subject, self.repository.id):
+            return self._beside_adopted(fits)
         number = None if version is None else self.repository.named(version).number
 
         def restore(fall_back: bool) -> Restored | None:
@@ -165,6 +171,21 @@ class RepositorySaver(Checkpointer):
         if self.spec.accuracy_budget is not None and "widths" in described:
             self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
         return _returned(restored)
+
+    def _beside_adopted(self, fits: Fits) -> Returned | None:
+        """All but rows from the newest version, and how far rows are ahead of it."""
+        newest = self.repository.newest_whole()
+        if newest is None:
+            view_of(self.subject).clear()
+            return None
+        restored = read_beside(self.repository, self.repository.manifest(newest))
+        _check_fit(restored, fits)
+        self.writer.resume(newest)
+        self.forget_chain()
+        self._whole = manifest = restored.manifest
+        ahead = steps_ahead(self.subject, manifest.layout["tables"])
+        counters = {**manifest.counters, STEPS_APPLIED_TWICE: ahead}
+        return Returned(kept=manifest, counters=counters)
 
     # -- the mirror ------------------------------------------------------------------------------
 

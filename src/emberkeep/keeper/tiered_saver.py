@@ -8,6 +8,7 @@ network only where files are gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE, steps_ahead, take_adopted
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
@@ -48,6 +50,7 @@ class TieredSaver(RepositorySaver):
         super().__init__(store, parts.subject, strategy, on_event=on_event, clock=clock, **options)
         self._tier = _tier_saver(clusters, parts, store, self.repository.id, on_event, clock)
         self._version_at, self._version_step = clock.monotonic(), 0
+        self._homes = parts.subject.homes()
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -150,6 +153,8 @@ class TieredSaver(RepositorySaver):
         manifest = None if newest is None else self.repository.manifest(newest)
         batch = self._tier.resumable() if version is None else None
         if batch is not None and (manifest is None or batch >= manifest.step):
+            if take_adopted(self.subject, self.repository.id):
+                return self._beside_adopted_batch(fits, manifest)
             returned = self._from_tiers(fits)
             if returned is not None:
                 self.forget_chain()  # what was deleted since the version is not known any more
@@ -160,6 +165,23 @@ class TieredSaver(RepositorySaver):
         restored = super().bring_back(version, fall_back=fall_back, fits=fits)
         self._version_step = 0 if restored is None else restored.kept.step
         return restored
+
+    def _beside_adopted_batch(
+        self, fits: Callable[[Captured], object], manifest: Manifest | None
+    ) -> Returned | None:
+        """All but rows as of the durable batch, and how far rows are ahead of it."""
+        returned = self._tier.bring_back(None, fall_back=False, fits=fits)
+        if returned is None:
+            return None
+        self.forget_chain()
+        self._whole = manifest
+        saved = {
+            name: {"steps": self._tier.tiers.durable_steps(home.cluster).get(own, 0)}
+            for home in self._homes
+            for name, own in home.names.items()
+        }
+        ahead = steps_ahead(self.subject, saved)
+        return replace(returned, counters={**returned.counters, STEPS_APPLIED_TWICE: ahead})
 
     def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
         self._tier.join()

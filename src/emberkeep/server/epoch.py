@@ -7,13 +7,20 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError
+from emberkeep.errors import (
+    EpochError,
+    ProtocolError,
+    SecurityError,
+    ServerError,
+    ShardLostError,
+)
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.rows.lookup import unique_ids
 from emberkeep.rows.priority import Priority
@@ -72,6 +79,17 @@ class Checked:
     """Those that have applied it, of a push that is several ranks'."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """In the place of a shard that another epoch has."""
+
+    index: int
+    state: ClassVar[str] = "lost"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardLostError((self.index,))
+
+
 class Epoch:
     """A shard from the moment that a coordinator gave it an epoch until it gets the next one.
 
@@ -91,14 +109,14 @@ class Epoch:
         self.tiered = any(table.tier is not None for table in shard.tables)
         self.coordinator = coordinator
         self.lease_seconds = lease_seconds
-        self._clock = clock
+        self.clock = clock
         self.heard = clock.monotonic()
         self.shape = Shape(
             tuple(len(group) for group in shard.groups),
             tuple(shard.tables[group[0]].dim for group in shard.groups),
         )
-        self._meeting_seconds = meeting_seconds
-        self._pool = pool
+        self.meeting_seconds = meeting_seconds
+        self.pool = pool
         self._dynamic_G = [np.array([shard.tables[t].dynamic for t in g]) for g in shard.groups]
         self._dynamic = {table.name: np.array([table.dynamic]) for table in shard.tables}
         self._ledger = Ledger()
@@ -110,6 +128,12 @@ class Epoch:
         self._writes = 0
         self.parity_service: ParityService | None = None
         self._repository: str | None = None
+        self.left = False
+        """Whether its coordinator has ended, and wants the rows to stay for the next."""
+        self.origin: Json = {}
+        """What the coordinator has said of the model."""
+        self.repository = ""
+        """The id of the repository that the run is kept in; empty while it is not known."""
 
     def protect(self, parity_service: ParityService) -> None:
         """Keeps parity from here on; goes on after the pushes that its stream knows of."""
@@ -119,6 +143,12 @@ class Epoch:
                 self._applied_together = number
             else:
                 self._ledger.note(int(worker, 16), number)
+
+    def hand_over(self) -> Shard:
+        """Ends this epoch and gives its shard away: requests under way meet a lost one."""
+        with self._push_lock:
+            shard, self.shard = self.shard, cast(Shard, _Gone(self.shard.index))
+            return shard
 
     def serve(self, after: int, pushes: Mapping[str, int]) -> None:
         """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
@@ -151,7 +181,7 @@ class Epoch:
                 f"shard {self.shard.index} has its versions at {self._repository}, so {url} was "
                 "not touched: close the cluster, and open another for another repository"
             )
-        return open_store(self._repository, clock=self._clock)
+        return open_store(self._repository, clock=self.clock)
 
     # -- who is heard ----------------------------------------------------------------------------
 
@@ -165,16 +195,16 @@ class Epoch:
             raise EpochError(
                 f"shard {self.shard.index} is coordinated by another process: this one was replaced"
             )
-        self.heard = max(self.heard, min(since, self._clock.monotonic()))
+        self.heard = max(self.heard, min(since, self.clock.monotonic()))
 
     @property
     def silent_seconds(self) -> float:
         """For how long its coordinator is not known to be alive."""
-        return self._clock.monotonic() - self.heard
+        return self.clock.monotonic() - self.heard
 
     @property
     def lapsed(self) -> bool:
-        return self.silent_seconds > self.lease_seconds
+        return self.left or self.silent_seconds > self.lease_seconds
 
     def check(self, epoch: int) -> None:
         """Refuses what is meant for another epoch, and everything once the lease has lapsed."""
@@ -261,7 +291,7 @@ class Epoch:
                 return self._one(request, part, session)
         done = self._meeting_of(request.world).bring(
             request.rank, request.number, part,
-            lambda parts: self._joined(request, parts, session), self._meeting_seconds,
+            lambda parts: self._joined(request, parts, session), self.meeting_seconds,
         )  # fmt: skip
         if request.kind != CHECK:
             with self._push_lock:
@@ -278,7 +308,7 @@ class Epoch:
     def _meeting_of(self, world: int) -> Meeting[RowGradients]:
         with self._push_lock:
             if self._meeting is None:
-                self._meeting = Meeting(world, self._applied_together, self._clock)
+                self._meeting = Meeting(world, self._applied_together, self.clock)
             if self._meeting.world != world:
                 raise ProtocolError(
                     f"{world} ranks push where {self._meeting.world} have met: they are of two runs"
@@ -289,7 +319,7 @@ class Epoch:
         self, request: Request, parts: Sequence[RowGradients], session: Session
     ) -> RowGradients:
         with self._push_lock:
-            return self._one(request, join(parts, self._pool), session)
+            return self._one(request, join(parts, self.pool), session)
 
     def _one(self, request: Request, part: RowGradients, session: Session) -> RowGradients:
         """Checks, applies, or both; called with the lock held."""
@@ -300,7 +330,7 @@ class Epoch:
             self._forget_checked(key, session)
             self.shard.check(*part)
             self._held[key] = Checked(
-                request.number, part, weakref.ref(session), self._clock.monotonic()
+                request.number, part, weakref.ref(session), self.clock.monotonic()
             )
             return part
         if request.kind == APPLY:
@@ -325,7 +355,7 @@ class Epoch:
     def _forget_checked(self, key: int, session: Session) -> None:
         """Lets go of what a worker had checked before its next push, under this name or another,
         and of what nobody can apply any more: its stream is gone for longer than the lease."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for other, held in list(self._held.items()):
             holder = held.session()
             gone = holder is None and now - held.since > self.lease_seconds
@@ -413,7 +443,7 @@ class Epoch:
 
     def _check_unique(self, wanted: Sequence[RowIds]) -> None:
         for ids in wanted:
-            if unique_ids(ids.ids, ids.offsets, self._pool)[0].ids.size != ids.ids.size:
+            if unique_ids(ids.ids, ids.offsets, self.pool)[0].ids.size != ids.ids.size:
                 raise ProtocolError("a push names every row once")
 
     def _changed(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 from emberkeep._types import Json
 from emberkeep.runtime.background import Retry, Worker
@@ -15,6 +15,8 @@ from emberkeep.server.epoch import Epoch
 from emberkeep.server.shard_service import ShardService
 
 _MOST_SECONDS = 1.0
+KEEP_ROWS_FOR = timedelta(minutes=30)
+"""How long a server without a coordinator keeps its rows."""
 
 
 @dataclass(slots=True)
@@ -31,14 +33,16 @@ class ServerWatch:
     """Looks at a server four times while a lease lasts, once a second at least.
 
     Events: "lease_expired" and "lease_resumed"; "unprotected" and "protected"; "recovering" and
-    "recovered" with the scope "parity"; "background_failed". `upkeep` is called at each look.
+    "recovered" with the scope "parity"; "background_failed"; "rows_dropped", when no coordinator
+    was heard of for `keep_rows_for`. `upkeep` is called at each look.
     """
 
     def __init__(
         self, served: ShardService, clock: Clock = SYSTEM_CLOCK,
-        upkeep: Callable[[], object] = lambda: None,
+        upkeep: Callable[[], object] = lambda: None, keep_rows_for: timedelta = KEEP_ROWS_FOR,
     ) -> None:  # fmt: skip
         self._served = served
+        self._keep_rows_for = keep_rows_for
         self._upkeep = upkeep
         self._clock = clock
         self._seen: _Seen | None = None
@@ -81,6 +85,9 @@ class ServerWatch:
                 "lease_expired", epoch, silent_seconds=round(epoch.silent_seconds, 3),
                 lease_seconds=epoch.lease_seconds,
             )  # fmt: skip
+        elif epoch.lapsed and epoch.silent_seconds > self._keep_rows_for.total_seconds():
+            self._tell("rows_dropped", epoch, silent_seconds=round(epoch.silent_seconds, 3))
+            self._served.let_go(epoch)
         elif not epoch.lapsed and seen.expired_at is not None:
             seconds, seen.expired_at = now - seen.expired_at, None
             self._tell("lease_resumed", epoch, expired_seconds=round(seconds, 3))

@@ -26,10 +26,8 @@ from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
-    ConfigError,
     EmberkeepError,
     EpochError,
-    FencedError,
     ProtocolError,
     ServerError,
 )
@@ -40,7 +38,7 @@ from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
-from emberkeep.server import tier_service
+from emberkeep.server import admission, tier_service
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session, priority_of
 from emberkeep.server.long_work import LongWork
@@ -224,43 +222,26 @@ class ShardService:
         yield {**status, **self.page.status(header)}, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Begins an epoch with an empty shard; with a tier, `work` says when its files are open.
-
-        Refused while another coordinator holds the lease: a run that begins must not take the
-        servers of another from under it. A coordinator of an earlier term than the server has
-        known was replaced, and is refused for good; one of a later term is not held up by it.
+        """Begins an epoch with an empty shard, or with the rows of the one before; with a tier,
+        `work` says when its files are open. Another coordinator may have to wait, or is refused.
         """
         check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
-        term, begins = int(header["term"]), bool(header.get("begins"))
+        term = int(header["term"])
         index, count = int(header["shard"]), int(header["shards"])
-        if not 0 <= index < count <= 2**16 or number < 1:
-            raise ProtocolError(f"there is no shard {index} of {count} in epoch {number}")
-        if self._place not in (None, (index, count)):
-            raise ConfigError(
-                f"this server is for shard {self._place[0]} of {self._place[1]}, not {index} of "
-                f"{count}: name the addresses of all shards in their order"
-            )
+        admission.check_place(self._place, index, count, number)
         tables = [table_from(table) for table in header["tables"]]
         optimizer = optimizer_from(header["optimizer"])
         with self._lock:
             before = self._epoch
-            if term < self._term:
-                raise FencedError(
-                    "another process coordinates these servers now: this one was replaced, and its "
-                    "rows may be behind; start it again to resume the newest version"
-                )
-            if before is not None and number <= before.number:
-                raise EpochError(f"epoch {number} is over: this server has {before.number}")
-            held = before is not None and before.coordinator != coordinator and not before.lapsed
-            if before is not None and held and (begins or term == self._term):
-                left = before.lease_seconds - before.silent_seconds
-                raise ServerError(
-                    f"shard {before.shard.index} serves another run, whose coordinator is alive: "
-                    f"stop that run, or try again in {left:.0f} s if it is dead"
-                )
+            admission.check_turn(before, self._term, header)
+            adopts = bool(header.get("adopt"))
+            if adopts:
+                self._adopt(admission.check_rows(before, header), header)
             self._term = term
-            if self._tier is None:
+            if adopts:
+                before = None
+            elif self._tier is None:
                 self._open(header, tables, optimizer)
             else:
                 # First: files have one owner at a time. To read them takes longer than an answer.
@@ -281,7 +262,7 @@ class ShardService:
         self.metrics.admitted(number, trainer)
         about = {"epoch": number, "shard": index, "shards": count}
         self._tell("admitted", {**about, "run": coordinator, "trainer": trainer})
-        yield {"life": self.life, "opening": self._tier is not None}, _NONE
+        yield {"life": self.life, "opening": self._tier is not None and not adopts}, _NONE
 
     def _open(self, header: Json, tables: Sequence[Table], optimizer: Optimizer) -> None:
         """Begins an epoch: empty, or at the durable batch of its tier."""
@@ -297,6 +278,15 @@ class ShardService:
             meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
             tables=header["tables"], clock=self._clock,
         )  # fmt: skip
+        self._epoch.origin = admission.origin_of(header)
+
+    def _adopt(self, before: Epoch, header: Json) -> None:
+        """Goes on with the rows of the epoch before: what was frozen in it is let go."""
+        self._cancelled.set()
+        for snapshot in self._snapshots:
+            snapshot.close(())
+        self._snapshots = ()
+        self._epoch = admission.adopt(before, header)
 
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
@@ -308,6 +298,7 @@ class ShardService:
         epoch = self._of(header)
         epoch.hear(str(header["coordinator"]), float(header.get("clock", 0.0)))
         self.metrics.follow(header.get("run", {}))
+        epoch.repository = str(header.get("run", {}).get("repository", epoch.repository))
         left_out: dict[int, int] = {}
         if epoch.parity_service is not None:
             known = {int(host): int(number) for host, number in header.get("left_out", ())}
@@ -316,14 +307,23 @@ class ShardService:
         yield {"state": epoch.shard.state, "clock": clock, "left_out": [*left_out.items()]}, _NONE
 
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """The run is over: the rows are let go, and the next coordinator need not wait."""
+        """The run is over, and the next coordinator need not wait. The rows are let go, unless they
+        are to stay for that one."""
+        epoch, stay = self._of(header), bool(header.get("stay"))
+        epoch.hear(str(header["coordinator"]), 0.0)
+        epoch.left = stay
+        if not stay:
+            self.let_go(epoch)
+        self._tell("released", {"epoch": epoch.number, "rows": "stay" if stay else "gone"})
+        yield {}, _NONE
+
+    def let_go(self, epoch: Epoch) -> None:
+        """Drops the rows of an epoch, if it is still the present one."""
         with self._lock:
-            epoch = self._of(header)
-            epoch.hear(str(header["coordinator"]), 0.0)
+            if self._epoch is not epoch:
+                return
             self._epoch = None
         self._drop(epoch)
-        self._tell("released", {"epoch": epoch.number})
-        yield {}, _NONE
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)

@@ -14,6 +14,7 @@ from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch
 from emberkeep.tables import Optimizer, Table, Tier
+from emberkeep.tiers.decisions import took_place
 
 _POLL_SECONDS = 0.1
 
@@ -85,6 +86,22 @@ def ask(epoch: Epoch, header: Json) -> Json:
     return _ASKED[str(header["ask"])](epoch, header)
 
 
+def settle(shard: Shard) -> None:
+    """Gives up the batch under way, and has files record what was decided about one that they have
+    prepared; if nobody has decided, it is given up."""
+    for slab in shard.tier_slabs():
+        slab.abandon()
+    for slab in shard.tier_slabs():
+        prepared = slab.log.prepared
+        if prepared is None:
+            continue
+        top, name = os.path.split(slab.log.path)
+        if took_place(prepared, top, {name: slab.log.head.life}, slab.log.disk):
+            slab.commit()
+        else:
+            slab.log.unprepare()
+
+
 def _points(epoch: Epoch, header: Json) -> Json:
     """The batch that the files come back to; whether rows are as they were then."""
     slabs = epoch.shard.tier_slabs()
@@ -96,6 +113,7 @@ def _points(epoch: Epoch, header: Json) -> Json:
         "point": {"batch": first.batch, "nonce": first.nonce, "run": first.run}
         if known and first is not None
         else None,
+        "steps": {} if first is None else {n: t["steps"] for n, t in first.tables.items()},
         "unchanged": all(slab.unchanged for slab in slabs),
     }
 

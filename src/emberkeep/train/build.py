@@ -134,6 +134,7 @@ def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
         return connect(
             given.addresses, token_file=given.token_file, certificate=given.certificate,
             key=given.key, authority=given.authority, timing=given.timing(), parity=parity,
+            on_restart=given.on_restart,
         )  # fmt: skip
     if given.kind == "ray":
         from emberkeep.server.ray.ray_cluster import RayCluster
@@ -141,6 +142,7 @@ def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
             world=given.workers, timing=given.timing(), parity=parity, tier=tier,
+            on_restart=given.on_restart,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
     return local(shards=given.shards, failures=failures, parity=parity)

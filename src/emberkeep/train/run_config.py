@@ -267,6 +267,9 @@ class ClusterSettings:
     key: str | None = setting("of the certificate, a PEM file (connect)", default=None, path=True)
     authority: str | None = setting(
         "who signed the servers' certificates, a PEM file (connect)", default=None, path=True)
+    on_restart: Literal["rewind", "adopt"] = setting(
+        "what becomes of rows that live servers hold of an earlier trainer: they go back to the "
+        "newest version, or stay, and samples are applied twice (connect, ray)", default="rewind")
     lease: str = setting(
         "how long a silent server is waited for, where another can take its place", default="15s")
     patience: str = setting(
@@ -279,6 +282,8 @@ class ClusterSettings:
             for key in ("workers", "address", "name"):
                 if getattr(self, key) not in (None, 1):
                     raise ConfigError(f'{key} is for kind = "ray"')
+        if self.on_restart == "adopt" and self.kind in ("local", "servers"):
+            raise ConfigError('on_restart is for kind = "connect" or "ray": others end with a run')
         if self.kind != "connect":
             for key in ("token_file", "certificate", "key", "authority"):
                 if getattr(self, key) is not None:

@@ -66,6 +66,12 @@ class LocalTiers:
         slabs = [slab for shard in shards if shard.state != "lost" for slab in shard.tier_slabs()]
         return None if self.batch() is None else all(slab.unchanged for slab in slabs)
 
+    def durable_steps(self, cluster: LocalCluster) -> dict[str, int]:
+        """The steps of tables at the durable batch."""
+        points = [s.log.head.committed for shard in cluster.shards for s in shard.tier_slabs()]
+        tables = [point.tables for point in points if point is not None]
+        return {name: int(t["steps"]) for table in tables for name, t in table.items()}
+
     def reopen(self) -> None:
         """Takes all shards back to what is durable in their files."""
         for cluster in (self._cluster, *self._beside):

@@ -26,7 +26,7 @@ from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed, ShardHandle
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.launcher import Launcher
-from emberkeep.cluster.remote.remote_cluster import RemoteCluster
+from emberkeep.cluster.remote.remote_cluster import OnRestart, RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
@@ -126,12 +126,13 @@ class FlightCluster(RemoteCluster):
         world: int = 1,
         coordinate: bool = True,
         parity: Parity | None = None,
+        on_restart: OnRestart = "rewind",
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(
             tables, optimizer, launcher, seed=seed, pool=pool, security=security, timing=timing,
-            coordinate=coordinate, transport=transport, clock=clock,
+            coordinate=coordinate, on_restart=on_restart, transport=transport, clock=clock,
         )  # fmt: skip
         self.rank = rank
         self.world = world

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -46,6 +46,12 @@ class Leases:
         renewal = self._renewals[shard.index]
         renewal.meant = (shard.address, shard.epoch)
         renewal.worker.wake()
+
+    def tell(self, run: Mapping[str, float | str], *, now: bool) -> None:
+        """What servers hear of the run with the next renewal, or `now`."""
+        self.run.update(run)
+        for renewal in self._renewals.values() if now else ():
+            renewal.worker.wake()
 
     def rest(self, index: int) -> None:
         """Lets a shard's lease run out: its server is about to be replaced."""
@@ -122,6 +128,8 @@ class _Renewal:
             connection.close()
 
 
-def let_go(leases: Leases, shards: Sequence[RemoteShard]) -> None:
-    """Ends a run on the servers that can be reached: the next coordinator need not wait."""
-    end_all(leases.stop, *(partial(shard.release, leases.coordinator) for shard in shards))
+def let_go(leases: Leases, shards: Sequence[RemoteShard], stay: bool = False) -> None:
+    """Ends a run on the servers that can be reached: the next coordinator need not wait. Rows may
+    `stay` for it."""
+    release = [partial(shard.release, leases.coordinator, stay=stay) for shard in shards]
+    end_all(leases.stop, *release)

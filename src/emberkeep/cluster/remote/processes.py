@@ -22,6 +22,7 @@ from typing import Any
 from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
+from emberkeep.cluster.remote.remote_cluster import OnRestart, check_on_restart
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.spread import check_tier, warn_of_shared_machines
 from emberkeep.erasure.codes import Parity
@@ -108,6 +109,7 @@ class Connect:
 
     `rank` of `world` makes this process one of several that train together, synchronously; rank 0
     coordinates. With `world=1` and `coordinate=False` it joins as an asynchronous worker.
+    `on_restart` says what becomes of rows that live servers hold of an earlier trainer of the run.
     """
 
     addresses: tuple[str, ...]
@@ -117,8 +119,10 @@ class Connect:
     security: Security = field(default_factory=Security)
     timing: Timing = field(default_factory=Timing)
     parity: Parity | None = None
+    on_restart: OnRestart = "rewind"
 
     def __post_init__(self) -> None:
+        check_on_restart(self.on_restart, self.parity)
         if self.parity is not None:
             self.parity.check_shards(len(self.addresses))
         if not 0 <= self.rank < self.world:
@@ -135,6 +139,7 @@ class Connect:
             tables, optimizer, launcher, seed=seed, pool=pools.shared(), security=self.security,
             timing=self.timing, rank=self.rank, world=self.world,
             coordinate=self.coordinate and self.rank == 0, parity=self.parity,
+            on_restart=self.on_restart,
         )  # fmt: skip
 
 
@@ -150,6 +155,7 @@ def connect(
     authority: str | os.PathLike[str] | None = None,
     timing: Timing | None = None,
     parity: Parity | None = None,
+    on_restart: OnRestart = "rewind",
 ) -> Connect:
     """Servers started with `emberkeep serve`: `cluster=ek.connect(["host:7070", "host:7071"])`.
 
@@ -159,6 +165,10 @@ def connect(
     signs the servers'. `patience` of `timing` is how long a server may be away: one that was only
     unreachable goes on with its rows, one that was started again gets them from a version, or with
     `parity` from the others.
+
+    Servers outlive the trainer. With `on_restart="rewind"` one that is started again has all rows
+    go back to the newest version, or batch, with the network and the reader. With `"adopt"` rows
+    stay as they are, ahead of the two: samples since then are applied twice, and counted.
     """
     files = [None if name is None else Path(name) for name in (certificate, key, authority)]
     security = Security(
@@ -168,7 +178,7 @@ def connect(
     return Connect(
         addresses=tuple(own_address(address) for address in addresses),
         rank=rank, world=world, coordinate=coordinate,
-        security=security, timing=timing or Timing(), parity=parity,
+        security=security, timing=timing or Timing(), parity=parity, on_restart=on_restart,
     )  # fmt: skip
 
 

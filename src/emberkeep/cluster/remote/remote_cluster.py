@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 from emberkeep._types import Json
 from emberkeep.cluster.outage import surviving
@@ -48,6 +48,9 @@ from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
 _T = TypeVar("_T")
+OnRestart = Literal["rewind", "adopt"]
+"""What a trainer does with live servers of the one before: rows go back to a version with all else,
+or stay as they are."""
 
 _POLL_SECONDS = 0.1
 # How often it is said again that a server is waited for.
@@ -55,6 +58,15 @@ _REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
 # killed by its own recovery, by its need of memory say, and the repository is asked instead.
 _MOST_LOSSES = 8
+
+
+def check_on_restart(on_restart: str, parity: Parity | None) -> None:
+    if on_restart not in get_args(OnRestart):
+        raise ConfigError(f"on_restart is rewind or adopt, not {on_restart!r}")
+    if on_restart == "adopt" and parity is not None:
+        raise ConfigError(
+            "the parity of a run ends with its trainer: leave out parity=, or on_restart='adopt'"
+        )
 
 
 def _nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
@@ -86,10 +98,14 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         security: Security | None,
         timing: Timing | None,
         coordinate: bool,
+        on_restart: OnRestart = "rewind",
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.launcher = launcher
+        self._on_restart = on_restart
+        self.adopted: str | None = None
+        """Where live servers have kept their rows: the id of the repository of their run."""
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
@@ -159,14 +175,15 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
                 epoch = 1 + max(status["epoch"] for status in statuses)
                 self._term = 1 + max(status["term"] for status in statuses)
-                about = {**self._about(), "begins": True}
+                about = {**self._about(), "begins": True, "adopt": self._adoptable(statuses)}
                 self._check_tiers()
                 self._each([partial(shard.admit, epoch, about) for shard in self.handles])
                 # First: one that has opened its files holds its lease while others are at it.
                 self._leases = Leases(
                     self._coordinator, self.handles, self.security, self.timing, **self._over
                 )
-                self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles)
+                stay = self._on_restart == "adopt"
+                self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles, stay)
                 self._each([shard.await_open for shard in self.handles])
                 break
             except ServerError as error:
@@ -179,6 +196,31 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
         self._each([shard.serve for shard in self.handles])
+
+    def _adoptable(self, statuses: Sequence[Json]) -> bool:
+        """Whether all servers hold rows of this model and one run, and are to go on with them."""
+        self.adopted = None
+        if self._on_restart != "adopt":
+            return False
+        about = self._about()
+        runs = {status.get("run", {}).get("repository", "") for status in statuses}
+        same = all(
+            status["state"] == "serving"
+            and "parity" not in status
+            and status.get("origin")
+            == {key: about[key] for key in ("tables", "optimizer", "seed", "shards")}
+            | {"shard": index}
+            for index, status in enumerate(statuses)
+        )
+        if same and len(runs) == 1 and runs != {""}:
+            (self.adopted,) = runs
+        elif any(status["state"] == "serving" for status in statuses):
+            warnings.warn(
+                "not all servers hold rows of this model and of one run, so none are adopted: the "
+                "run goes back to its newest version",
+                stacklevel=6,
+            )
+        return self.adopted is not None
 
     def _check_tiers(self) -> None:
         """Rows of all servers live in files, or those of none."""
@@ -258,7 +300,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return True
 
     def close(self) -> None:
-        """Ends the run: servers let go of their rows, and end if this cluster started them."""
+        """Ends the run: servers let go of their rows, unless the next trainer may adopt them, and
+        end if this cluster started them."""
         end_all(self._let_go, self.launcher.close)
 
     def _let_go(self) -> None:
@@ -274,7 +317,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def tell(self, **run: float | str) -> None:
         """Goes to the servers with the next renewal of their leases."""
         if self._leases is not None:
-            self._leases.run.update(run)
+            self._leases.tell(run, now="repository" in run)
 
     # -- shards ----------------------------------------------------------------------------------
 

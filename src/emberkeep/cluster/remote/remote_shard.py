@@ -114,6 +114,7 @@ class RemoteShard:
         self._connection: Connection | None = None
         self._waiting = 0
         self._given_up = True
+        self._opening = False
         self.saved_pushes: dict[str, int] = {}
         """The last push of each worker that the newest version of this process holds."""
         self._orders = itertools.count(1)
@@ -157,12 +158,12 @@ class RemoteShard:
         header = {**about, "epoch": epoch, "shard": self.index}
         answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
-        self._given_up = False
+        self._given_up, self._opening = False, bool(answer.get("opening"))
 
     def await_open(self) -> None:
         """Waits until a server that was admitted has opened the files of its tier, and is at the
         batch that is durable there. Raises why it cannot."""
-        if self.tier is not None:
+        if self._opening:
             self._await_work(self._open(), {"epoch": self.epoch}, "open its files")
 
     @property
@@ -226,11 +227,12 @@ class RemoteShard:
         self._act("serve", {"after": after, "pushes": dict(held)})
         self.state = "serving"
 
-    def release(self, coordinator: str) -> None:
-        """Tells the server that the run is over, if it is there to hear it."""
+    def release(self, coordinator: str, *, stay: bool = False) -> None:
+        """Tells the server that the run is over, if it is there to hear it; its rows may `stay` for
+        the next one."""
         if self.state == "lost":
             return
-        header = {"epoch": self.epoch, "coordinator": coordinator}
+        header = {"epoch": self.epoch, "coordinator": coordinator, "stay": stay}
         self.state = "lost"
         with suppress(ServerError, SecurityError):
             self._open().act("release", header, deadline=timedelta(seconds=2))

@@ -119,6 +119,11 @@ class RemoteTiers:
             == (durable.number, durable.nonce, self._run)
         )
 
+    def durable_steps(self, cluster: RemoteCluster) -> dict[str, int]:
+        """The steps of tables at the durable batch."""
+        steps: dict[str, int] = self._ask(cluster.handles[0], {"ask": "points"})["steps"]
+        return steps
+
     def reopen(self) -> None:
         """Takes all servers back to what is durable in their files."""
         for cluster in self._clusters:

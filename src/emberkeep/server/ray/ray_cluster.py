@@ -17,6 +17,7 @@ from typing import Any
 
 from emberkeep.cluster.base import PATIENCE, check_size
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_cluster import OnRestart, check_on_restart
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.spread import check_tier, places, warn_of_sharing
 from emberkeep.erasure.codes import Parity
@@ -63,6 +64,7 @@ class RayCluster:
     - With a `tier` servers that this object starts keep rows in files of their node, below its
       path; each has its `memory`. One that is restarted comes to the same node if that is there.
       Servers that are up already have the tier that they were started with.
+    - `on_restart` is as that of `ek.connect`, for servers that are up already.
     """
 
     shards: int | None = None
@@ -76,8 +78,10 @@ class RayCluster:
     world: int = 1
     parity: Parity | None = None
     tier: Tier | None = None
+    on_restart: OnRestart = "rewind"
 
     def __post_init__(self) -> None:
+        check_on_restart(self.on_restart, self.parity)
         check_tier(self.tier, self.parity)
         if self.shards is not None:
             check_size(self.shards, parity=self.parity)
@@ -98,6 +102,7 @@ class RayCluster:
                 tables, optimizer, launcher, seed=seed, pool=pools.shared(),
                 security=launcher.security(), timing=self.timing, rank=self.rank,
                 world=self.world, coordinate=self.rank == 0, parity=self.parity,
+                on_restart=self.on_restart,
             )  # fmt: skip
         except BaseException:
             launcher.close()
@@ -140,6 +145,7 @@ def ray_cluster(
     timing: Timing | None = None,
     parity: Parity | None = None,
     tier: Tier | None = None,
+    on_restart: OnRestart = "rewind",
 ) -> RayCluster:
     """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`.
 
@@ -149,6 +155,7 @@ def ray_cluster(
     return RayCluster(
         shards=shards, address=address, name=name, cpus=cpus, threads=threads,
         security=security or Security(), timing=timing or Timing(), parity=parity, tier=tier,
+        on_restart=on_restart,
     )  # fmt: skip
 
 

@@ -1,0 +1,52 @@
+"""A trainer that finds live servers with rows of its run: those stay, all else comes from what is
+saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from emberkeep.checkpoint.recovery import steps_of
+from emberkeep.checkpoint.target_view import view_of
+from emberkeep.checkpoint.targets import Subject
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
+
+STEPS_APPLIED_TWICE = "steps_applied_twice"
+"""Among the counters that a saver returns: how far rows are ahead of what it brought back."""
+
+
+def take_adopted(subject: Subject, run: str) -> bool:
+    """Whether the rows of the subject, on live servers, are of this run and stay as they are; asked
+    once. Rows of another run are cleared."""
+    parts = [part for part in view_of(subject).parts if part.names]
+    clusters = [p.target for p in parts if isinstance(p.target, RemoteCluster)]
+    adopted = [cluster for cluster in clusters if cluster.adopted is not None]
+    runs = {cluster.adopted for cluster in adopted}
+    for cluster in adopted:
+        cluster.adopted = None
+    if not adopted:
+        return False
+    if len(adopted) == len(parts) and runs == {run}:
+        return True
+    warnings.warn(
+        "servers hold rows of another run, or some tables are not on servers, so none are adopted: "
+        "the run goes back to its newest version",
+        stacklevel=6,
+    )
+    for cluster in adopted:
+        cluster.clear()
+    return False
+
+
+def steps_ahead(subject: Subject, saved: Mapping[str, Any]) -> int:
+    """So many steps rows are ahead of those that a version knows its tables to have, by name."""
+    ahead = 0
+    for part in view_of(subject).parts:
+        if not part.names:
+            continue
+        assert isinstance(part.target, RemoteCluster)
+        steps = steps_of(part.target)
+        for name, own in part.names.items():
+            ahead = max(ahead, steps.get(own, 0) - int(saved.get(name, {}).get("steps", 0)))
+    return ahead

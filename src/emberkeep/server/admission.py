@@ -1,0 +1,81 @@
+"""Whom a server takes for its coordinator, and rows that outlive their trainer: the next one takes
+over a server with what it holds."""
+
+from __future__ import annotations
+
+from emberkeep._types import Json
+from emberkeep.errors import ConfigError, EpochError, FencedError, ProtocolError, ServerError
+from emberkeep.server import tier_service
+from emberkeep.server.epoch import Epoch
+
+_SAME = ("tables", "optimizer", "seed", "shards", "shard")
+
+
+def check_place(place: tuple[int, int] | None, index: int, count: int, number: int) -> None:
+    """Refuses a place among the shards that there cannot be, or that is not the server's."""
+    if not 0 <= index < count <= 2**16 or number < 1:
+        raise ProtocolError(f"there is no shard {index} of {count} in epoch {number}")
+    if place not in (None, (index, count)):
+        raise ConfigError(
+            f"this server is for shard {place[0]} of {place[1]}, not {index} of {count}: name the "
+            "addresses of all shards in their order"
+        )
+
+
+def check_turn(before: Epoch | None, known_term: int, header: Json) -> None:
+    """Refuses a coordinator while another one holds the lease: a run that begins must not take the
+    servers of another from under it. One of an earlier term than the server has known was
+    replaced, and is refused for good; one of a later term is not held up by it."""
+    number, coordinator = int(header["epoch"]), str(header["coordinator"])
+    term, begins = int(header["term"]), bool(header.get("begins"))
+    if term < known_term:
+        raise FencedError(
+            "another process coordinates these servers now: this one was replaced, and its rows "
+            "may be behind; start it again to resume the newest version"
+        )
+    if before is None:
+        return
+    if number <= before.number:
+        raise EpochError(f"epoch {number} is over: this server has {before.number}")
+    held = before.coordinator != coordinator and not before.lapsed
+    if held and (begins or term == known_term):
+        left = before.lease_seconds - before.silent_seconds
+        raise ServerError(
+            f"shard {before.shard.index} serves another run, whose coordinator is alive: stop that "
+            f"run, or try again in {left:.0f} s if it is dead"
+        )
+
+
+def origin_of(header: Json) -> Json:
+    """What decides which rows there are, and how they are trained."""
+    return {key: header[key] for key in _SAME}
+
+
+def check_rows(before: Epoch | None, header: Json) -> Epoch:
+    """The epoch whose rows can be adopted; refused where they are not those that are meant."""
+    if (
+        before is None
+        or before.shard.state != "serving"
+        or before.parity_service is not None
+        or before.origin != origin_of(header)
+    ):
+        raise ServerError("this server has no rows of that model that could be adopted")
+    return before
+
+
+def adopt(before: Epoch, header: Json) -> Epoch:
+    """The rows in another epoch, which does not serve yet: nothing of the old one changes them any
+    more, and its pushes that were checked and not applied are dropped. What files have prepared is
+    settled first, as when they are opened."""
+    shard, number = before.hand_over(), int(header["epoch"])
+    with shard.lock:
+        shard.epoch, shard.state = number, "recovering"
+    tier_service.settle(shard)
+    after = Epoch(
+        number, shard, shards=before.shards, coordinator=str(header["coordinator"]),
+        lease_seconds=float(header["lease_seconds"]),
+        meeting_seconds=float(header["meeting_seconds"]), pool=before.pool, tables=before.tables,
+        clock=before.clock,
+    )  # fmt: skip
+    after.origin, after.repository = before.origin, before.repository
+    return after

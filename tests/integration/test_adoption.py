@@ -1,0 +1,155 @@
+"""Servers outlive the trainer: the next one finds rows, goes back with them, or adopts them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import emberkeep as ek
+from emberkeep.cluster.remote.processes import connect
+from emberkeep.errors import ConfigError
+from emberkeep.server.server_watch import ServerWatch
+from emberkeep.server.shard_service import ShardService
+from emberkeep.tables import SGD, Table, Tier
+from emberkeep.testing.virtual_clock import VirtualClock
+from emberkeep.wire.protocol import PROTOCOL, describe_table
+from tests.integration.test_tiered_keeper import (
+    OFTEN,
+    SHARDS,
+    TABLES,
+    OnServers,
+    Run,
+    plain,
+)
+from tests.servers import Farm, FarmLauncher
+from tests.waiting import until
+
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was resumed and the keeper has no reader")
+EVERY_SIX = ek.incremental(every=6)
+
+
+@pytest.fixture(params=["memory", "tier"])
+def launcher(farm: Farm, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FarmLauncher]:
+    tier = Tier(tmp_path / "t", memory=40_000) if request.param == "tier" else None
+    started = FarmLauncher(farm, SHARDS, tier=tier)
+    yield started
+    started.end()
+
+
+def left(launcher: FarmLauncher, where: Path, strategy: Any = EVERY_SIX, steps: int = 9) -> Run:
+    """A run whose trainer has gone after so many steps; its servers have their rows."""
+    run = Run(OnServers(launcher, on_restart="adopt"), where, strategy)
+    run.keeper.resume()
+    run.train(steps)
+
+    def known() -> bool:  # with the next renewal of their leases
+        return all(shard.status()["run"]["repository"] for shard in run.cluster.handles)
+
+    until(known, "servers to know their run")
+    run.end()
+    return run
+
+
+def test_rows_stay_and_what_is_applied_twice_is_counted(
+    launcher: FarmLauncher, tmp_path: Path
+) -> None:
+    left(launcher, tmp_path / "r")
+    run = Run(OnServers(launcher, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    kept = run.keeper.resume()
+    assert kept is not None
+    assert kept.step == run.keeper.steps == 6
+    rows, dense = run.bits()
+    assert rows == plain(9)[0]  # as they were
+    assert dense == plain(6)[1]  # as of the version
+    assert run.keeper.recoveries().samples_applied_twice == 3  # steps: there is no reader
+    run.train(6)
+    run.keeper.close()
+    run.end()
+    again = Run(OnServers(launcher), tmp_path / "r", EVERY_SIX)
+    assert again.keeper.resume().step == 12
+    assert again.keeper.recoveries().samples_applied_twice == 3  # versions know of it
+    again.end()
+
+
+def test_by_default_all_goes_back_with_the_same_bits(
+    launcher: FarmLauncher, tmp_path: Path
+) -> None:
+    left(launcher, tmp_path / "r")
+    run = Run(OnServers(launcher), tmp_path / "r", EVERY_SIX)
+    assert run.keeper.resume().step == 6
+    assert run.bits() == plain(6)
+    assert run.keeper.recoveries().samples_applied_twice == 0
+    run.end()
+
+
+def test_batches_in_tiers_too(farm: Farm, tmp_path: Path) -> None:
+    servers = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=40_000))
+    left(servers, tmp_path / "r", OFTEN)
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", OFTEN)
+    assert run.keeper.resume().step == 8
+    rows, dense = run.bits()
+    assert (rows, dense) == (plain(9)[0], plain(8)[1])
+    assert run.keeper.recoveries().samples_applied_twice == 1
+    run.train(4).end()
+    again = Run(OnServers(servers), tmp_path / "r", OFTEN)
+    assert again.keeper.resume().step == 12
+    again.end()
+    servers.end()
+
+
+@pytest.mark.parametrize("what", ["a server was started again", "another run", "another model"])
+def test_rows_that_are_not_all_of_the_run_are_not_adopted(
+    farm: Farm, tmp_path: Path, what: str
+) -> None:
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / ("other" if what == "another run" else "r"))
+    if what == "a server was started again":
+        servers.replace(1, "")
+    tables = [Table("a", rows=61, dim=4), *TABLES[1:]] if what == "another model" else TABLES
+    where = tmp_path / ("m" if what == "another model" else "r")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        run = Run(OnServers(servers, on_restart="adopt"), where, EVERY_SIX, tables=tables)
+        kept = run.keeper.resume()
+    assert any("none are adopted" in str(warning.message) for warning in heard)
+    if what == "a server was started again":
+        assert kept is not None
+        assert run.bits() == plain(6)
+    else:
+        assert kept is None
+        assert all(run.cluster.touched_ids(table.name).size == 0 for table in TABLES)
+    run.end()
+    servers.end()
+
+
+def test_a_server_without_a_trainer_keeps_its_rows_for_a_while() -> None:
+    clock, events = VirtualClock(), []
+    service = ShardService(
+        threads=1, clock=clock, on_event=lambda name, details: events.append(name)
+    )
+    watch = ServerWatch(service, clock, keep_rows_for=timedelta(minutes=30))
+    table = Table("t", rows=9, dim=2)
+    header = {
+        "protocol": PROTOCOL, "epoch": 1, "coordinator": "x", "term": 1, "begins": True,
+        "shard": 0, "shards": 1, "tables": [describe_table(table)], "seed": 0,
+        "optimizer": SGD(lr=1.0).describe(), "lease_seconds": 15.0, "meeting_seconds": 5.0,
+    }  # fmt: skip
+    list(service.act("admit", header, {}))
+    for minutes, held in ((1, True), (28, True), (2, False)):
+        clock.advance(timedelta(minutes=minutes))
+        watch.look()
+        assert (service.epoch is not None) == held
+    assert "rows_dropped" in events
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_restart is rewind or adopt"):
+        connect(["127.0.0.1:1"], on_restart="keep")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the parity of a run ends with its trainer"):
+        connect(["127.0.0.1:1"] * 3, on_restart="adopt", parity=ek.Parity(k=2, r=1))
