@@ -260,7 +260,8 @@ class Quantized(_RowGrids):
     def _encode_rows(
         self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
     ) -> None:
-        from emberkeep.kernels.quantize import LANES, encode_rows
+        from emberkeep.kernels._tiles import LANES
+        from emberkeep.kernels.quantize import encode_rows
 
         bins = np.float32(self.bins)
         encode_rows(
