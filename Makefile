@@ -15,7 +15,7 @@ DOCS_READY := $(VENV)/.emberkeep-docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CHECKED := src tests benchmarks scripts examples
 # A file's tests share servers and what else is costly to start, so one process has all of a file.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak"
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo check test soak lint format bench docs dist clean
 
@@ -26,10 +26,10 @@ demo: $(READY) ## train over 8 shards, kill two of them, recover; about two minu
 	@$(BIN)/emberkeep demo
 
 check: lint ## what to run before each commit: ruff, mypy and the unit tests
-	@$(PYTEST) tests/unit tests/test_*.py
+	@$(PYTEST) -m "not soak and not processes" tests/unit tests/test_*.py
 
 test: $(READY) ## run all tests but the long ones
-	@$(PYTEST) tests
+	@$(PYTEST) -m "not soak" tests
 
 soak: $(READY) ## run the long random tests
 	@$(BIN)/python -m pytest -m soak tests

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 # Tests run in several processes at once, and none of them depends on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +25,9 @@ from tests.nightly import pytest_configure, pytest_sessionstart
 from tests.servers import Farm
 
 __all__ = ["pytest_configure", "pytest_sessionstart"]
+
+# Ignored where tests were started in the background of a shell, and inherited by what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example may compile kernels, so time is not judged. Examples are the same in every run:
 # a failure repeats, and a change is not blamed for an example that nobody has seen before.
@@ -50,14 +56,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in ("faults", "integration"))
 
 
-def pytest_collection_finish() -> None:
+_COMPILED = "emberkeep/compiled-kernels"
+
+
+def _kernel_sources() -> str:
+    """A digest of what compiled kernels are made of, as far as this checkout decides it."""
+    found = sorted((Path(__file__).parents[1] / "src/emberkeep/kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Loads what all tests need, where several processes run them."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None:
+    if worker is not None and session.config.cache is not None:
         # In a fresh clone nothing is compiled yet: each process compiles other kernels first.
-        importlib.import_module("emberkeep.train.train_warmup").warm_up(
-            reverse=worker[-1] in "13579"
-        )
+        cache, sources = session.config.cache, _kernel_sources()
+        if cache.get(_COMPILED, None) != sources:
+            importlib.import_module("emberkeep.train.train_warmup").warm_up(
+                reverse=worker[-1] in "13579"
+            )
+            cache.set(_COMPILED, sources)
     # It stays: tests that collect garbage need not look at half a million objects.
     gc.collect()
     gc.freeze()

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from emberkeep.cli import app
 from tests.test_architecture import is_named, problem, spans
 
 ROOT = Path(__file__).parent.parent
@@ -118,3 +121,17 @@ def test_pictures_are_as_the_script_draws_them() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, f"run python scripts/draw_pictures.py\n{ended.stderr}"
+
+
+def test_every_command_stands_in_the_docs() -> None:
+    docs = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))
+
+    def names(group: Any, before: str = "") -> Iterator[str]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from names(command, f"{before}{name} ")
+            else:
+                yield before + name
+
+    assert len(found := list(names(typer.main.get_command(app)))) > 20
+    assert [name for name in found if f"emberkeep {name}" not in docs] == []

@@ -1,7 +1,7 @@
 """What every codec of rows must do, whatever it gives up: a suite to inherit from.
 
-A codec is tested by a subclass of three lines with a fixture `codec`. What it promises of the
-values themselves, its bound, is its own to test, as `tests/unit/codecs/test_codecs.py` does.
+A codec is tested by a subclass with a fixture `codec` and its bound: how far a value may be from
+what was encoded. What else it promises is its own to test: `tests/unit/codecs/test_codecs.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class CodecContract:
         values[::7] = values[::7, :1]
         return values.astype(np.float32)
 
+    def bound(self, codec: Codec, rows: Array) -> Array:
+        """The most by which each value may come back changed, for rows of several columns."""
+        raise NotImplementedError("a codec says how much it may lose")
+
     def back(self, codec: Codec, rows: Array, threads: int = 1) -> Array:
         pool = Pool(threads)
         return codec.decode(
@@ -52,6 +56,12 @@ class CodecContract:
             back = self.back(codec, self.rows(count, width))
             assert back.shape == (count, width)
             assert back.dtype == np.float32
+
+    @pytest.mark.parametrize("width", WIDTHS[1:])
+    def test_values_come_back_within_its_bound(self, codec: Codec, width: int) -> None:
+        rows = self.rows(60, width)
+        changed = np.abs(self.back(codec, rows).astype(np.float64) - rows)
+        assert (changed <= self.bound(codec, rows)).all()
 
     @pytest.mark.parametrize("width", WIDTHS)
     def test_a_row_depends_on_nothing_but_itself(self, codec: Codec, width: int) -> None:

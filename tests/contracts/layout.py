@@ -16,7 +16,7 @@ from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, Extras, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.repository import KeepAll, KeepLast, Repository, verify
-from emberkeep.repository.policies import LAYOUTS, Layout
+from emberkeep.repository.policies import ENDLESS, LAYOUTS, Layout, needs_baseline
 from emberkeep.tables import Adam, Table
 from tests.contracts.engine import grads_of, state, wanted_of
 
@@ -61,6 +61,10 @@ class LayoutContract:
     def test_its_name_is_known(self, layout: Layout) -> None:
         assert layout in LAYOUTS
         assert VersionSpec(layout=layout).layout == layout
+
+    def test_its_chains_end_or_list_nothing(self, layout: Layout) -> None:
+        """However little changes: manifests list the size of each increment of a chain."""
+        assert layout in ENDLESS or needs_baseline(layout, [1e-9] * 10_000)
 
     @pytest.mark.parametrize("seed", range(2))
     def test_every_version_comes_back_bit_for_bit(self, layout: Layout, seed: int) -> None:

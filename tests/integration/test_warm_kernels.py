@@ -62,7 +62,10 @@ late = {
     f"{name(k)}{signature}" for k in _jit.KERNELS
     for signature in map(str, k.signatures) if signature not in before[name(k)]
 }
-print(json.dumps({"kernels": len(before), "late": sorted(late)}))
+modules = {module.name for module in pkgutil.iter_modules(emberkeep.kernels.__path__)}
+warm = {kernel.rpartition(".")[0].rpartition(".")[2] for kernel, types in before.items() if types}
+cold = [module for module in modules - warm if not module.startswith("_")]
+print(json.dumps({"kernels": len(before), "late": sorted(late), "cold": sorted(cold)}))
 """
 
 
@@ -76,3 +79,4 @@ def test_no_command_compiles_after_warm(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kernels"] > 100
     assert found["late"] == []
+    assert found["cold"] == []  # modules of which no kernel was compiled

@@ -44,7 +44,7 @@ from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, Ve
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.pieces import KIND
-from emberkeep.repository.policies import Grid, needs_baseline, resets
+from emberkeep.repository.policies import ENDLESS, Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.bandwidth import Bandwidth
@@ -366,8 +366,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             )
         else:
             base = manifest.described.number("baseline_nbytes", least=1)
-            # A one-shot layout never asks for sizes, and its chain has no end.
-            endless = manifest.described.text("layout") == "one_shot"
+            endless = manifest.described.text("layout") in ENDLESS
             earlier = [] if endless else manifest.described.list_of("sizes", float)
             sizes = [] if endless else [*earlier, nbytes / base]
             self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)

@@ -260,7 +260,8 @@ class Quantized(_RowGrids):
     def _encode_rows(
         self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
     ) -> None:
-        from emberkeep.kernels.quantize import LANES, encode_rows
+        from emberkeep.kernels._tiles import LANES
+        from emberkeep.kernels.quantize import encode_rows
 
         bins = np.float32(self.bins)
         encode_rows(
@@ -386,15 +387,16 @@ def is_plane(width: object, dtype: object) -> bool:
     return type(width) is int and 0 < width <= MOST_WIDTH and dtype in _NUMBER_TYPES
 
 
+CODECS = (Raw, Quantized, NonNegative8, NonNegative)
+
+
 def codec_from_dict(spec: Mapping[str, Any]) -> Codec:
     """The codec that wrote `spec` with `to_dict`; one that this release cannot read is refused."""
     if not isinstance(spec, Mapping) or not isinstance(spec.get("codec"), str):
         raise DamageError(f"{reprlib.repr(spec)} describes no codec: the object is damaged")
     fields = dict(spec)
     name, version = fields.pop("codec", None), fields.pop("version", None)
-    known: dict[Any, Callable[..., Codec]] = {
-        codec.name: codec for codec in (Raw, Quantized, NonNegative8, NonNegative)
-    }
+    known: dict[Any, Callable[..., Codec]] = {codec.name: codec for codec in CODECS}
     if name not in known:
         raise FormatError(
             f"codec {name!r} is not known to this release (it knows {', '.join(known)}): "

@@ -135,6 +135,7 @@ def _optimizer(repository: Repository, table: str) -> tuple[str, list[str]]:
     if "accumulator" in planes:
         row_wise = planes["accumulator"][0] == 1 and planes["weight"][0] != 1
         return "exact_row_wise_adagrad" if row_wise else "exact_adagrad", ["accumulator"]
-    if "momentum" in planes:
-        raise ConfigError(f"dynamicemb has no momentum, which table {table!r} is trained with")
+    for plane in planes:
+        if plane not in ("weight", "used"):
+            raise ConfigError(f"dynamicemb has no {plane}, which table {table!r} is trained with")
     return "sgd", []

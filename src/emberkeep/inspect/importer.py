@@ -33,6 +33,7 @@ from emberkeep.inspect.torch_files import is_checkpoint, open_checkpoint, open_s
 from emberkeep.repository import Manifest, Repository, Writer
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.pieces import KIND, PIECE_NBYTES, SUFFIX, pieces
+from emberkeep.repository.policies import ENDLESS
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.rows.tracker import SINCE_VERSION
 from emberkeep.runtime.pool import Pool
@@ -408,7 +409,7 @@ def _layout(before: Manifest | None, *, whole: bool) -> Json:
         else:
             base = before.described.number("baseline_nbytes", least=1)
             layout["baseline_nbytes"] = base
-            if layout["layout"] != "one_shot":
+            if layout["layout"] not in ENDLESS:
                 layout["sizes"] = [*before.described.list_of("sizes", float), nbytes / base]
     return layout
 

@@ -17,6 +17,15 @@ import numpy as np
 
 from emberkeep._types import F32, I32, U8, U32
 from emberkeep.kernels._jit import inline, kernel
+from emberkeep.kernels._tiles import (
+    LANES,
+    errors,
+    errors_of_two,
+    load_rows,
+    moments,
+    packed,
+    put_word,
+)
 
 _f32 = np.float32
 _i32 = np.int32
@@ -25,7 +34,6 @@ _u32 = np.uint32
 # The tile is x[LANES * column + lane]. What is known of each lane lies in one flat array `s`, one
 # group of LANES after the other: with one base and constant distances the compiler knows that
 # groups do not overlap, which is what lets it vectorise.
-LANES = 16
 _LOW, _HIGH, _STEP, _UNIT = 0 * LANES, 1 * LANES, 2 * LANES, 3 * LANES
 _SCALE, _INVERSE, _SHIFT, _LOSS = 4 * LANES, 5 * LANES, 6 * LANES, 7 * LANES
 _SCALE_A, _INVERSE_A, _SHIFT_A, _ERROR_A = 8 * LANES, 9 * LANES, 10 * LANES, 11 * LANES
@@ -62,59 +70,14 @@ def _grid(
 
 
 @inline
-def _errors(
-    x: F32, width: int, lanes: int, inverse: int, shift: int, error: int, top: np.float32, s: F32
-) -> None:
-    """Sums each lane's squared errors, in steps. Four columns at a time: fewer round trips."""
-    zero = _f32(0)
-    for w in range(lanes):
-        s[error + w] = zero
-    whole = width - width % 4
-    for d in range(0, whole, 4):
-        at = d * LANES
-        for w in range(lanes):
-            t0 = x[at + w] * s[inverse + w] - s[shift + w]
-            t1 = x[at + LANES + w] * s[inverse + w] - s[shift + w]
-            t2 = x[at + 2 * LANES + w] * s[inverse + w] - s[shift + w]
-            t3 = x[at + 3 * LANES + w] * s[inverse + w] - s[shift + w]
-            e0 = t0 - np.rint(min(max(t0, zero), top))
-            e1 = t1 - np.rint(min(max(t1, zero), top))
-            e2 = t2 - np.rint(min(max(t2, zero), top))
-            e3 = t3 - np.rint(min(max(t3, zero), top))
-            s[error + w] += (e0 * e0 + e1 * e1) + (e2 * e2 + e3 * e3)
-    for d in range(whole, width):
-        for w in range(lanes):
-            t0 = x[d * LANES + w] * s[inverse + w] - s[shift + w]
-            e0 = t0 - np.rint(min(max(t0, zero), top))
-            s[error + w] += e0 * e0
-
-
-@inline
 def _load(
-    values_RD: F32,
-    bits_RD: I32,
-    first: int,
-    last: int,
-    lanes: int,
-    x: F32,
-    s: F32,
-    s_bits: I32,
-    state: I32,
+    values_RD: F32, first: int, last: int, lanes: int, x: F32, s: F32, s_bits: I32, state: I32
 ) -> None:
-    """Fills the tile with rows `first..last` and finds the range and the state of each lane.
-
-    The ends of the range are found on integers that sort as the floats do: those need no care for
-    NaN, tell -0.0 from 0.0, and show NaN and infinities as the outermost ends.
-    """
+    """Fills the tile with rows `first..last` and finds the range and the state of each lane."""
     width = values_RD.shape[1]
+    load_rows(x, s, values_RD, first, last, _LOW, _HIGH)
     for w in range(lanes):
-        row = min(first + w, last - 1)
-        least, most = _i32(0x7FFFFFFF), _i32(-0x80000000)
-        for d in range(width):
-            word = bits_RD[row, d]
-            key = _i32(word ^ ((word >> _i32(31)) & _i32(0x7FFFFFFF)))
-            least = min(least, key)
-            most = max(most, key)
+        least, most = s_bits[_LOW + w], s_bits[_HIGH + w]
         if most >= _INFINITY or least <= ~_INFINITY:
             state[w] = _RAW
             _clear(x, width, w, s)
@@ -125,8 +88,6 @@ def _load(
             state[w] = _SEARCHED
             s_bits[_LOW + w] = least ^ ((least >> _i32(31)) & _i32(0x7FFFFFFF))
             s_bits[_HIGH + w] = most ^ ((most >> _i32(31)) & _i32(0x7FFFFFFF))
-            for d in range(width):
-                x[d * LANES + w] = values_RD[row, d]
 
 
 @inline
@@ -181,7 +142,7 @@ def _search(
 
     Losses are compared in units of the whole range's step, which neither over- nor underflows.
     """
-    _errors(x, width, lanes, _INVERSE, _SHIFT, _LOSS, top, s)
+    errors(x, s, width, _INVERSE, _SHIFT, _LOSS, top)
     part = _f32(1) / top
     for w in range(lanes):
         s[_STEP + w] = (s[_HIGH + w] - s[_LOW + w]) / bins
@@ -196,8 +157,7 @@ def _search(
             s[_SCALE_B + w] = scale_b
             s[_INVERSE_B + w] = inverse_b
             s[_SHIFT_B + w] = shift_b
-        _errors(x, width, lanes, _INVERSE_A, _SHIFT_A, _ERROR_A, top, s)
-        _errors(x, width, lanes, _INVERSE_B, _SHIFT_B, _ERROR_B, top, s)
+        errors_of_two(x, s, width, _SCALE_A, _SCALE_B, top)
         for w in range(lanes):
             low, high, step, unit = s[_LOW + w], s[_HIGH + w], s[_STEP + w], s[_UNIT + w]
             scale_a, shift_a, error_a = s[_SCALE_A + w], s[_SHIFT_A + w], s[_ERROR_A + w]
@@ -227,21 +187,7 @@ def _refit(x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s:
     """
     for w in range(lanes):
         s[_INVERSE + w] = _f32(1) / s[_SCALE + w]
-        s[_CODES + w] = _f32(0)
-        s[_SQUARES + w] = _f32(0)
-        s[_VALUES + w] = _f32(0)
-        s[_PRODUCTS + w] = _f32(0)
-    for d in range(width):
-        at = d * LANES
-        for w in range(lanes):
-            t = x[at + w] * s[_INVERSE + w] - s[_SHIFT + w]
-            code = np.rint(min(max(t, _f32(0)), top))
-            codes, squares = s[_CODES + w], s[_SQUARES + w]
-            values, products = s[_VALUES + w], s[_PRODUCTS + w]
-            s[_CODES + w] = codes + code
-            s[_SQUARES + w] = squares + code * code
-            s[_VALUES + w] = values + t
-            s[_PRODUCTS + w] = products + t * code
+    moments(x, s, width, _INVERSE, _SHIFT, _CODES, top)
     part = _f32(1) / top
     count = _f32(width)
     for w in range(lanes):
@@ -256,7 +202,7 @@ def _refit(x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s:
         s[_SCALE_A + w] = scale_a
         s[_INVERSE_A + w] = inverse_a
         s[_SHIFT_A + w] = shift_a
-    _errors(x, width, lanes, _INVERSE_A, _SHIFT_A, _ERROR_A, top, s)
+    errors(x, s, width, _INVERSE_A, _SHIFT_A, _ERROR_A, top)
     for w in range(lanes):
         scale_a, shift_a, error_a = s[_SCALE_A + w], s[_SHIFT_A + w], s[_ERROR_A + w]
         inverse_a, inverse = s[_INVERSE_A + w], s[_INVERSE + w]
@@ -273,40 +219,33 @@ def _refit(x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s:
 def _pack(
     x: F32,
     width: int,
-    lanes: int,
     bits: int,
     top: np.float32,
     s: F32,
+    s_bits: I32,
     first: int,
     last: int,
     codes_RB: U8,
 ) -> None:
     """Writes the codes of a tile: column d takes bits d·bits.. of its row, lowest bit first.
 
-    Columns that end on a byte boundary are put together as whole float32 numbers below 2^24.
+    Columns that end on a byte boundary are put together in words of 32 bits, or 24 for 3 bits.
     """
-    group = 8 if bits == 3 else 16 // bits
-    group_bytes = group * bits // 8
+    columns = 8 if bits == 3 else 32 // bits
+    nbytes = columns * bits // 8
     stride = codes_RB.shape[1]
-    for g in range((width + group - 1) // group):
-        for w in range(lanes):
-            s[_WORD + w] = _f32(0)
-        for k in range(min(group, width - g * group)):
-            at = (g * group + k) * LANES
-            place = _f32(1 << (k * bits))
-            for w in range(lanes):
-                t = x[at + w] * s[_INVERSE + w] - s[_SHIFT + w]
-                word = s[_WORD + w]
-                s[_WORD + w] = word + np.rint(min(max(t, _f32(0)), top)) * place
-        at = g * group_bytes
-        left = stride - at
-        for w in range(last - first):
-            word = _i32(s[_WORD + w])
-            codes_RB[first + w, at] = np.uint8(word & 255)
-            if left > 1:
-                codes_RB[first + w, at + 1] = np.uint8((word >> 8) & 255)
-            if bits == 3 and left > 2:
-                codes_RB[first + w, at + 2] = np.uint8(word >> 16)
+    at = 0
+    for start in range(0, width, columns):
+        packed(x, s, start, min(start + columns, width), bits, _INVERSE, _SHIFT, _WORD, top)
+        if nbytes == 4 and stride - at >= 4:
+            for w in range(last - first):
+                put_word(codes_RB, first + w, at, s_bits[_WORD + w])
+        else:
+            for w in range(last - first):
+                word = s_bits[_WORD + w]
+                for j in range(min(nbytes, stride - at)):
+                    codes_RB[first + w, at + j] = np.uint8((word >> _i32(8 * j)) & _i32(255))
+        at += nbytes
 
 
 @kernel
@@ -341,12 +280,12 @@ def encode_rows(
     state = np.empty(LANES, np.int32)
     for first in range(start, stop, LANES):
         last = min(first + LANES, stop)
-        _load(values_RD, bits_RD, first, last, lanes, x, s, s_bits, state)
+        _load(values_RD, first, last, lanes, x, s, s_bits, state)
         _whole_range(x, width, lanes, top, fine, s, state)
         if iterations > 0:
             _search(x, width, lanes, top, fine, bins, iterations, s)
             _refit(x, width, lanes, top, fine, s)
-        _pack(x, width, lanes, bits, top, s, first, last, codes_RB)
+        _pack(x, width, bits, top, s, s_bits, first, last, codes_RB)
         for w in range(last - first):
             row = first + w
             raw_R[row] = 0

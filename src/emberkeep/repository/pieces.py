@@ -305,8 +305,16 @@ class _Sink(io.RawIOBase):
         return len(part)
 
     def take(self) -> list[Buffer]:
+        """What was written since. The writer writes frames in words, each of which would cost
+        as much on its way to the file as a megabyte of rows: such parts are joined."""
         parts, self._parts = self._parts, []
-        return parts
+        taken: list[Buffer] = []
+        for small, run in groupby(parts, key=lambda part: len(part) < _SMALL_NBYTES):
+            if small:
+                taken.append(b"".join(run))
+            else:
+                taken.extend(run)
+        return taken
 
 
 class _Source(io.RawIOBase):

@@ -22,6 +22,8 @@ RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))
 # So many increments may follow a baseline: manifests list their sizes, and each consecutive one
 # needs all before it.
 _MOST_INCREMENTS: dict[Layout, int] = {"intermittent": 1000, "consecutive": 100}
+ENDLESS: tuple[Layout, ...] = ("one_shot", "grid")
+"""Any number of increments may follow a baseline, and no sizes of them are listed."""
 
 
 def needs_baseline(layout: Layout, sizes: Sequence[float], predictor: Predictor = "growth") -> bool:
@@ -38,7 +40,7 @@ def needs_baseline(layout: Layout, sizes: Sequence[float], predictor: Predictor 
     """
     if layout == "full":
         return True
-    if layout not in _MOST_INCREMENTS or not sizes:
+    if layout in ENDLESS or not sizes:
         return False
     if len(sizes) >= _MOST_INCREMENTS[layout]:
         return True

@@ -203,7 +203,7 @@ def test_bytes_are_as_announced_and_never_more_than_raw(codec: Codec, width: int
         4 + 4 * width
     )
     assert codec.nbytes_per_row(width) <= 4 * width
-    if width == 1 and codec != NonNegative():
+    if codec.columns(width) == Raw().columns(width):
         assert same_bits(there_and_back(codec, rows), rows)
 
 
@@ -216,7 +216,7 @@ def test_a_row_encodes_alike_in_any_block_and_on_any_thread(codec: Codec) -> Non
     assert all(same_bits(whole[name], threaded[name]) for name in whole)
     cuts = [0, 1, 18, 333, 4100, 5000]
     parts = [codec.encode(rows[a:b], ONE) for a, b in pairwise(cuts)]
-    for name in ("codes", "params", "raw_values"):
+    for name in sorted(set(whole) - {"raw_rows"}):  # those count from their block's first row
         assert same_bits(whole[name], np.concatenate([part[name] for part in parts]))
     assert same_bits(there_and_back(codec, rows), there_and_back(codec, rows, Pool(3)))
 

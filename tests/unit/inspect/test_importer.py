@@ -371,6 +371,7 @@ def test_an_import_that_ends_anywhere_shows_nothing_and_goes_on(tmp_path: Path) 
     assert went_on > len(steps) // 6
 
 
+@pytest.mark.processes
 def test_a_killed_import_goes_on_where_its_files_were_read_to(tmp_path: Path) -> None:
     rows = rows_of()
     file = by_parquet(rows, tmp_path)

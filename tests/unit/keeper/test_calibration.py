@@ -171,6 +171,7 @@ def test_more_expected_restores_leave_less_for_each() -> None:
     assert (chosen[0] or 32) < (chosen[1] or 32)
 
 
+@pytest.mark.processes
 def test_rows_on_servers_are_calibrated_the_same() -> None:
     run = Run().train(12)
     here = ek.calibrate(run.keeper, run.validate)

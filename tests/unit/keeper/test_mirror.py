@@ -398,6 +398,7 @@ def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> N
     assert with_disk.bits() == life.bits()
 
 
+@pytest.mark.processes
 def test_what_servers_write_to_the_first_place_is_mirrored(
     tmp_path: Path,
 ) -> None:

@@ -78,6 +78,7 @@ print("same rows")
 """
 
 
+@pytest.mark.processes
 def test_a_run_with_a_tier_and_versions_needs_no_call_of_linux_alone(tmp_path: Path) -> None:
     script = textwrap.dedent(FORCED) + textwrap.dedent(TRAINED)
     ended = subprocess.run(
