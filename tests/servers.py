@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -50,11 +51,14 @@ class Farm:
             return json.loads(self._process.stdout.readline())
 
     def start(
-        self, threads: int = 1, port: int = 0, directory: Path = ROOT, tier: Tier | None = None
-    ) -> tuple[int, str]:
-        """The pid and address of a server that works in a directory."""
+        self, threads: int = 1, port: int = 0, directory: Path = ROOT, tier: Tier | None = None,
+        limit: int | None = None,
+    ) -> tuple[int, str]:  # fmt: skip
+        """The pid and address of a server that works in a directory; `limit` is its RLIMIT_DATA."""
         kept = None if tier is None else [tier.path, tier.memory]
-        pid, address = self._ask(threads=threads, port=port, directory=str(directory), tier=kept)
+        pid, address = self._ask(
+            threads=threads, port=port, directory=str(directory), tier=kept, limit=limit
+        )
         return int(pid), str(address)
 
     def call(self, function: str, *arguments: str, log: Path) -> int:
@@ -81,14 +85,15 @@ class FarmLauncher:
 
     def __init__(
         self, farm: Farm, shards: int, threads: int = 1, directories: Sequence[Path] | None = None,
-        tier: Tier | None = None,
+        tier: Tier | None = None, limit: int | None = None,
     ) -> None:  # fmt: skip
         self.farm = farm
         self.threads = threads
-        self.tier = tier
+        self.tier, self.limit = tier, limit
         self.directories = list(directories or [ROOT] * shards)
         self.servers = [
-            farm.start(threads, directory=where, tier=tier) for where in self.directories
+            farm.start(threads, directory=where, tier=tier, limit=limit)
+            for where in self.directories
         ]
         self.replaced = 0
 
@@ -119,7 +124,7 @@ class FarmLauncher:
     def replace(self, shard: int, life: str) -> str:
         self.kill(shard)
         self.servers[shard] = self.farm.start(
-            self.threads, directory=self.directories[shard], tier=self.tier
+            self.threads, directory=self.directories[shard], tier=self.tier, limit=self.limit
         )
         self.replaced += 1
         return self.address(shard)
@@ -132,13 +137,18 @@ class FarmLauncher:
             self.kill(shard)
 
 
-def _serve(pipe: int, threads: int, port: int, kept: Sequence[Any] | None) -> None:
+def _serve(
+    pipe: int, threads: int, port: int, kept: Sequence[Any] | None, limit: int | None
+) -> None:
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.shard_service import ShardService
     from emberkeep.tables import Tier
     from emberkeep.tiers import durable_open
 
-    durable_open.SEGMENT_NBYTES = 32 * 1024
+    if limit is None:
+        durable_open.SEGMENT_NBYTES = 32 * 1024
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     tier = None if kept is None else Tier(kept[0], memory=kept[1])
     server = ShardServer(ShardService(threads=threads, tier=tier), port=port)
     os.write(pipe, (server.address + "\n").encode())
@@ -202,7 +212,13 @@ def _main() -> None:
             os.dup2(devnull, 1)
             try:
                 os.chdir(question["directory"])
-                _serve(writing, question["threads"], question["port"], question["tier"])
+                _serve(
+                    writing,
+                    question["threads"],
+                    question["port"],
+                    question["tier"],
+                    question["limit"],
+                )
             except BaseException:
                 traceback.print_exc()
             os._exit(1)

@@ -22,14 +22,18 @@ import trustme
 from typer.testing import CliRunner
 
 from emberkeep._types import RowIds
+from emberkeep.blobs import LocalStore
 from emberkeep.cli import app
+from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, SecurityError, ShardLostError
+from emberkeep.repository import Repository
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.server.ray import local_ray
 from emberkeep.server.ray.ray_cluster import RayLauncher, clusters, find, ray_cluster
 from emberkeep.server.ray.ray_session import NAMESPACE
 from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
-from emberkeep.tables import SGD, Table
+from emberkeep.tables import SGD, Table, Tier
 from emberkeep.train.distributed import run_on_ray
 from emberkeep.train.run_config import demo
 from emberkeep.wire.connection import Connection
@@ -67,6 +71,27 @@ def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
     assert np.allclose(moved, np.arange(40) % 2)  # the replacement is empty, the other went on
     cluster.close()
     assert clusters() == []
+
+
+def test_a_server_of_ray_comes_back_with_its_files(tmp_path: Path) -> None:
+    table, optimizer = Table("t", rows=40, dim=2), SGD(lr=1.0)
+    kept = ray_cluster(shards=2, tier=Tier(tmp_path / "t", memory="1MB"))
+    cluster = kept.open([table], optimizer, seed=0)
+    store = LocalStore(tmp_path / "r")
+    run = Repository.create(store, schema=cluster.schema()).id
+    tiers = RemoteTiers([cluster], store, run, SYSTEM_CLOCK)
+    ids = [RowIds(np.arange(40), np.array([0, 40]))]
+    cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
+    tiers.prepare(1)()
+    tiers.commit()
+    after = cluster.pull(ids)[0]
+    os.kill(cluster.launcher.pid(0), signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(ShardLostError):
+        cluster.pull(ids)
+    assert tiers.renew(cluster, [0]) == ([0], [])
+    tiers.serve(cluster, [0])
+    assert np.array_equal(cluster.pull(ids)[0], after)
+    cluster.close()
 
 
 @pytest.mark.soak  # Ray's part is the test before, that of parity is in test_parity_servers
