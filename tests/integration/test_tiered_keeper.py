@@ -23,11 +23,13 @@ from emberkeep.errors import (
     CancelledError,
     ConfigError,
     NoRepositoryError,
+    SaveError,
     ShardLostError,
     StateError,
+    StorageError,
 )
 from emberkeep.keeper.run_saver import DurableStep
-from emberkeep.repository import Manifest
+from emberkeep.repository import Manifest, Writer
 from emberkeep.runtime import pool
 from emberkeep.strategies import Strategy
 from emberkeep.tables import Optimizer, Table, Tier
@@ -117,14 +119,15 @@ class Run:
     def cluster(self) -> Any:
         return self.model.bags.cluster
 
-    def train(self, steps: int) -> Run:
+    def train(self, steps: int, *, wait: bool = True) -> Run:
         for _ in range(steps):
             self.model(self.keeper.steps).square().mean().backward()
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             self.keeper.step()
-            self.keeper.wait()
+            if wait:
+                self.keeper.wait()
         return self
 
     def bits(self) -> list[Any]:
@@ -444,3 +447,41 @@ def test_a_server_that_dies_in_a_commit(
     assert again.bits() == plain(kept.step)
     assert kept.step >= durable
     again.end()
+
+
+def test_a_run_that_is_asked_to_stop_makes_a_batch(launcher: FarmLauncher, root: Path) -> None:
+    run = Run(OnServers(launcher), root / "r", ek.tiered(every=50, remote=4))
+    run.keeper.resume()
+    run.train(4)
+    run.keeper.stop_after_step()
+    with pytest.raises(SystemExit):
+        run.train(1)
+    (stopped,) = run.heard("stopped")
+    assert stopped["saved_step"] == 5
+    assert [s["version"] for s in run.heard("saved") if s["step"]] == [None]
+    run.end()
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    assert again.keeper.resume() == DurableStep(5)
+    assert again.bits() == plain(5)
+    again.end()
+
+
+def test_a_version_that_failed_is_made_with_the_next_batch(
+    launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(OnServers(launcher), root / "r", OFTEN)
+    run.keeper.resume()
+    run.train(5)
+    begin = Writer.begin
+
+    def failing(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(Writer, "begin", begin)
+        raise StorageError("the store is away")
+
+    monkeypatch.setattr(Writer, "begin", failing)
+    with pytest.warns(UserWarning, match="saving step 6 failed"), pytest.raises(SaveError):
+        run.train(1)
+    run.train(2, wait=False)
+    run.keeper.wait()
+    assert [s["step"] for s in run.heard("saved") if s["version"]] == [0, 8]
+    run.end()

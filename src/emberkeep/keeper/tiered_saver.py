@@ -24,7 +24,7 @@ from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
 from emberkeep.keeper.run_state import Captured
 from emberkeep.keeper.tier_saver import TierSaver, local_saver
-from emberkeep.repository import Manifest
+from emberkeep.repository import Manifest, VersionId
 from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Every, Strategy
 
@@ -51,6 +51,7 @@ class TieredSaver(RepositorySaver):
         self._tier = _tier_saver(clusters, parts, store, self.repository.id, on_event, clock)
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
+        self._stopping = False
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -91,8 +92,7 @@ class TieredSaver(RepositorySaver):
             self._tier.forget()
             return self._cut_version(step, state, counters)
         saving: Saving[Any] = self._tier.cut(step, state, counters)
-        under_way = self._saving is not None and not self._saving.ended.is_set()
-        if self._version_due(step) and not under_way:
+        if self._version_due(step):
             self._cut_version(step, state, counters)
         return saving
 
@@ -104,11 +104,22 @@ class TieredSaver(RepositorySaver):
         return saving
 
     def _version_due(self, step: int) -> bool:
-        every = self._remote
+        """Never while one is under way, or the process is being stopped: batches do not wait."""
+        saving, every = self._saving, self._remote
+        if self._stopping or (saving is not None and not saving.ended.is_set()):
+            return False
+        if saving is not None and saving.committed.exception() is not None:
+            return True  # the last one came to nothing
         if every.steps is not None:
             return step // every.steps > self._version_step // every.steps
         assert every.time is not None
         return timedelta(seconds=self._clock.monotonic() - self._version_at) >= every.time
+
+    def hurry(self) -> None:
+        """The process is being stopped: a batch is enough, and a version under way is given up."""
+        self._stopping = True
+        super().hurry()
+        super().cancel()
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
         """A last version; batches end here."""
@@ -141,6 +152,10 @@ class TieredSaver(RepositorySaver):
     def _end(self) -> None:
         self._tier.close()
         super()._end()
+
+    def went_back_to(self, version: VersionId) -> None:
+        self._tier.forget()
+        super().went_back_to(version)
 
     # -- going back ------------------------------------------------------------------------------
 

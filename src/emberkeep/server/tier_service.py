@@ -121,6 +121,7 @@ def _points(epoch: Epoch, header: Json) -> Json:
 def _prepare(epoch: Epoch, header: Json) -> Json:
     """Declares the rows to be those of a batch, as they are now. The same again changes nothing."""
     batch, nonce, home, run = (header[name] for name in ("batch", "nonce", "home", "run"))
+    epoch.store(str(home))  # that of its versions, and no other
     with epoch.between_pushes() as pushes:
         slabs = epoch.shard.tiers()
         if any(slab.saving is None or slab.saving.nonce != nonce for slab in slabs):
