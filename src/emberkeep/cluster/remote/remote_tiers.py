@@ -207,7 +207,10 @@ class RemoteTiers:
                 f"batch {pending.number} was given up meanwhile, by a server that came back; "
                 "nothing was committed, and the next one is made as usual"
             )
-        self._settle(pending, committed=True)
+        if not self._settle(pending, committed=True):
+            # Another coordinator has them, and what it has decided since may be forgotten; or all
+            # of them died just now, and will find the decision.
+            raise ShardLostError([i for (_, i), _ in self._shards()])
 
     def abandon(self) -> None:
         """Gives up the batch under way; one that turns out to be committed is recorded as such."""
@@ -233,9 +236,9 @@ class RemoteTiers:
         }
         return decide(self._store, RUN_DIRECTORY, point, outcome, files)
 
-    def _settle(self, pending: _Batch, *, committed: bool) -> None:
-        """Has every server record what was decided; one that is lost does so when it opens its
-        files again, and the document waits for that."""
+    def _settle(self, pending: _Batch, *, committed: bool) -> int:
+        """Has every server record what was decided, and counts those that have; one that is lost
+        does so when it opens its files again, and the document waits for that."""
         if committed:
             if self._durable is not None:
                 self._outdated.append(self._durable.state_name)
@@ -243,22 +246,23 @@ class RemoteTiers:
         else:
             self._outdated.append(pending.state_name)
         header = {"ask": "record", "nonce": pending.nonce, "committed": committed}
-        recorded, errors = True, list[EmberkeepError]()
-        for _, shard in self._shards():
+        recorded, errors, shards = 0, list[EmberkeepError](), self._shards()
+        for key, shard in shards:
             try:
-                recorded = self._ask(shard, header)["recorded"] and recorded
+                recorded += bool(self._ask(shard, header, pending.epochs.get(key))["recorded"])
             except ShardLostError:
-                recorded = False
+                pass
             except EmberkeepError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         self._pending = None
-        if recorded:
+        self._outdated.append(f"{RUN_DIRECTORY}decision-{pending.number}-{pending.nonce}.json")
+        if recorded == len(shards):
             # Whatever else a file has prepared, it has recorded before.
-            decision = f"{RUN_DIRECTORY}decision-{pending.number}-{pending.nonce}.json"
             outdated, self._outdated = self._outdated, []
-            self._store.delete([*outdated, decision])
+            self._store.delete(outdated)
+        return recorded
 
     def _ask(self, shard: RemoteShard, header: Json, epoch: int | None = None) -> Json:
         """Beside training: on a connection of its own. Lost is also a shard that has another

@@ -1,0 +1,188 @@
+"""A batch of servers that is interrupted anywhere took place on all of them, or on none: one
+document beside the versions says so, for servers that come back, for the next trainer, and for one
+that was replaced and does not know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import LocalStore
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.remote_tiers import RemoteTiers
+from emberkeep.errors import CancelledError, EmberkeepError, ShardLostError, TierError
+from emberkeep.repository import Repository
+from emberkeep.runtime import pool
+from emberkeep.runtime.clock import SYSTEM_CLOCK
+from emberkeep.tables import Adagrad, Tier
+from tests.contracts.cluster import push
+from tests.contracts.engine import state, tables
+from tests.servers import Farm, FarmLauncher
+from tests.waiting import until
+
+SHARDS = 2
+SECOND = timedelta(seconds=1)
+
+
+class Trainer:
+    """A cluster and its tiers; `leave` is the end of its process, which tells nobody."""
+
+    def __init__(self, launcher: FarmLauncher, store: LocalStore, **options: Any) -> None:
+        self.cluster = FlightCluster(
+            tables(), Adagrad(lr=0.1), launcher, pool=pool.Pool(1),
+            timing=Timing(deadline=SECOND, lease=SECOND), **options,
+        )  # fmt: skip
+        self.store = store
+        if not Repository.exists(store):
+            Repository.create(store, schema=self.cluster.schema())
+        try:
+            self.tiers = RemoteTiers([self.cluster], store, Repository.open(store).id, SYSTEM_CLOCK)
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    def train(self, seed: int) -> dict[str, Any]:
+        push(self.cluster, np.random.default_rng(seed), 2)
+        return state(self.cluster)
+
+    def prepare(self, batch: int) -> None:
+        self.tiers.prepare(batch)()
+        self.store.put(self.tiers.pending_state(), b"beside")
+
+    def make_durable(self, batch: int) -> None:
+        self.prepare(batch)
+        self.tiers.commit()
+
+    def leave(self) -> None:
+        leases, finalizer = self.cluster._leases, self.cluster._finalizer
+        assert leases is not None
+        assert finalizer is not None
+        finalizer.detach()  # type: ignore[attr-defined]
+        leases.stop()
+
+
+@pytest.fixture
+def launcher(farm: Farm, tmp_path: Path) -> Iterator[FarmLauncher]:
+    started = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=100_000))
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "r")
+
+
+def decisions(store: LocalStore) -> list[str]:
+    return [info.name for info in store.list("tiers") if "decision" in info.name]
+
+
+@pytest.mark.parametrize("decided", [True, False])
+@pytest.mark.parametrize("killed", [(), (0,), (0, 1)], ids=["servers live", "one killed", "both"])
+def test_the_next_trainer_finds_what_was_decided(
+    launcher: FarmLauncher, store: LocalStore, decided: bool, killed: tuple[int, ...]
+) -> None:
+    first = Trainer(launcher, store)
+    one = first.train(1)
+    first.make_durable(1)
+    assert decisions(store) == []  # every server has recorded it
+    two = first.train(2)
+    first.prepare(2)
+    if decided:  # and nobody has heard of it
+        assert first.tiers._decide(first.tiers._pending, "committed")
+    first.leave()
+    for shard in killed:
+        launcher.replace(shard, "")
+    second = Trainer(launcher, store)
+    assert second.tiers.batch() == (2 if decided else 1)
+    assert second.tiers.at_batch()
+    assert state(second.cluster) == (two if decided else one)
+    three = second.train(3)
+    second.make_durable(3)
+    assert decisions(store) == []
+    assert [info.name for info in store.list("tiers")] == [second.tiers.durable_state()]
+    second.cluster.close()
+    third = Trainer(launcher, store)
+    assert state(third.cluster) == three
+    third.cluster.close()
+
+
+def test_one_that_was_replaced_commits_nothing(launcher: FarmLauncher, store: LocalStore) -> None:
+    """It sleeps between prepare and decision, and wakes beside its successor."""
+    sleeper = Trainer(launcher, store)
+    one = sleeper.train(1)
+    sleeper.make_durable(1)
+    sleeper.train(2)
+    sleeper.prepare(2)
+    sleeper.leave()
+    second = Trainer(launcher, store)
+    assert state(second.cluster) == one
+    two = second.train(5)
+    second.make_durable(2)
+    with pytest.raises((CancelledError, ShardLostError)):
+        sleeper.tiers.commit()
+    with pytest.raises(EmberkeepError):  # its servers have another epoch
+        push(sleeper.cluster, np.random.default_rng(0))
+    sleeper.tiers.abandon()
+    store.size(second.tiers.durable_state())  # it took nothing away
+    second.cluster.close()
+    third = Trainer(launcher, store)
+    assert third.tiers.batch() == 2
+    assert state(third.cluster) == two
+    third.cluster.close()
+
+
+def test_nothing_is_guessed_where_the_repository_is_not_there(
+    launcher: FarmLauncher, store: LocalStore, tmp_path: Path
+) -> None:
+    first = Trainer(launcher, store)
+    one = first.train(1)
+    first.make_durable(1)
+    first.train(2)
+    first.prepare(2)
+    first.leave()
+    away = (tmp_path / "r").rename(tmp_path / "away")
+    (tmp_path / "r").mkdir()  # as a disk that is not mounted
+    with pytest.raises(TierError, match=r"prepared batch 2, .* is not there; nothing was changed"):
+        Trainer(launcher, LocalStore(tmp_path / "other"))
+    assert not any((tmp_path / "r").iterdir())
+    (tmp_path / "r").rmdir()
+    away.rename(tmp_path / "r")
+    second = Trainer(launcher, store)
+    assert state(second.cluster) == one
+    second.cluster.close()
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_servers_that_are_adopted_record_what_was_decided(
+    launcher: FarmLauncher, store: LocalStore, decided: bool
+) -> None:
+    first = Trainer(launcher, store, on_restart="adopt")
+    first.cluster.tell(repository=Repository.open(store).id)
+    until(lambda: all(s.status()["run"]["repository"] for s in first.cluster.handles), "the run")
+    first.train(1)
+    first.make_durable(1)
+    first.train(2)
+    first.prepare(2)
+    if decided:
+        assert first.tiers._decide(first.tiers._pending, "committed")
+    live = first.train(3)
+    first.leave()
+    second = Trainer(launcher, store, on_restart="adopt")
+    assert second.cluster.adopted
+    assert state(second.cluster) == live
+    assert second.tiers.batch() == (2 if decided else 1)
+    assert second.tiers.at_batch() is False  # rows are ahead of it
+    second.make_durable(4)
+    second.cluster._on_restart = "rewind"
+    second.cluster.close()
+    third = Trainer(launcher, store)
+    assert third.tiers.batch() == 4
+    assert state(third.cluster) == live
+    third.cluster.close()
