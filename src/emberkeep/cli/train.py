@@ -149,6 +149,9 @@ def _print(result: Result) -> None:
         _print_costs(result.checkpoints, result)
     if result.recoveries is not None and result.recoveries.failures:
         _print_recoveries(result.recoveries, result)
+    if result.recoveries is not None and result.recoveries.samples_applied_twice:
+        twice = result.recoveries.samples_applied_twice
+        console.print(f"Rows of live servers were adopted: {twice:,} samples are in them twice.")
 
 
 def _print_recoveries(made: Recoveries, result: Result) -> None:
