@@ -30,6 +30,7 @@ from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.nn.row_module import dense_parameters
 from emberkeep.rows.row_digest import RowDigest
+from emberkeep.tiered.tier_use import TierUse
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.kept_run import Keeping, Progress
@@ -97,6 +98,7 @@ def _run(
         place=(rank, world),
     )
     seconds = time.perf_counter() - start
+    tier = TierUse.of(bags.cluster.tier_status())
     for hook in hooks:
         hook.on_trained()
     found_auc = found_log_loss = math.nan
@@ -131,6 +133,7 @@ def _run(
         resumed_step=progress.resumed_step,
         checkpoints=progress.costs,
         recoveries=progress.recoveries,
+        tier=tier,
     )
     for hook in hooks:
         hook.on_end(result)

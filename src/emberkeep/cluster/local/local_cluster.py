@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
+from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
@@ -32,8 +33,9 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiered import decisions
-from emberkeep.tiered.durable_open import tier_files
-from emberkeep.tiered.tiered_slab import TieredSlab, TierStatus
+from emberkeep.tiered.durable_open import open_slab, tier_files
+from emberkeep.tiered.tier_use import TierStatus
+from emberkeep.tiered.tiered_slab import TieredSlab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,10 @@ class _Numbered:
 
 
 class LocalCluster(ProtectedCluster[Shard, LocalParity]):
-    """Shards of this process. They fail on request: `kill` drops their memory."""
+    """Shards of this process. They fail on request: `kill` drops their memory.
+
+    `slabs` opens what a shard holds of its tables, as `open_slab` does.
+    """
 
     def __init__(
         self,
@@ -118,18 +123,21 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         seed: int = 0,
         pool: pools.Pool,
         clock: Clock = SYSTEM_CLOCK,
+        slabs: Callable[..., Slab] = open_slab,
     ) -> None:
         made: list[Shard] = []
         try:
             for i in range(shards):
                 shard = Shard(
-                    tables, optimizer, index=i, count=shards, seed=seed, pool=pool, clock=clock
-                )
+                    tables, optimizer, index=i, count=shards, seed=seed, pool=pool, clock=clock,
+                    slabs=slabs,
+                )  # fmt: skip
                 made.append(shard)
         except BaseException:  # the traceback keeps shards alive: let go of files at once
             end_all(*(shard.kill for shard in made))
             raise
         super().__init__(tables, optimizer, made, seed=seed, pool=pool, clock=clock)
+        self._slabs = slabs
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)
@@ -162,7 +170,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         new = Shard(
             self.tables, self.optimizer, index=index, count=len(self.shards),
             seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
-            clock=self._clock,
+            clock=self._clock, slabs=self._slabs,
         )  # fmt: skip
         if self._tracked:
             new.track(self._priority)
