@@ -198,8 +198,8 @@ class RowModule(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def prefetch(self, features: Features) -> None:
-        """Says which batch comes next: its unique rows are found, and where rows live in files or on
-        servers, they are read beside the work on the present batch. Waits for nobody; call it
+        """Says which batch comes next: its unique rows are found, and where rows live in files or
+        on servers, they are read beside the work on the present batch. Waits for nobody; call it
         between `forward` and the step, best while an accelerator computes.
 
         Handing the same object to `forward` then is quickest; any other batch is as right.

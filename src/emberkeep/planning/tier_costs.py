@@ -262,8 +262,9 @@ def read_machine(name: str, text: str) -> Machine:
 
 def read_skew(text: str) -> Skew:
     """`retail`, `criteo`, `uniform`, or the exponent of a Zipf distribution."""
-    if text == "retail" or text == "criteo" or text == "uniform":
-        return text
+    presets: dict[str, Skew] = {"retail": "retail", "criteo": "criteo", "uniform": "uniform"}
+    if text in presets:
+        return presets[text]
     try:
         exponent = float(text)
     except ValueError:

@@ -86,7 +86,7 @@ class TieredSlab(Slab):
         super().__init__(
             tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
-        self.frames = Frames(self.planes["weight"].shape[0], self.rows)
+        self.frames = self._new_frames(self.planes["weight"].shape[0])
         self.positions = lazy_zeros((self.rows,), np.uint32)  # of the newest record, plus one
         framed = [plane for name, plane in self.planes.items() if name != "used"]
         by_row = [self.ids] if self.slots else []
@@ -114,6 +114,9 @@ class TieredSlab(Slab):
         self._upkeep = Worker(
             "emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail, clock=self.log.clock
         )
+
+    def _new_frames(self, count: int) -> Frames:
+        return Frames(count, self.rows)
 
     @property
     def direct(self) -> bool:
