@@ -39,7 +39,6 @@ from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table, check_tables
-from emberkeep.tiered.tier_use import TierStatus
 
 _T = TypeVar("_T")
 
@@ -285,10 +284,6 @@ class Cluster:
     def reads_ahead(self) -> bool:
         """Whether `fetch` with `ahead` is of any use."""
         return self.tiered
-
-    def tier_status(self) -> list[TierStatus]:
-        """How the files of tiers are doing, one entry for each."""
-        return []
 
     def fetch(self, wanted: Sequence[RowIds], *, ahead: bool = False) -> None:
         """Says which rows will be pulled and pushed, where they live in files.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from emberkeep.blobs import BlobStore
+from emberkeep.cluster.local.local_cluster import tier_use
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.model_parts import Parts
@@ -70,8 +71,7 @@ class RunReport:
     def tier_use(self) -> TierUse | None:
         """How often rows were in memory, and how long training waited for those that were not, in
         all tiers of this process; None without a tier."""
-        homes = self._parts.subject.homes()
-        return TierUse.of([file for home in homes for file in home.cluster.tier_status()])
+        return tier_use(home.cluster for home in self._parts.subject.homes())
 
     def mirror_status(self) -> MirrorStatus | None:
         """What the mirror has; None without one, and on ranks that do not write."""

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import nn
 
-from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster, tier_use
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
 from emberkeep.errors import ConfigError, GradientError
@@ -30,7 +30,6 @@ from emberkeep.models.layers import Ids
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.nn.row_module import dense_parameters
 from emberkeep.rows.row_digest import RowDigest
-from emberkeep.tiered.tier_use import TierUse
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.kept_run import Keeping, Progress
@@ -98,7 +97,7 @@ def _run(
         place=(rank, world),
     )
     seconds = time.perf_counter() - start
-    tier = TierUse.of(bags.cluster.tier_status())
+    tier = tier_use([bags.cluster])
     for hook in hooks:
         hook.on_trained()
     found_auc = found_log_loss = math.nan
