@@ -5,10 +5,11 @@ section VI-C1 (Figure 7) says that the time of DRAM-PS falls by 40% and 65% as 4
 16. With a part that GPUs share, C, and one that they do not, E, such times are C·4/GPUs + E; least
 squares over the three give E = 0.15 of the time on 4 GPUs, so 26% of that on 8 and 41% of that on
 16. Figures 8 to 12 are of 16 GPUs, hence `SHARE`: embedding is 41% of a step in memory. It takes
-about `EMBEDDING_MS` in memory on two cores that nothing else uses, and the wait follows from both.
-It is a constant, and not measured again in every run: a machine that is busy at that moment would be
-given something longer to hide behind. The paper prints no such share itself; that E holds embedding
-alone is an assumption. Beside it are waits of 5 to 80 ms, and the share that a run has found.
+about `EMBEDDING_MS` in memory on two cores, and the wait follows from both.
+It is a constant, and not measured again in every run: a machine that is busy at that moment would
+be given something longer to hide behind. The paper prints no such share itself; that E holds
+embedding alone is an assumption. Beside it are waits of 5 to 80 ms, and the share that a run has
+found.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from _tiers import LR, PAPER_SHAPE, Contender, Taken, Tiering, warm_up
 # (GPUs, time of DRAM-PS beside that on 4), section VI-C1 and Figure 7.
 _SCALING = ((4, 1.0), (8, 0.6), (16, 0.35))
 _GPUS = 16
-# Pull and push of a batch of `PAPER_SHAPE` in memory, measured beforehand: 17 to 21 ms.
+# Pull and push of a batch of `PAPER_SHAPE` in memory, measured beforehand: 17 to 22 ms.
 EMBEDDING_MS = 20.0
 # Two GB of 500 GB (section VI-C2), and five times that.
 CACHES = (0.004, 0.02)
