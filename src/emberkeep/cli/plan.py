@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @command
 def plan(
     duration: Annotated[str, option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
-    shards: Annotated[int, option("--shards", "Shards that hold the tables.", "N")],
+    shards: Annotated[
+        int | None, option("--shards", "Shards that hold the tables; needed without --tier.", "N")
+    ] = None,
     mtbf: Annotated[
         str | None, option("--mtbf", "Mean time between failures of the whole job.")
     ] = None,
@@ -111,6 +113,38 @@ def plan(
         int | None,
         option("--parity-r", "Shards that parity brings back at once.", "N"),
     ] = None,
+    tier: Annotated[
+        bool,
+        typer.Option("--tier", help="Compare rows in memory with rows in files, for what follows."),
+    ] = False,
+    row_bytes: Annotated[
+        int | None, option("--row-bytes", "A row with its optimizer state.", "N")
+    ] = None,
+    skew: Annotated[
+        str | None,
+        option("--skew", "How ids are used: retail, criteo, uniform, or Zipf's exponent.", "SKEW"),
+    ] = None,
+    lookups: Annotated[
+        int | None, option("--lookups", "Rows that a batch looks up.", "N")
+    ] = None,
+    step_time: Annotated[
+        str | None, option("--step-time", "Of a batch, with all rows in memory.")
+    ] = None,
+    cache: Annotated[
+        str | None,
+        option("--cache", "Memory of the tier; what its machines have, if not given.", "SIZE"),
+    ] = None,
+    memory_machine: Annotated[
+        str | None,
+        option("--memory-machine", "memory=384GB price=3.03, of an hour.", "MACHINE"),
+    ] = None,
+    tier_machine: Annotated[
+        str | None,
+        option(
+            "--tier-machine", "memory=192GB disk=756GB reads=400000 (a second) price=3.80.",
+            "MACHINE",
+        ),
+    ] = None,
     jobs: Annotated[
         int, option("--jobs", "Simulate so many for percentiles; 0 for none.", "N")
     ] = 1000,
@@ -128,6 +162,19 @@ def plan(
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.advisor import Question, advise
 
+    if tier:
+        from emberkeep.cli import _plan_tier
+
+        _plan_tier.answer(
+            duration=read_time("--duration", duration),
+            step=None if step_time is None else read_time("--step-time", step_time),
+            table_nbytes=None if table_gb is None else _nbytes(table_gb),
+            row_nbytes=row_bytes, skew=skew, lookups=lookups, cache=cache,
+            memory_machine=memory_machine, tier_machine=tier_machine, as_json=as_json,
+        )  # fmt: skip
+        return
+    if shards is None:
+        raise ConfigError("give --shards, or --tier to compare rows in memory and in files")
     if (mtbf is None) == (failures is None):
         raise ConfigError("give --mtbf, or --failures with a log of failures")
     if failures is None and (column or until or nodes):

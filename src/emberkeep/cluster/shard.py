@@ -77,6 +77,8 @@ class Shard:
     With a `member`, every change of rows is sent to the hosts of their parity. A replacement whose
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
+
+    `slabs` opens them, as `open_slab` does.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Shard:
         epoch: int = 1,
         state: State = "serving",
         clock: Clock = SYSTEM_CLOCK,
+        slabs: Callable[..., Slab] = open_slab,
     ) -> None:
         self.index = index
         self._clock = clock
@@ -102,7 +105,7 @@ class Shard:
         self.slabs: list[Slab] = []
         try:
             for group in self.groups:
-                slab = open_slab(
+                slab = slabs(
                     self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
                     lock=self._lock, clock=clock,
                 )  # fmt: skip

@@ -198,16 +198,17 @@ class RowModule(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def prefetch(self, features: Features) -> None:
-        """Says which batch comes next: where rows live in files or on servers, they are read beside
-        the work on the present batch. Returns at once; call it between `forward` and the step.
+        """Says which batch comes next: its unique rows are found, and where rows live in files or
+        on servers, they are read beside the work on the present batch. Waits for nobody; call it
+        between `forward` and the step, best while an accelerator computes.
 
         Handing the same object to `forward` then is quickest; any other batch is as right.
         """
-        if not self.cluster.reads_ahead:
-            return
         pulled, _ = self._planned(features, None)
         self._next[0] = (features, pulled)
-        self.cluster.fetch([lookup.wanted for lookup in pulled.lookups], ahead=True)
+        wanted = [lookup.wanted for lookup in pulled.lookups]
+        if self.cluster.reads_ahead:
+            self.cluster.fetch(wanted, ahead=True)
 
     def _look_up(
         self, features: Features, scales: Mapping[str, Tensor] | None

@@ -52,11 +52,12 @@ _Slab = tuple[int, Optimizer | None]
 def open_slab(
     tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
     seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK,
+    kind: type[TieredSlab] = TieredSlab,
 ) -> Slab:  # fmt: skip
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
     A tiered slab comes back at the last durable batch of its file; a file that never had one is
-    started over.
+    started over. `kind` is the cache that goes before the file.
     """
     own_tables = [tables[t] for t in group]
     tier, default = own_tables[0].tier, optimizer
@@ -82,7 +83,7 @@ def open_slab(
     files = tier_files(tables, shards)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
-    slab = TieredSlab(
+    slab = kind(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory, share=Fraction(nbytes[own_slab], sum(nbytes.values()) * shards),
         open_log=lambda layout: _open_log(path, files, wanted, layout, tier.exclusive, clock),
