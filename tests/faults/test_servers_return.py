@@ -373,6 +373,60 @@ def test_a_push_under_way_counts_once_on_a_shard_that_is_recovered_meanwhile(pus
     cluster.close()
 
 
+def given_up(world: World, shard: int) -> None:
+    """A push that the others have applied, given up because a shard is lost."""
+    world.cluster.on_loss = lambda _: False
+    world.launcher.kill(shard)
+    with pytest.raises(ShardLostError):
+        world.push(twin=False)
+
+
+def test_a_push_is_unfinished_where_it_was_applied_and_not_where_rows_went_back() -> None:
+    world = World()
+    world.push(twin=False)
+    given_up(world, 1)
+    assert [world.cluster.unfinished(shard) for shard in (0, 2)] == [1, 1]
+    world.cluster.renew(0)
+    world.cluster.serve(0)
+    assert [world.cluster.unfinished(shard) for shard in (0, 2)] == [0, 1]
+    world.cluster.close()
+
+
+def test_a_push_is_not_unfinished_for_a_lost_shard_that_had_it() -> None:
+    """The one that was without it is back, and gets it."""
+    world = World()
+    world.push(twin=False)
+    given_up(world, 1)
+    world.cluster.renew(1)
+    world.cluster.serve(1)
+    world.launcher.kill(2)
+    assert not world.cluster.handles[2].alive()
+    assert world.cluster.unfinished(0) == 0
+    assert steps_of(world.cluster)["fixed"] == 2
+    world.cluster.close()
+
+
+def test_another_server_at_the_address_is_not_asked_how_far_pushes_are() -> None:
+    world = World()
+    world.push(twin=False)
+    asked = []
+
+    def bring_back(lost: ShardLostError) -> bool:
+        world.network.stop(world.names[0])
+        world.network.start(world.names[0])
+        with pytest.raises(ShardLostError):
+            world.cluster.unfinished(0)
+        asked.append(world.cluster.handles[0].state)
+        return False
+
+    world.cluster.on_loss = bring_back
+    world.launcher.kill(1)
+    with pytest.raises(ShardLostError):
+        world.push(twin=False)
+    assert asked == ["lost"]
+    world.cluster.close()
+
+
 def test_a_question_that_fails_twice_is_asked_again() -> None:
     world = World(fixed=True)
     world.push()
