@@ -294,10 +294,14 @@ def test_the_command_counts_seeds_and_fails_with_the_seed_to_replay(
         return outcome
 
     monkeypatch.setattr("emberkeep.testing.simulation.simulate", one_fails)
+    monkeypatch.setattr("emberkeep.testing.simulation.freeze_heap", lambda: None)
+    monkeypatch.setattr("emberkeep.cli.simulate.PROGRESS_SEEDS", 1)
     done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2"])
     assert done.exit_code == 1
     assert "2 seeds" in done.stdout
     assert "1 failed: seeds 6" in done.stdout
+    assert "1 seeds up to 5, 0 failed, " in done.stderr
+    assert "2 seeds up to 6, 1 failed, " in done.stderr
     done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2", "--json"])
     assert done.exit_code == 1
     assert '"seed": 6' in done.stdout
