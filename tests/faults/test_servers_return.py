@@ -21,6 +21,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     FencedError,
+    PeerError,
     RecoveryError,
     ServerError,
     ShardLostError,
@@ -316,6 +317,34 @@ def test_unrelated_stalls_of_peers_do_not_add_up() -> None:
         world.push()
         world.clock.advance(5 * SECOND)
     world.check()
+
+
+@pytest.mark.parametrize(
+    ("rates", "given_up"), [((3, 0, 0), [1]), ((3, 2, 0), []), ((0, 0, 0), [0, 1])]
+)
+def test_shards_whose_rows_come_back_are_not_given_up_with_one_whose_do_not(
+    rates: tuple[int, ...], given_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(parity=CODED)
+    missing = [5000, 5000, 0]
+    for shard, handle in enumerate(world.cluster.handles):
+
+        def status(shard: int = shard) -> Any:
+            missing[shard] -= rates[shard]
+            return {"parity": {"missing_rows": missing[shard]}}
+
+        monkeypatch.setattr(handle, "status", status)
+    brought: list[Sequence[int]] = []
+
+    def bring_back(lost: ShardLostError) -> bool:
+        brought.append(lost.shards)
+        return True
+
+    monkeypatch.setattr(world.cluster, "_bring_back", bring_back)
+    waited = 3.1 * TIMING.deadline.total_seconds()
+    assert world.cluster._await_peers(PeerError("a host is silent"), waited) == bool(given_up)
+    assert [[*shards] for shards in brought] == ([given_up] if given_up else [])
+    world.cluster.close()
 
 
 def test_a_server_that_returns_while_the_model_goes_back_is_renewed_like_the_others() -> None:
