@@ -89,9 +89,10 @@ class _Carrier:
     def _carry(self) -> None:
         while True:
             self.baton.acquire()
-            # A task that has its first turn when another ends needs no other thread.
-            while self.task is not None:
-                self.task.scheduler._run(self.task, self)
+            task = self.task
+            while task is not None:
+                # A task that has its first turn when another ends needs no other thread.
+                task = task.scheduler._run(task, self)
 
 
 class _Here(_thread._local):
@@ -305,8 +306,9 @@ class Scheduler:
         tasks.pop()
         return task
 
-    def _run(self, task: Task, carrier: _Carrier) -> None:
-        """The life of a task, on its carrier, which may be given another one then."""
+    def _run(self, task: Task, carrier: _Carrier) -> Task | None:
+        """The life of a task, on its carrier; the one that it carries next. None once others may
+        have the carrier: from then on it waits for its baton."""
         here.task = task
         try:
             if not self.over:
@@ -320,15 +322,16 @@ class Scheduler:
         if self.over:
             _idle.append(carrier)
             self._done.release()
-            return
+            return None
         del self._tasks[task]
         failed = self.failure is not None or task is self._main
         following = None if failed else self._next()
         if following is not None and following.carrier is None:
-            carrier.task, following.carrier = following, carrier
-            return
+            following.carrier = carrier
+            return following
         _idle.append(carrier)
         self._hand_to(following)
+        return None
 
 
 @contextmanager

@@ -68,9 +68,6 @@ class SimLock:
         scheduler = task.scheduler
         if scheduler.preemption:
             scheduler.preempt()
-        if self._owner is None:
-            self._owner, self._depth = task, 1
-            return True
         until = None if timeout < 0 else scheduler.seconds + timeout
         while self._owner is not None:
             if not blocking:
