@@ -21,6 +21,7 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     FencedError,
+    ParityLossError,
     PeerError,
     RecoveryError,
     ServerError,
@@ -356,6 +357,45 @@ def test_a_server_that_returns_while_the_model_goes_back_is_renewed_like_the_oth
     world.cluster.serve(*range(SHARDS))
     assert world.clock.monotonic() < 120
     assert world.cluster.touched_ids("fixed").size == 0
+    world.cluster.close()
+
+
+def test_a_server_whose_renewal_was_decided_is_not_taken_back() -> None:
+    """It has not heard of it, and has its rows: those of a model that others have left."""
+    world = World(fixed=True)
+    world.push()
+    world.network.rules = [Rule(how="refuse", kind="admit", server=world.names[1])]
+    with pytest.raises(ShardLostError):
+        world.cluster.renew(*range(SHARDS))
+    world.network.rules = []
+    world.cluster.await_silent()
+    assert world.cluster.handles[1].state == "lost"
+    world.cluster.close()
+
+
+def test_a_server_whose_streams_were_sealed_is_not_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where more was lost by then than parity can bear."""
+    world = World(fixed=True, parity=CODED)
+    world.push()
+    world.network.partition(world.names[1])
+    assert not world.cluster.handles[1].alive()
+    protection = world.cluster._protection
+    assert protection is not None
+
+    def recover(lost: Sequence[int], _: object) -> None:
+        for shard in lost:
+            for host in protection.placement.hosts(shard):
+                protection.rebuilder.members[host].host.seal(shard)
+        raise ParityLossError("another is lost, too")
+
+    monkeypatch.setattr(protection, "recover", recover)
+    with pytest.warns(UserWarning, match="another is lost"):
+        assert not world.cluster._from_parity()
+    world.network.partition()
+    world.cluster.await_silent()
+    assert world.cluster.handles[1].state == "lost"
     world.cluster.close()
 
 
