@@ -399,6 +399,27 @@ def test_a_server_whose_streams_were_sealed_is_not_taken_back(
     world.cluster.close()
 
 
+def test_a_server_leaves_no_host_out_that_its_rows_are_to_come_back_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is decoded without any parity would pass for rows that were never trained."""
+    world = World(parity=CODED)
+    world.push()
+    epoch = world.network.servers[world.names[0]].epoch
+    assert epoch is not None
+    service = epoch.parity_service
+    assert service is not None
+    streams, rows = service._streams, service._rows
+    monkeypatch.setattr(streams, "_silent", lambda: list(streams._senders.values()))
+    rows._missing_GK[0, 0] = 1
+    streams._leave_out_silent()
+    assert streams.status()["left_out_hosts"] == 0
+    rows._missing_GK[0, 0] = 0
+    streams._leave_out_silent()
+    assert streams.status()["left_out_hosts"] == len(service.placement.hosts(0))
+    world.cluster.close()
+
+
 def test_what_stays_silent_is_named_once_patience_is_over() -> None:
     world = World(fixed=True)
     world.push()
@@ -472,6 +493,18 @@ def test_a_push_is_not_unfinished_for_a_lost_shard_that_had_it() -> None:
     assert not world.cluster.handles[2].alive()
     assert world.cluster.unfinished(0) == 0
     assert steps_of(world.cluster)["fixed"] == 2
+    world.cluster.close()
+
+
+def test_steps_are_those_of_the_shard_that_has_taken_most() -> None:
+    """The first that serves has come back from parity, and has yet to get the last push again."""
+    world = World()
+    for _ in range(3):
+        world.push(twin=False)
+    world.cluster.handles[0].load_table_state({"fixed": {"tick": 0, "steps": 2}})
+    world.launcher.kill(2)
+    assert not world.cluster.handles[2].alive()
+    assert steps_of(world.cluster)["fixed"] == 3
     world.cluster.close()
 
 
