@@ -205,9 +205,9 @@ def test_a_thread_of_the_system_carries_one_task_at_a_time() -> None:
                 inner = f"{name}.{part}"
                 scheduler.spawn(inner, partial(work, inner, 0), task.process)
                 scheduler.block("a moment", 0.001)
-            mine = current_task()
-            assert mine is not None
-            assert mine.name == name
+            carried = current_task()
+            assert carried is not None
+            assert carried.name == name
             ended.append(name)
 
         for number in range(300):
