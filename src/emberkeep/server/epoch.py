@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -323,9 +324,15 @@ class Epoch:
             del self._held[key]
             return True
 
-    def wrote(self) -> None:
-        """Rows are changed other than by a push: who has pulled some ahead pulls them again."""
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Rows are changed in the body, other than by a push: who has pulled some ahead pulls them
+        again. Counted before and after: rows that are read in between may be old or new."""
         self._writes += 1
+        try:
+            yield
+        finally:
+            self._writes += 1
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, Array], after: tuple[int, ...]
@@ -340,8 +347,8 @@ class Epoch:
         with self._push_lock:
             if self.applied(incarnation, world) > number:
                 raise EpochError("a later push of this client was applied before: this is late")
-            self.wrote()
-            self.shard.upsert(table, ids, planes)
+            with self.writing():
+                self.shard.upsert(table, ids, planes)
         if self.parity_service is not None:
             # Not left to the client: one that does not coordinate knows nothing of parity.
             self.parity_service.flush()

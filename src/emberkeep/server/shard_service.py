@@ -215,8 +215,7 @@ class ShardService:
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
-        status["draining"] = self._draining
-        yield {**status, **self.page.status(header)}, _NONE
+        yield {**status, "draining": self._draining, **self.page.status(header)}, _NONE
 
     def _admit(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins an epoch with an empty shard.
@@ -366,8 +365,8 @@ class ShardService:
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
         shard = self._owned(header, arrays[""])
-        self._checked(header).wrote()
-        shard.install(header["table"], arrays[""], planes)
+        with self._checked(header).writing():
+            shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -383,12 +382,13 @@ class ShardService:
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])
-        self._checked(header).wrote()
-        deleted = shard.delete(header["table"], arrays["ids"])
+        with self._checked(header).writing():
+            deleted = shard.delete(header["table"], arrays["ids"])
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.clear()
+        with (epoch := self._checked(header)).writing():
+            epoch.shard.clear()
         yield {}, _NONE
 
     def _track(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -482,11 +482,12 @@ class ShardService:
         ])  # fmt: skip
 
         def load() -> Json:
-            target.clear()
-            load_shard(
-                repository, version, target, epoch.shard.index,
-                lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
-            )  # fmt: skip
+            with epoch.writing():
+                target.clear()
+                load_shard(
+                    repository, version, target, epoch.shard.index,
+                    lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
+                )  # fmt: skip
             return {}
 
         self._begin("loaded", header, load)

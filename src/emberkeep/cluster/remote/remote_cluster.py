@@ -473,18 +473,32 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         # A server drops a host of its parity that is silent for a deadline: then it answers.
         if seconds > 3 * self.timing.deadline.total_seconds():
             # Rows that do not come back, because a host of their parity is out of reach, are lost.
-            waiting = [shard.index for shard in self.handles if self._waits_for_rows(shard)]
-            if not waiting or not self.coordinates:
+            if not self.coordinates or not any(self._missing_rows()):
                 raise error
-            self._give_up(waiting)
-            if not self._bring_back(ShardLostError(waiting)):
-                raise ShardLostError(waiting) from error
+            stuck = self._not_rebuilding()
+            if not stuck:
+                return False
+            self._give_up(stuck)
+            if not self._bring_back(ShardLostError(stuck)):
+                raise ShardLostError(stuck) from error
             return True
         self._clock.sleep(_POLL_SECONDS / 5)
         return False
 
-    def _waits_for_rows(self, shard: RemoteShard) -> bool:
-        return bool(shard.status().get("parity", {}).get("missing_rows"))
+    def _not_rebuilding(self) -> list[int]:
+        """The shards that wait for rows, and have got none of them after a deadline."""
+        before = now = self._missing_rows()
+        until = self._clock.monotonic() + self.timing.deadline.total_seconds()
+        while self._clock.monotonic() < until:
+            self._clock.sleep(_POLL_SECONDS)
+            now = self._missing_rows()
+            if all(rows < then for rows, then in zip(now, before, strict=True) if then):
+                return []
+        return [i for i, then in enumerate(before) if then and now[i] >= then]
+
+    def _missing_rows(self) -> list[int]:
+        statuses = [shard.status() for shard in self.handles]
+        return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they
