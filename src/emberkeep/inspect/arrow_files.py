@@ -167,6 +167,8 @@ def _is_list(kind: Any) -> bool:
 
 def _widths(file: Path, opened: _Parquet | _Arrow, columns: dict[str, str]) -> dict[str, int]:
     """How wide planes are, by the first row; all others must be as wide."""
+    import pyarrow as pa
+
     first = next((group for group, rows in enumerate(opened.counts) if rows), None)
     if first is None:
         return dict.fromkeys(columns, 1)
@@ -176,6 +178,9 @@ def _widths(file: Path, opened: _Parquet | _Arrow, columns: dict[str, str]) -> d
     for word, name in columns.items():
         column = batch.column(name)
         width = 1
+        numbers = column.type.value_type if _is_list(column.type) else column.type
+        if not (pa.types.is_integer(numbers) or pa.types.is_floating(numbers)):
+            raise DataError(f"{file}: column {name!r} holds {column.type}, not numbers")
         if _is_list(column.type):
             width = len(column[0]) if column[0].is_valid else 0
         if not width:

@@ -6,6 +6,7 @@ from any row on, so that an import that was ended half-way goes on from there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Part:
     chunks: Callable[[int], Iterator[Rows]]
     exact: bool = True
     """Whether `rows` is their number, and not only at least that."""
+    steps: int = 0
+    """How often the table was trained, where that is known."""
 
     @property
     def row_nbytes(self) -> int:
@@ -73,7 +76,7 @@ def parts_of_tensors(
 
     `stem` is the path of tensors that are called by the word for a plane alone.
     """
-    groups: dict[str, dict[str, Tensor]] = {}
+    named: dict[str, dict[str, Tensor]] = {}
     others = []
     for name, tensor in tensors.items():
         found = split_name(name)
@@ -83,10 +86,20 @@ def parts_of_tensors(
             others.append(name)
             continue
         path, word = found
-        tensors_of = groups.setdefault(_same_table(groups, path), {})
-        if word in tensors_of:
-            raise DataError(f"{file}: two tensors are the {word} of {path}; choose one by --map")
-        tensors_of[word] = tensor
+        named.setdefault(path, {})[word] = tensor
+    groups = {path: dict(words) for path, words in named.items() if _has_weight(words)}
+    whole = list(groups)
+    for path, words in named.items():
+        if path in whole:
+            continue
+        own = groups.setdefault(_weights_of(path, whole) or path, {})
+        for word, tensor in words.items():
+            if word in own:
+                raise DataError(
+                    f"{file}: two tensors are the {word} of {path}: bring them in files of their "
+                    "own, or leave one out"
+                )
+            own[word] = tensor
     parts = []
     for path, words in groups.items():
         part = _part(file, path, words)
@@ -97,16 +110,27 @@ def parts_of_tensors(
     return parts, others
 
 
-def _same_table(groups: Mapping[str, object], path: str) -> str:
+def _has_weight(words: Mapping[str, Tensor]) -> bool:
+    return any(plane_of(word, ()) == WEIGHT for word in words)
+
+
+def _weights_of(path: str, weights: Sequence[str]) -> str | None:
     """The path of the weight that a state belongs to: that of an optimizer is longer, or shorter,
-    by where it was saved."""
-    for known in groups:
-        longer, shorter = (known, path) if len(known) > len(path) else (path, known)
-        if longer == shorter or longer.endswith(f".{shorter}"):
-            return known
-        if known.rpartition(".")[2] == path.rpartition(".")[2] and _is_state(known, path):
-            return known
-    return path
+    by where it was saved. Of several the one that has most of the path; None if that is not
+    clear, since rows would train on with what was remembered of others."""
+
+    def shared(known: str) -> int:
+        pairs = zip(reversed(known.split(".")), reversed(path.split(".")), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    parts = path.count(".") + 1
+    scores = {
+        known: shared(known) for known in weights
+        if _is_state(known, path) or shared(known) in (parts, known.count(".") + 1)
+    }  # fmt: skip
+    most = max(scores.values(), default=0)
+    found = [known for known, score in scores.items() if score == most and most]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_state(a: str, b: str) -> bool:
