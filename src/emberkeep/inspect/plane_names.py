@@ -121,9 +121,11 @@ class TableMap:
             if name in self.pairs:
                 self.met.add(name)
                 return self.pairs[name]
-        # `towers.item=item` tells one of several that end alike: the others are not meant.
-        told = any("." in old and old.rpartition(".")[2] == parts[-1] for old in self.pairs)
-        return None if told else parts[-1]
+        # `towers.item=item` chooses one of several that end alike: the others are not meant.
+        distinguished = any(
+            "." in old and old.rpartition(".")[2] == parts[-1] for old in self.pairs
+        )
+        return None if distinguished else parts[-1]
 
     def is_mapped(self, path: str) -> bool:
         parts = path.split(".")

@@ -648,7 +648,7 @@ def test_float8_is_read_as_the_numbers_that_it_is(tmp_path: Path) -> None:
         ("a version", "--version names a version of another repository"),
     ],
 )
-def test_strangers_are_told_what_is_wrong(what: str, message: str, tmp_path: Path) -> None:
+def test_strangers_hear_what_is_wrong(what: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "items.parquet"
     pq.write_table(pa.table({"id": [1], "weight": ["x"]}), file)
     if what == "no rows":
