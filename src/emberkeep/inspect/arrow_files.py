@@ -131,7 +131,13 @@ def _parts(
             chunks = _chunks(file, opened, group, id_column, columns, widths)
             parts.append(
                 Part(
-                    file=str(file), path=stem, rows=rows, planes=widths, dense=False, chunks=chunks
+                    file=str(file),
+                    path=stem,
+                    rows=rows,
+                    planes=widths,
+                    dense=False,
+                    chunks=chunks,
+                    name=stem,
                 )
             )
     return parts, [name for name in names if name not in (id_column, *columns.values())]

@@ -48,7 +48,7 @@ def intakes(
     for source in sources:
         passed_over += source.passed_over
         for part in source.parts:
-            table = choice.table or choice.tables.table_of(part.path)
+            table = choice.table or choice.tables.table_of(part.path, part.name, tables)
             if table is None or table not in tables:
                 if choice.table or choice.tables.is_mapped(part.path):
                     raise ConfigError(
@@ -164,7 +164,7 @@ def schema_of(sources: Sequence[Source], choice: Choice) -> Json:
             if part.dense and not (mapped or choice.table):
                 unsure.append(part.path)
                 continue
-            table = choice.table or choice.tables.table_of(part.path)
+            table = choice.table or choice.tables.table_of(part.path, part.name)
             if table is not None:
                 parts.setdefault(table, []).append(part)
     if not parts:

@@ -32,6 +32,7 @@ def open_rows(url: str, version: str | None) -> Source:
         Part(
             file=url,
             path=table,
+            name=table,
             rows=rows,  # of all versions of the chain: some of them in several
             exact=False,
             steps=int(trained.get(table, {}).get("steps", 0)),

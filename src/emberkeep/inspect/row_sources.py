@@ -28,9 +28,10 @@ Rows = tuple[I64, Planes]
 class Part:
     """Rows of one table in one file.
 
-    `path` ends with the name that the table has there. `planes` are the widths of what the rows
-    have, under the words of that system. `dense` says that ids were not given: they are the numbers
-    of rows. `chunks` reads from a row on; ids come as they are, in any order.
+    `path` ends with the name that the table has there: its last part, or `name`. `planes` are the
+    widths of what the rows have, under the words of that system. `dense` says that ids were not
+    given: they are the numbers of rows. `chunks` reads from a row on; ids come as they are, in any
+    order.
     """
 
     file: str
@@ -41,6 +42,8 @@ class Part:
     chunks: Callable[[int], Iterator[Rows]]
     exact: bool = True
     """Whether `rows` is their number, and not only at least that."""
+    name: str | None = None
+    """The name of the table, where it is known to be more than the last part of the path."""
     steps: int = 0
     """How often the table was trained, where that is known."""
 
@@ -77,6 +80,7 @@ def parts_of_tensors(
     `stem` is the path of tensors that are called by the word for a plane alone.
     """
     named: dict[str, dict[str, Tensor]] = {}
+    names = {stem: stem}
     others = []
     for name, tensor in tensors.items():
         found = split_name(name)
@@ -86,6 +90,8 @@ def parts_of_tensors(
             others.append(name)
             continue
         path, word = found
+        if name.count("/") == 1:  # `<table>/<plane>`, and the table's name may have dots
+            names[path] = name.partition("/")[0]
         named.setdefault(path, {})[word] = tensor
     groups = {path: dict(words) for path, words in named.items() if _has_weight(words)}
     whole = list(groups)
@@ -102,7 +108,7 @@ def parts_of_tensors(
             own[word] = tensor
     parts = []
     for path, words in groups.items():
-        part = _part(file, path, words)
+        part = _part(file, path, words, names.get(path))
         if part is None:
             others.extend(f"{path}.{word}" for word in words)
         else:
@@ -137,7 +143,7 @@ def _is_state(a: str, b: str) -> bool:
     return any(path.startswith(("state.", "optimizer.", "optim.")) for path in (a, b))
 
 
-def _part(file: str, path: str, words: Mapping[str, Tensor]) -> Part | None:
+def _part(file: str, path: str, words: Mapping[str, Tensor], name: str | None) -> Part | None:
     ids = next((tensor for word, tensor in words.items() if plane_of(word, ()) == IDS), None)
     planes = {word: t for word, t in words.items() if plane_of(word, ()) != IDS}
     weights = [t for word, t in planes.items() if plane_of(word, ()) == WEIGHT]
@@ -168,7 +174,7 @@ def _part(file: str, path: str, words: Mapping[str, Tensor]) -> Part | None:
             )
 
     return Part(
-        file=file, path=path, rows=rows, planes=widths, dense=ids is None, chunks=chunks
+        file=file, path=path, rows=rows, planes=widths, dense=ids is None, chunks=chunks, name=name
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -596,6 +597,55 @@ def test_a_table_within_the_name_of_another_is_another(tmp_path: Path) -> None:
     choice = Choice(tables=TableMap({"old.items": "items"}))
     run(store, [tmp_path / "model.pt"], tmp_path / "s", choice=choice, init=True)
     assert np.array_equal(stored(store)["items"][1]["weight"], weight + 1)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "parquet", "arrow", "torch", "dcp", "dynamicemb"])
+def test_tables_with_dots_in_their_names_come_back(kind: str, tmp_path: Path) -> None:
+    """As a keeper names tables of torch's own: by the path of their module."""
+    rows, old = rows_of(rows=30), LocalStore(tmp_path / "old")
+    file = by_safetensors(rows, tmp_path)
+    run(old, [file], tmp_path / "s", choice=Choice(table="towers.items"), init=True)
+    repository = Repository.open(old)
+    newest = repository.newest_whole()
+    assert newest is not None
+    write: Any = {
+        "safetensors": export_tensors.to_safetensors, "torch": export_tensors.to_torch,
+        "dcp": export_tensors.to_checkpoint, "dynamicemb": export_tensors.to_dump,
+    }.get(kind, functools.partial(to_columns, kind=kind))  # fmt: skip
+    write(repository, newest, tmp_path / "out", POOL)
+    new = LocalStore(tmp_path / "new")
+    run(new, [tmp_path / "out"], tmp_path / "s", init=True)
+    assert_holds(new, rows, "towers.items")
+    run(old, [tmp_path / "out"], tmp_path / "s")
+    assert_holds(old, rows, "towers.items")
+
+
+def test_updates_of_each_row_are_not_left_out_of_a_dump(tmp_path: Path) -> None:
+    cluster = local().open([Table("items", rows=8, dim=2)], Adam(lr=0.1, step="row"), seed=0)
+    repository = Repository.create(LocalStore(tmp_path / "r"), schema=cluster.schema())
+    saver = Checkpointer(repository, cluster)
+    saver.save(step=1)
+    saver.wait()
+    saver.close()
+    newest = repository.newest_whole()
+    assert newest is not None
+    with pytest.raises(ConfigError, match="does not count the updates of each row"):
+        export_tensors.to_dump(repository, newest, tmp_path / "out", POOL)
+
+
+def test_a_name_of_another_system_ends_with_that_of_a_table(tmp_path: Path) -> None:
+    rows, store = rows_of(rows=30), LocalStore(tmp_path / "r")
+    file = by_safetensors(rows, tmp_path)
+    run(store, [file], tmp_path / "s", choice=Choice(table="towers.items"), init=True)
+    rows["weight"] += 1
+    ids = torch.from_numpy(rows["id"])
+    saved = {
+        "ebc.towers.items.weight": torch.from_numpy(rows["weight"]),
+        "ebc.towers.items.id": ids,
+    }
+    torch.save(saved, tmp_path / "model.pt")
+    run(store, [tmp_path / "model.pt"], tmp_path / "s")
+    assert_holds(store, rows, "towers.items")
 
 
 def test_a_refused_import_leaves_no_repository(tmp_path: Path) -> None:
