@@ -65,14 +65,14 @@ def start(given: str) -> None:
     net = Net(bags, ("towers", "head"))
     network = nn.parallel.DistributedDataParallel(net)
     with keeper_of(f"{where}/new", net, network) as keeper:
-        begun = keeper.resume(source=f"{where}/old", partial=True, map=renamed)
-        assert begun is not None
+        resumed = keeper.resume(source=f"{where}/old", partial=True, map=renamed)
+        assert resumed is not None
         found = {
             "rows": bags.rows("member", range(ROWS))["weight"].tolist(),
             "towers": net.towers.weight.tolist(),  # type: ignore[union-attr,operator]
             "head": net.head.weight.tolist(),  # type: ignore[union-attr,operator]
             "step": keeper.steps,
-            "skipped": getattr(begun, "skipped", ()),
+            "skipped": getattr(resumed, "skipped", ()),
         }
         Path(f"{where}.{rank}").write_text(json.dumps(found))
         dist.barrier()
