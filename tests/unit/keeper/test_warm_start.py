@@ -425,3 +425,14 @@ def test_a_name_that_is_mapped_goes_before_one_that_is_there(tmp_path: Path) -> 
     assert torch.equal(after.encoder.weight, before.tower.weight)  # type: ignore[union-attr,arg-type]
     assert isinstance(start, WarmStart)
     assert any("'encoder.weight' of the version gives way" in line for line in start.skipped)
+
+
+def test_what_resume_returns_prints_in_one_line(tmp_path: Path) -> None:
+    net = Towers("tower")
+    for _ in range(2):
+        with ek.Keeper(tmp_path / "r", net, torch.optim.SGD(net.parameters(), 0.1)) as keeper:
+            kept = keeper.resume()
+            keeper.step()
+            keeper.save()
+    assert len(repr(kept)) < 160
+    assert "step 1" in repr(kept)
