@@ -58,7 +58,7 @@ def test_the_papers_production_job() -> None:
         ({"pls": 0.001}, {"mtbf": 7 * HOUR}, "full", "does not pay: PLS 0.001 asks for a version"),
         ({}, {"shards": 1}, "full", "takes the only shard"),
         ({}, {"failing_together": 8}, "full", "takes every shard"),
-        # What cannot be told apart is full recovery's.
+        # Where no difference can be seen it is full recovery.
         ({}, {"duration": timedelta(seconds=1)}, "full", "does not pay"),
         ({}, {"mtbf": timedelta(days=40_000_000)}, "full", "does not pay"),
         ({}, {"mtbf": timedelta(seconds=1)}, "full", "none of them gets a job of 56.0 h to its"),
@@ -109,7 +109,7 @@ def test_warnings(question: dict[str, Any], job: dict[str, Any], words: str) -> 
     assert any(words in warning for warning in plan(question=question, **job).warnings)
 
 
-def test_a_job_that_cannot_end_is_told_as_such() -> None:
+def test_a_job_that_cannot_end_is_shown_as_such() -> None:
     options = plan(question={}, mtbf=timedelta(seconds=1)).strategies
     assert {option.overhead.total for option in options.values()} == {math.inf}
 
