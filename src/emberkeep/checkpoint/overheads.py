@@ -512,7 +512,7 @@ def partial_pays(
 
 
 def same_cost(overhead: float) -> float:
-    """What is equal for overheads that nobody could see a difference between: a hundredth of a point."""
+    """What is equal for overheads whose difference nobody sees: a hundredth of a point."""
     return round(overhead, 4)
 
 
