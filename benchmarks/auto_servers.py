@@ -1,38 +1,40 @@
 """A run that plans itself on real servers, against the plan of its start and an oracle.
 
-Three trainings go on side by side, each on servers of its own, which are killed (SIGKILL) at seeded
-moments; half-way failures become four times as frequent. One plans itself (`ek.auto`), one keeps
-the plan that it made at the start, and one knows how often servers fail from then on. Neighbours
-on the machine make steps slower, so moments and overheads are counted, not timed: in steps, those
-that were repeated included, and versions and recoveries as many steps as they take.
+Real servers are killed (SIGKILL) at seeded moments of a training, and half-way failures become four
+times as frequent. One run plans itself (`ek.auto`), one keeps the plan that it made at the start,
+and one knows how often servers fail from then on. Versions, recoveries and repeated steps are real;
+time is that of a job, which counts a minute for each step, whatever else the machine is doing.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("EMBERKEEP_QUIET", "1")
 
+import torch
+
+import emberkeep as ek
 from _common import options, report
 from emberkeep.checkpoint.run_plan import FailureHistory
+from emberkeep.testing.virtual_clock import VirtualClock
 
 POLICIES = ("closed", "fixed", "oracle")
 SHARDS, ROWS, DIM, BATCH = 4, 20_000, 8, 64
-STEP_SECONDS, SAVE_SECONDS = 0.02, 0.2
-SAVE_STEPS, RECOVERY_STEPS = SAVE_SECONDS / STEP_SECONDS, 10
-STEPS, QUICK_STEPS = 3200, 500
-MTBF_STEPS, FACTOR = 400, 0.25
+STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 60.0, 2, 5
+STEP = timedelta(seconds=STEP_SECONDS)
+STEPS, QUICK_STEPS = 2400, 240
+MTBF_STEPS, FACTOR = 300, 0.25
 TARGETS, QUICK_TARGETS = (0.0, 0.05), (0.05,)
 SEED = 21
 COLUMNS = [
@@ -41,26 +43,28 @@ COLUMNS = [
 ]  # fmt: skip
 
 NOTE = f"""\
-Overheads are shares of the job: steps that were taken again, {SAVE_STEPS:.0f} steps for each
-version (training stands still for {SAVE_SECONDS:g} s, a state that takes so long to gather) and
-{RECOVERY_STEPS} for each recovery, whatever the machine was doing. All policies know the MTBF
-of the first half ({MTBF_STEPS} steps of {1000 * STEP_SECONDS:.0f} ms), and fail by the same seed;
-one that loses more time meets more failures. One run each: ratios have errors of a tenth."""
+Overheads are shares of the job: steps that were taken again, {SAVE_STEPS} steps for each version
+(training stands still while a state is gathered) and {RECOVERY_STEPS} for each recovery. All
+policies know the MTBF of the first half ({MTBF_STEPS} steps) and fail by the same seed; one that
+loses more time meets more failures. One run each: a ratio has an error of a tenth or so."""
 
 
 class SlowState:
     """What a version has to wait for."""
 
-    def state_dict(self) -> dict[str, object]:
-        time.sleep(SAVE_SECONDS)
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def state_dict(self) -> dict[str, Any]:
+        self._clock.sleep(SAVE_STEPS * STEP_SECONDS)
         return {}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
 class Failures:
-    """When servers are killed, on a clock that counts what a run does."""
+    """When servers are killed, in steps of the job's clock."""
 
     def __init__(self, steps: int, seed: int) -> None:
         self._random = np.random.default_rng([seed, 3])
@@ -85,145 +89,129 @@ class Failures:
         return int(self._random.integers(SHARDS))
 
 
-def train(policy: str, target: float, steps: int, seed: int) -> dict[str, object]:
-    """One run, to its end; the figures of it."""
-    import torch
+class Run:
+    """One training under one policy."""
 
-    import emberkeep as ek
-
-    torch.set_num_threads(1)
-    failures = Failures(steps, seed)
-    events: dict[str, int] = {"saved": 0, "planned": 0}
-    seconds: list[float] = []
-
-    def hear(event: str, details: dict[str, object]) -> None:
-        if event == "saved" and 0 < details["step"] < steps:  # type: ignore[operator]
-            events["saved"] += 1
-        elif event == "planned":
-            events["planned"] += 1
-        elif event == "recovered":
-            seconds.append(float(details["seconds"]))  # type: ignore[arg-type]
-
-    bags = ek.EmbeddingBags(
-        [ek.Table("item", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=0.1),
-        cluster=ek.servers(shards=SHARDS, spares=2, threads=1), seed=seed,
-    )  # fmt: skip
-    random = np.random.default_rng([seed, 4])
-    batches = torch.from_numpy(random.integers(0, ROWS, (64, BATCH)))
-    executed = killed = 0
-    with tempfile.TemporaryDirectory() as place:
-        keeper = ek.Keeper(
-            place, bags, bags.optimizer, total_steps=steps, state={"slow": SlowState()},
-            strategy=ek.auto(
-                target=f"PLS {target:g}", mtbf=timedelta(seconds=MTBF_STEPS * STEP_SECONDS),
-                first=timedelta(seconds=50 * STEP_SECONDS),
-            ),
-            on_event=hear,
+    def __init__(self, policy: str, target: float, steps: int, seed: int) -> None:
+        self.policy, self.steps = policy, steps
+        self.clock, self.began = VirtualClock(), 0.0
+        self.failures = Failures(steps, seed)
+        self.versions = self.plans = self.killed = self.executed = 0
+        self.bags = ek.EmbeddingBags(
+            [ek.Table("item", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=0.1),
+            cluster=ek.servers(shards=SHARDS, spares=1, threads=1), seed=seed,
         )  # fmt: skip
-        planner = keeper._planner
-        assert planner is not None
-        count = lambda: executed + SAVE_STEPS * events["saved"] + RECOVERY_STEPS * killed  # noqa: E731
-        if policy != "closed":
-            known = (lambda: 0.0) if policy == "fixed" else count
-            planner._passed = lambda: FailureHistory(  # type: ignore[method-assign]
-                hours=failures.mtbf(known()) * STEP_SECONDS / 3600, count=1.0, shards=1.0, seen=9
-            )
-        review = planner.review
-        if policy == "fixed":
-            planner.review = lambda step: (  # type: ignore[method-assign]
-                review(step) if planner.plan is None else None
-            )
-        keeper.resume()
-        changed, started = False, time.monotonic()
-        while keeper.steps < steps:
-            with keeper.surviving():
-                struck = failures.strike(count())
-                if struck is not None:
-                    killed += 1
-                    os.kill(bags.cluster.launcher.pid(struck), signal.SIGKILL)
-                began = time.monotonic()
-                executed += 1
-                ids = batches[keeper.steps % len(batches)]
-                bags({"item": ids}).sum().backward()
-                bags.optimizer.step()
-                bags.optimizer.zero_grad()
-                time.sleep(max(0.0, STEP_SECONDS - (time.monotonic() - began)))
-                keeper.step()
-            if not changed and count() >= steps / 2:
-                changed = True
-                if policy == "oracle":
-                    planner.review(keeper.steps)
-        taken = time.monotonic() - started
-        made = keeper.recoveries()
-        assert made is not None
-        result = {
-            "policy": policy, "target": target, "overhead": count() / steps - 1,
-            "versions": events["saved"], "failures": killed, "again": executed - steps,
-            "full": made.full, "partial": made.partial, "pls": made.pls,
-            "plans": events["planned"], "seconds": taken,
-            "recovery_seconds": float(np.median(seconds)) if seconds else 0.0,
-            "last_plan": planner.plan.reason if planner.plan else "",
+        random = np.random.default_rng([seed, 4])
+        self.batches = torch.from_numpy(random.integers(0, ROWS, (64, BATCH)))
+        self.strategy = ek.auto(
+            target=f"PLS {target:g}", mtbf=MTBF_STEPS * STEP,
+            first=40 * STEP,
+        )  # fmt: skip
+
+    def now(self) -> float:
+        """In steps since the run began."""
+        return (self.clock.monotonic() - self.began) / STEP_SECONDS
+
+    def hear(self, event: str, details: dict[str, Any]) -> None:
+        self.versions += event == "saved" and 0 < details["step"] < self.steps
+        self.plans += event == "planned"
+
+    def follow_policy(self, planner: Any) -> None:
+        """What a policy knows of failures, and when it plans."""
+        hear, review = planner.hear, planner.review
+
+        def hear_of(event: str, details: dict[str, Any]) -> None:
+            if event == "recovered":  # as long as it takes on the job's clock
+                self.clock.sleep(RECOVERY_STEPS * STEP_SECONDS)
+                details = {**details, "seconds": RECOVERY_STEPS * STEP_SECONDS}
+            hear(event, details)
+
+        planner.hear = hear_of
+        if self.policy == "fixed":
+            planner.review = lambda step: review(step) if planner.plan is None else None
+        if self.policy != "closed":
+            planner._passed = lambda: FailureHistory(
+                hours=self.failures.mtbf(self.now() if self.policy == "oracle" else 0.0)
+                * STEP_SECONDS / 3600, count=1.0, shards=1.0, seen=self.killed,
+            )  # fmt: skip
+
+    def to_the_end(self) -> dict[str, Any]:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as place:
+            keeper = ek.Keeper(
+                place, self.bags, self.bags.optimizer, total_steps=self.steps, clock=self.clock,
+                strategy=self.strategy, state={"slow": SlowState(self.clock)}, on_event=self.hear,
+            )  # fmt: skip
+            self.follow_policy(keeper._planner)
+            keeper.resume()
+            self.began, changed = self.clock.monotonic(), False
+            while keeper.steps < self.steps:
+                with keeper.surviving():
+                    self.step(keeper)
+                if not changed and self.now() >= self.steps / 2:
+                    changed = True
+                    keeper._planner.review(keeper.steps)  # type: ignore[union-attr]
+            overhead, made = self.now() / self.steps - 1, keeper.recoveries()
+            assert made is not None
+            plan = keeper._planner.plan  # type: ignore[union-attr]
+            keeper.close()
+        self.bags.cluster.close()
+        return {
+            "overhead": overhead, "versions": self.versions, "failures": self.killed,
+            "again": self.executed - self.steps, "full": made.full, "partial": made.partial,
+            "pls": made.pls, "plans": self.plans, "seconds": time.monotonic() - started,
+            "last_plan": plan.reason if plan else "none",
         }  # fmt: skip
-        keeper.close()
-        bags.cluster.close()
-    return result
 
-
-def side_by_side(target: float, steps: int, seed: int) -> list[dict[str, object]]:
-    """All policies at the same time, each in a process of its own."""
-    command = [sys.executable, str(Path(__file__)), "--run"]
-    running = [
-        subprocess.Popen(
-            [*command, policy, str(target), str(steps), str(seed)], stdout=subprocess.PIPE
-        )
-        for policy in POLICIES
-    ]
-    found = []
-    for child in running:
-        out, _ = child.communicate()
-        if child.returncode:
-            sys.exit(f"a run ended with code {child.returncode}")
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
+    def step(self, keeper: ek.Keeper) -> None:
+        struck = self.failures.strike(self.now())
+        if struck is not None:
+            self.killed += 1
+            os.kill(self.bags.cluster.launcher.pid(struck), signal.SIGKILL)  # type: ignore[attr-defined]
+        ids = self.batches[keeper.steps % len(self.batches)]
+        self.bags({"item": ids}).sum().backward()
+        self.bags.optimizer.step()
+        self.bags.optimizer.zero_grad()
+        self.executed += 1
+        self.clock.sleep(STEP_SECONDS)
+        keeper.step()
+        if keeper.cut_step == keeper.steps:
+            keeper.wait()  # seconds of writing here are less than a step of the job
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--run"]:
-        policy, target, steps, seed = sys.argv[2:6]
-        print(json.dumps(train(policy, float(target), int(steps), int(seed))), flush=True)
-        return
     given = options(__file__, __doc__.splitlines()[0])
+    torch.set_num_threads(1)
     steps = QUICK_STEPS if given.quick else STEPS
     targets = QUICK_TARGETS if given.quick else TARGETS
-    rows, closed, fixed, pls = [], [], [], 0.0
-    recoveries: list[float] = []
-    for target in targets:
-        runs = {str(run["policy"]): run for run in side_by_side(target, steps, SEED)}
-        for name, run in runs.items():
-            rows.append([
-                f"PLS {target:g}", name, f"{run['overhead']:.1%}", str(run["versions"]),
-                str(run["failures"]), str(run["again"]), str(run["full"]), str(run["partial"]),
-                f"{run['pls']:.3g}", str(run["plans"]),
-            ])  # fmt: skip
-            recoveries.append(float(run["recovery_seconds"]))  # type: ignore[arg-type]
-            print(f"{name}: {run['seconds']:.0f} s; {run['last_plan']}", file=sys.stderr)
-        overheads = {name: float(run["overhead"]) for name, run in runs.items()}  # type: ignore[arg-type]
-        closed.append(overheads["closed"] / overheads["oracle"])
-        fixed.append(overheads["fixed"] / overheads["oracle"])
-        if target:
-            pls = max(pls, float(runs["closed"]["pls"]) / target)  # type: ignore[arg-type]
+    rows, pls = [], 0.0
+    overheads: dict[tuple[float, str], float] = {}
+    for target, policy in itertools.product(targets, POLICIES):
+        run = Run(policy, target, steps, SEED).to_the_end()
+        overheads[target, policy] = run["overhead"]
+        rows.append([
+            f"PLS {target:g}", policy, f"{run['overhead']:.1%}",
+            *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
+            f"{run['pls']:.3g}", str(run["plans"]),
+        ])  # fmt: skip
+        print(f"{policy}: {run['seconds']:.0f} s; {run['last_plan']}", file=sys.stderr, flush=True)
+        if target and policy == "closed":
+            pls = max(pls, run["pls"] / target)
     report(
         given,
         config={
-            "steps": steps, "step_seconds": STEP_SECONDS, "save_seconds": SAVE_SECONDS,
-            "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR], "recovery_steps": RECOVERY_STEPS,
-            "servers": SHARDS, "targets": targets, "seed": SEED,
+            "steps": steps, "save_steps": SAVE_STEPS, "recovery_steps": RECOVERY_STEPS,
+            "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR], "servers": SHARDS,
+            "targets": targets, "seed": SEED,
         },
         figures={
-            "closed_loop_vs_oracle": max(closed),
-            "fixed_plan_vs_oracle": max(fixed),
+            "closed_loop_vs_oracle": max(
+                overheads[t, "closed"] / overheads[t, "oracle"] for t in targets
+            ),
+            "fixed_plan_vs_oracle": max(
+                overheads[t, "fixed"] / overheads[t, "oracle"] for t in targets
+            ),
             "closed_loop_pls_of_target": pls,
-            "recovery_seconds": float(np.median(recoveries)),
         },
         columns=COLUMNS,
         rows=rows,
