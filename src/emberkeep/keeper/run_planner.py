@@ -44,8 +44,8 @@ class RunPlanner:
         self._saver, self._pace, self._recoverer = saver, pace, recoverer
         self._ledger, self._tell = ledger, tell
         self._shards = 1 if recoverer is None else recoverer.shard_count
-        self._total = total_steps
-        self._partial = self._shards > 1 and total_steps is not None
+        self._total = total_steps or None
+        self._partial = self._shards > 1 and self._total is not None
         self._clock = clock
         self._lock = threading.Lock()
         self._history = FailureHistory.believed(self._target)
