@@ -341,6 +341,8 @@ def _reason(
         reason += f"; next best is {TITLES[runner_up]} at {_percent(second)}"
         if second.pls == 0 and option.pls > 0:
             reason += ", which loses no update"
+            if second.accuracy_loss:
+                reason += ", and restores rounded rows"
     return reason
 
 

@@ -60,6 +60,8 @@ class Measurement:
             raise ConfigError("measured times must not be negative, and a save takes some time")
         if not (math.isfinite(self.slowdown) and self.slowdown >= 0):
             raise ConfigError(f"a slowdown is 0 or more, not {self.slowdown:g}")
+        if self.bits is not None and self.bits not in (2, 3, 4, 8):
+            raise ConfigError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ def test_the_papers_production_job() -> None:
         ),
         ({"pls": 0.0, "quantized": FAST}, {}, "quantized", "about 1e-05 of accuracy"),
         ({"accuracy_loss": 0.0, "slopes": {"cpr": 0.018}, "quantized": FAST}, {}, "full", "none"),
+        ({"quantized": FAST}, {}, "cpr", "loses no update, and restores rounded rows"),
         ({"pls": 0.0, "tier": TIER}, {}, "tier", "where full recovery costs"),
         ({"pls": 0.0, "parity_slowdown": 0.2}, {}, "full", "lets no update"),
     ],
@@ -112,6 +113,12 @@ def test_warnings(question: dict[str, Any], job: dict[str, Any], words: str) -> 
 def test_a_job_that_cannot_end_is_shown_as_such() -> None:
     options = plan(question={}, mtbf=timedelta(seconds=1)).strategies
     assert {option.overhead.total for option in options.values()} == {math.inf}
+
+
+def test_measurements_that_cannot_be() -> None:
+    for wrong in ({"save": 0 * HOUR}, {"load": -1 * HOUR}, {"slowdown": -1.0}, {"bits": 5}):
+        with pytest.raises(ConfigError):
+            Measurement(**{"save": HOUR, "load": HOUR, **wrong})  # type: ignore[arg-type]
 
 
 def test_nothing_to_warn_of() -> None:
