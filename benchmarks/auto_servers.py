@@ -33,9 +33,9 @@ POLICIES = ("closed", "fixed", "oracle")
 SHARDS, ROWS, DIM, BATCH = 4, 20_000, 8, 64
 STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 60.0, 2, 5
 STEP = timedelta(seconds=STEP_SECONDS)
-STEPS, QUICK_STEPS = 2400, 240
-MTBF_STEPS, FACTOR = 300, 0.25
-TARGETS, QUICK_TARGETS = (0.0, 0.05), (0.05,)
+STEPS, QUICK_STEPS = 1600, 200
+MTBF_STEPS, FACTOR = 200, 0.25
+TARGETS, QUICK_TARGETS = (0.05,), (0.05,)
 SEED = 21
 COLUMNS = [
     "target", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
