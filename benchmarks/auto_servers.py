@@ -194,7 +194,10 @@ def main() -> None:
             *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
             f"{run['pls']:.3g}", str(run["plans"]),
         ])  # fmt: skip
-        print(f"{policy}: {run['seconds']:.0f} s; {run['last_plan']}", file=sys.stderr, flush=True)
+        print(
+            f"{policy}: overhead {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
+            f"{run['last_plan']}", file=sys.stderr, flush=True,
+        )  # fmt: skip
         if target and policy == "closed":
             pls = max(pls, run["pls"] / target)
     report(
