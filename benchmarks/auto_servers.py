@@ -195,7 +195,7 @@ def main() -> None:
             f"{run['pls']:.3g}", str(run["plans"]),
         ])  # fmt: skip
         print(
-            f"{policy}: overhead {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
+            f"{policy}: {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
             f"{run['last_plan']}", file=sys.stderr, flush=True,
         )  # fmt: skip
         if target and policy == "closed":
