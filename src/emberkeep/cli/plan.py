@@ -179,6 +179,10 @@ def plan(
         raise ConfigError("give --mtbf, or --failures with a log of failures")
     if failures is None and (column or until or nodes):
         raise ConfigError("--failures-column, -until and -nodes are for --failures with a log")
+    if slope_error and not slope:
+        raise ConfigError("--slope-error is that of --slope: give that too")
+    if machines is not None and price is None:
+        raise ConfigError("--machines is for --price: give that too")
     log: FailureLog | None = None
     fitted: tuple[Fit, ...] = ()
     gaps = Gaps()
@@ -187,10 +191,13 @@ def plan(
         log, fitted, between = _fitted(failures, column, nodes, shards, until)
         gaps = fitted[0].gaps()
         counts = _together(log, shards, together)
-        together = together or max(1, round(sum(counts) / len(counts)) if counts else 1)
+        if together is None:
+            together = max(1, round(sum(counts) / len(counts)) if counts else 1)
     else:
         between = read_time("--mtbf", mtbf or "")
     inputs = _inputs(measured)
+    if memory_price is not None and table_gb is None and inputs.table_nbytes is None:
+        raise ConfigError("--memory-price is for the size of the tables: give --table-gb too")
     save, load = _costs(save_time, load_time, repository, inputs)
     reschedule = inputs.reschedule or timedelta(0)
     if reschedule_time is not None:
@@ -199,7 +206,7 @@ def plan(
         duration=read_time("--duration", duration),
         mtbf=between,
         shards=shards,
-        failing_together=together or 1,
+        failing_together=1 if together is None else together,
         save=save,
         load=load,
         reschedule=reschedule,

@@ -52,6 +52,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
     """
 
     exact = due_whole = True
+    restores = lossy_restores = 0  # which nothing is chosen by
 
     def __init__(
         self, parts: Parts, strategy: Strategy, *, must_exist: bool, on_event: Hear, clock: Clock
