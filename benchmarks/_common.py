@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,10 +30,14 @@ class Options:
     name: str
     quick: bool
     json: bool
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
 
-def options(file: str, summary: str) -> Options:
-    """Parses the arguments that every benchmark takes; `file` is the benchmark's `__file__`."""
+def options(file: str, summary: str, choices: Mapping[str, Sequence[str]] | None = None) -> Options:
+    """Parses the arguments that every benchmark takes; `file` is the benchmark's `__file__`.
+
+    `choices` are arguments of its own: name → what can be chosen, the default first.
+    """
     parser = argparse.ArgumentParser(description=summary)
     parser.add_argument(
         "--quick", action="store_true", help="fewer repeats, within 45 s; writes no files"
@@ -41,8 +45,11 @@ def options(file: str, summary: str) -> Options:
     parser.add_argument(
         "--json", action="store_true", help="end with one JSON object: config and figures"
     )
+    for name, values in (choices or {}).items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
     given = parser.parse_args()
-    return Options(name=Path(file).stem, quick=given.quick, json=given.json)
+    chosen = {name: getattr(given, name) for name in choices or {}}
+    return Options(name=Path(file).stem, quick=given.quick, json=given.json, chosen=chosen)
 
 
 def interleaved_ms(
@@ -137,8 +144,12 @@ def report(
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
     packages: Sequence[str] = (),
+    whole: bool = True,
 ) -> None:
-    """Prints the table; a full run also writes it, with config, figures, machine and versions."""
+    """Prints the table; a full run also writes it, with config, figures, machine and versions.
+
+    One that was not `whole` leaves the files of the last whole run alone.
+    """
     document = {
         "config": {**config, "quick": given.quick},
         "figures": {name: round(value, 4) for name, value in figures.items()},
@@ -147,7 +158,7 @@ def report(
     print(table)
     for note in notes:
         print(f"\n{note}")
-    if not given.quick:
+    if not given.quick and whole:
         _write(given.name, document, table, notes, packages)
     if given.json:
         print(json.dumps(document), flush=True)

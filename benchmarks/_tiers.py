@@ -1,4 +1,4 @@
-"""Who trains in `tier.py`: rows in memory, behind our cache, behind an ordinary one."""
+"""Who trains in `tier.py`: rows in memory, behind our cache, behind others, behind none."""
 
 from __future__ import annotations
 
@@ -6,57 +6,117 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import nn
 
 import emberkeep as ek
+from _baselines import Kind, LocalOf, StorageHash
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.data import Synthetic
-from emberkeep.models import DLRM, KAGGLE
-from emberkeep.tiers.reads import Reads
+from emberkeep.models import DLRM, KAGGLE, DeepFM
+from emberkeep.tables import Optimizer
 from emberkeep.tiers.tiered_slab import TieredSlab
 
-BATCH, DIM, LR = 2048, KAGGLE.dim, 0.01
+LR = 0.01
+# What a frame costs beside its planes.
+_FRAME_NBYTES = 48
+# Rows that are written at a time when tables are filled.
+_FILLED = 1 << 16
 Batch = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
-Kind = Literal["pipelined", "inline", "ordinary"]
 
 
-def tables(source: Synthetic, tier: ek.Tier | None) -> list[ek.Table]:
-    return [ek.Table(name, rows=rows, dim=DIM, tier=tier) for name, rows in source.rows.items()]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is trained: which network over how many rows, in which batches."""
+
+    network: str
+    rows: int
+    dim: int
+    batch: int
+    optimizer: Optimizer
+
+    @property
+    def width(self) -> int:
+        """DeepFM has the first-order weight of an id beside its vector."""
+        return self.dim + (self.network == "DeepFM")
+
+    @property
+    def row_nbytes(self) -> int:
+        """What a row takes in memory, as a frame or in a table."""
+        return 4 * (self.width + sum(self.optimizer.planes(self.width).values())) + _FRAME_NBYTES
+
+    def tables(self, source: Synthetic, tier: ek.Tier | None) -> list[ek.Table]:
+        return [
+            ek.Table(name, rows=rows, dim=self.width, tier=tier)
+            for name, rows in source.rows.items()
+        ]
+
+    def model(self, bags: ek.EmbeddingBags) -> DLRM | DeepFM:
+        return DeepFM(bags, dim=self.dim) if self.network == "DeepFM" else DLRM(bags, KAGGLE)
+
+    def fill(self, cluster: LocalCluster) -> None:
+        """Writes every row of every table once."""
+        random = np.random.default_rng(0)
+        weight = random.random((_FILLED, self.width), np.float32) * np.float32(0.1)
+        planes = {"weight": weight}
+        for name, width in self.optimizer.planes(self.width).items():
+            planes[name] = np.ones((_FILLED, width), np.float32)
+        for table in cluster.tables:
+            for start in range(0, table.slots, _FILLED):
+                ids = np.arange(start, min(table.slots, start + _FILLED))
+                cluster.install(table.name, ids, {n: v[: ids.size] for n, v in planes.items()})
+
+
+KAGGLE_SHAPE = Shape(
+    network="DLRM", rows=2_000_000, dim=KAGGLE.dim, batch=2048, optimizer=ek.Adagrad(lr=LR)
+)
+# The paper's: DeepFM, batches of 4096, vectors of 64 (section VI-A).
+PAPER_SHAPE = Shape(
+    network="DeepFM", rows=4_000_000, dim=64, batch=4096, optimizer=ek.RowWiseAdagrad(lr=LR)
+)
 
 
 class Contender:
     """A model over one kind of embeddings, and its place in the stream of batches.
 
-    A tier is *pipelined* as it is made; *inline*, everything that upkeep does happens inside pull
-    and push; *ordinary*, misses are also read as they are met, one at a time by each thread.
+    The network is computed, or with `wait_s` a step waits for as long in its place, as the process
+    that feeds a GPU does: whatever `prefetch` does, and threads beside it, is done meanwhile. The
+    gradient is then a constant one.
     """
 
     def __init__(
-        self, source: Synthetic, tier: ek.Tier | None = None, kind: Kind = "pipelined"
-    ) -> None:
+        self, shape: Shape, source: Synthetic, tier: ek.Tier | None = None,
+        kind: Kind = "pipelined", *, wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        self.bags = ek.EmbeddingBags(tables(source, tier), optimizer=ek.Adagrad(lr=LR))
-        self.model = DLRM(self.bags, KAGGLE)
-        dense = [*self.model.bottom.parameters(), *self.model.top.parameters()]
+        self.shape, self.source, self.wait_s = shape, source, wait_s
+        self.bags = ek.EmbeddingBags(
+            shape.tables(source, tier), optimizer=shape.optimizer, cluster=LocalOf(kind)
+        )
+        self.model = shape.model(self.bags)
+        parts = self.model.named_parameters()
+        dense = [value for name, value in parts if not name.startswith("embeddings.")]
         self.optimizers = [self.bags.optimizer, torch.optim.Adagrad(dense, lr=LR)]
         self.loss = nn.BCEWithLogitsLoss()
-        self.source, self.number = source, 0
-        self.ahead = kind == "pipelined"
+        random = torch.Generator().manual_seed(1)
+        self.grad = 1e-3 * torch.randn(shape.batch, len(source.rows), shape.width, generator=random)
         self.embedding_s = 0.0
         self.batch = 1  # of the last checkpoint
-        if tier is not None and kind != "pipelined":
-            OrdinaryCache(self.slab, one_by_one=kind == "ordinary")
         for owner, name in (
             (self.bags, "forward"), (self.bags, "prefetch"), (self.bags.optimizer, "step")
         ):  # fmt: skip
             setattr(owner, name, self._timed(getattr(owner, name)))
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Goes back to the first batch."""
+        self.number = 0
         self.next = self._read()
 
     @property
@@ -82,38 +142,62 @@ class Contender:
         return timed
 
     def _read(self) -> Batch:
-        batch = self.source.batch(self.number * BATCH, BATCH)
+        size = self.shape.batch
+        batch = self.source.batch(self.number * size, size)
         self.number += 1
         ids = {name: torch.from_numpy(np.asarray(given)) for name, given in batch.ids.items()}
         return torch.from_numpy(batch.dense), ids, torch.from_numpy(batch.labels)
 
-    def train(self, steps: int, *, before: Callable[[int], None] | None = None) -> float:
-        """Milliseconds of a step, over so many; the batches are made before the clock starts.
+    def train(self, steps: int, *, before: Callable[[int], None] | None = None) -> Taken:
+        """What a step takes, over so many; the batches are made before the clock starts.
 
         `before` is called with the number of each step, within the time.
         """
         batches = [self.next, *(self._read() for _ in range(steps))]
         self.next = batches[-1]
-        start = time.perf_counter()
+        start, cores = time.perf_counter(), time.process_time()
         for i in range(steps):
             if before is not None:
                 before(i)
             self._step(batches[i], batches[i + 1])
-        return (time.perf_counter() - start) / steps * 1e3
+        taken, cores = time.perf_counter() - start, time.process_time() - cores
+        return Taken(taken / steps * 1e3, cores / steps * 1e3)
 
     def _step(self, batch: Batch, following: Batch) -> None:
         dense, ids, labels = batch
         vectors = self.bags(ids)
-        if self.ahead:
-            self.bags.prefetch(following[1])
-        self.loss(self.model.head(dense, vectors), labels).backward()
+        end = time.perf_counter() + (self.wait_s or 0.0)
+        self.bags.prefetch(following[1])
+        if self.wait_s is None:
+            self.loss(self.model.head(dense, vectors), labels).backward()
+        else:
+            time.sleep(max(0.0, end - time.perf_counter()))
+            vectors.backward(self.grad)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
+    def rows_of(self, batches: int) -> list[bytes]:
+        """All planes of all rows of the last so many batches that it trained on."""
+        last = self.number - 1  # one was read ahead
+        size, found = self.shape.batch, []
+        sample = self.source.batch((last - batches) * size, batches * size)
+        for name in self.source.rows:
+            ids = np.unique(np.asarray(sample.ids[name]))
+            found += [values.tobytes() for values in self.cluster.read(name, ids).values()]
+        return found
+
     def close(self) -> None:
         for shard in self.cluster.shards:
             shard.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Milliseconds of a step, by the clock and of all cores together."""
+
+    ms: float
+    core_ms: float
 
 
 def warm_up(contenders: Sequence[Contender], *, most: int = 100) -> None:
@@ -122,101 +206,25 @@ def warm_up(contenders: Sequence[Contender], *, most: int = 100) -> None:
     Ends when every cache is full, or after `most` pieces of the stream, each of several batches.
     Meanwhile everybody reads as fast as the disk can.
     """
-    deep = [one.slab.loads.reads.deep for one in contenders]
-    for one in contenders:
+    behind = [one for one in contenders if one.cluster.tiered]
+    cached = [one for one in behind if not isinstance(one.slab, StorageHash)]
+    deep = [one.slab.loads.reads.deep for one in behind]
+    for one in behind:
         one.slab.loads.reads.deep = True
-    source = contenders[0].source
-    samples = min(8 * BATCH, min(one.slab.frames.count for one in contenders) // 4)
+    shape, source = contenders[0].shape, contenders[0].source
+    samples = min(8 * shape.batch, min(one.slab.frames.count for one in behind) // 4)
     for piece in range(most):
         batch = source.batch((1 << 40) + piece * samples, samples)
         unique = [np.unique(np.asarray(batch.ids[name])) for name in source.rows]
         wanted = [RowIds(np.concatenate(unique), np.cumsum([0, *map(len, unique)]))]
-        grads = [np.full((wanted[0].ids.size, DIM), 1e-6, np.float32)]
+        grads = [np.full((wanted[0].ids.size, shape.width), 1e-6, np.float32)]
         for one in contenders:
             one.cluster.fetch(wanted)
             one.cluster.push(wanted, grads, lr=LR)
-        if all(one.slab.frames.free < 4096 for one in contenders):
+        if all(one.slab.frames.free < 4096 for one in cached):
             break
-    for one, before in zip(contenders, deep, strict=True):
+    for one, before in zip(behind, deep, strict=True):
         one.slab.loads.reads.deep = before
-
-
-class OrdinaryCache:
-    """Makes a tiered slab an ordinary cache: a list of uses, kept inside pull and push.
-
-    The list is linked through arrays by compiled code. Misses are read and victims written
-    before the pull goes on; those of one batch are written together.
-    """
-
-    def __init__(self, slab: TieredSlab, *, one_by_one: bool) -> None:
-        self._slab = slab
-        slab._upkeep.stop()
-        if one_by_one:
-            slab.loads.reads = Reads(slab.log, threads=slab.pool.threads)
-            slab.loads.reads.deep = False
-        count = slab.frames.count
-        # Frame `count` stands for both ends; -1: in no list.
-        self._older = np.full(count + 1, -1, np.int64)
-        self._newer = np.full(count + 1, -1, np.int64)
-        self._older[count] = self._newer[count] = count
-        self._fetch, self._check = slab.fetch, slab.check_push
-        slab.fetch = self.fetch  # type: ignore[method-assign]
-        slab.check_push = self.check_push  # type: ignore[method-assign]
-        slab.frames.oldest = self.oldest  # type: ignore[method-assign]
-
-    def fetch(self, wanted: Any, *, ahead: bool = False) -> None:
-        self._fetch(wanted)
-        self._touch(wanted)
-
-    def check_push(self, wanted: Any, *given: Any, **named: Any) -> Any:
-        checked = self._check(wanted, *given, **named)
-        self._touch(wanted)
-        return checked
-
-    def oldest(self, count: int, before: int) -> np.ndarray:
-        frames = self._slab.frames
-        out = np.empty(count, np.int64)
-        taken = _take_oldest(self._older, self._newer, frames.busy, frames.used, before, out)
-        return out[:taken]
-
-    def _touch(self, wanted: Any) -> None:
-        found, _ = self._slab.resolve(wanted)
-        _move_to_end(self._older, self._newer, self._slab.frames.of(found))
-
-
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _move_to_end(older: np.ndarray, newer: np.ndarray, frames: np.ndarray) -> None:
-    end = older.size - 1
-    for frame in frames:
-        if frame < 0:
-            continue
-        if older[frame] >= 0:
-            newer[older[frame]] = newer[frame]
-            older[newer[frame]] = older[frame]
-        last = older[end]
-        older[frame], newer[frame] = last, end
-        newer[last] = frame
-        older[end] = frame
-
-
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _take_oldest(
-    older: np.ndarray, newer: np.ndarray, busy: np.ndarray, used: np.ndarray, before: int,
-    out: np.ndarray,
-) -> int:  # fmt: skip
-    end = older.size - 1
-    found = 0
-    frame = newer[end]
-    while frame != end and found < out.size:
-        following = newer[frame]
-        if busy[frame] == 0 and used[frame] < before:
-            newer[older[frame]] = following
-            older[following] = older[frame]
-            older[frame] = newer[frame] = -1
-            out[found] = frame
-            found += 1
-        frame = following
-    return found
 
 
 class Tiering:

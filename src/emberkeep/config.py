@@ -35,6 +35,7 @@ _Table = dict[str, Any]
 
 _UNSET = object()
 _UNITS = {
+    "ms": 1e-3, "millisecond": 1e-3,
     "s": 1.0, "sec": 1.0, "second": 1.0,
     "m": 60.0, "min": 60.0, "minute": 60.0,
     "h": 3600.0, "hour": 3600.0,

@@ -105,9 +105,16 @@ class Every:
         return step * self.parts // self.steps
 
 
-def schedule(every: Interval) -> Every:
+def schedule(every: Interval, *, name: str = "every") -> Every:
     """A schedule from what a user writes: `500`, `"500 steps"`, `"30min"`, `"1h 30min"`, or a
-    timedelta."""
+    timedelta. `name` is what it is called where the user writes it."""
+    try:
+        return _schedule(every)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("every=", f"{name}=", 1)) from None
+
+
+def _schedule(every: Interval) -> Every:
     if isinstance(every, bool) or not isinstance(every, int | timedelta | str):
         raise ConfigError(_interval_message(every))
     if isinstance(every, int):
@@ -533,27 +540,39 @@ def auto(
 ) -> Strategy:
     """A run that plans itself, for a `target` such as `"accuracy loss 0.01%"` or `"PLS 0.1"`.
 
-    It starts with full recovery and a version after `first`. From then on it measures how long
+    It starts with full recovery and a version after `first`, or after `max_interval` if that is
+    shorter: no version comes later after another. From then on it measures how long
     training stands still for a version, how long loading takes, and how often shards and processes
     fail, across restarts; `mtbf` is what to believe until failures were seen. When that moves it
     plans again: full or partial recovery, the interval, the layout, and where accuracy may be lost
     and writing is slow the bits. The target is a bound on what the whole job loses. Each decision
     is an event, "planned", and stands with its reason in every version from then on.
     """
+    longest = _time_of("max_interval", max_interval)
     wanted = Target(
         **target_from(target),
         slope=slope,
         mtbf=_time_of("mtbf", mtbf),
         together=together,
         reschedule=_time_of("reschedule", reschedule) or timedelta(0),
-        max_interval=_time_of("max_interval", max_interval),
+        max_interval=longest,
     )
     return Strategy(
-        schedule=schedule(first),
+        schedule=_first(first, longest),
         retention=retention(keep),
         recovery=Recovery(scope="full", reason="nothing was measured yet"),
         auto=wanted,
     )
+
+
+def _first(first: Interval, longest: timedelta | None) -> Every:
+    """The schedule until something was measured."""
+    found = schedule(first, name="first")
+    if longest is None or (found.time is not None and found.time <= longest):
+        return found
+    if found.time is None:
+        raise ConfigError("first= counts steps and max_interval= time: give first= as a time, too")
+    return Every(time=longest)
 
 
 def _time_of(name: str, given: timedelta | str | None) -> timedelta | None:
@@ -561,7 +580,7 @@ def _time_of(name: str, given: timedelta | str | None) -> timedelta | None:
         return given
     try:
         return duration(given)
-    except ValueError:
+    except (ValueError, AttributeError):
         raise ConfigError(
             f"{name}={given!r} is no duration: write '28h', '5min' or '90s'"
         ) from None

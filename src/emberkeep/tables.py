@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
@@ -156,8 +157,10 @@ class Table:
         padding, rows = self.padding_idx, self.rows
         if padding is None:
             return
-        if not isinstance(padding, int) or isinstance(padding, bool):
+        if isinstance(padding, bool) or not hasattr(padding, "__index__"):
             raise ConfigError(f"{where}: padding_idx is an id, not {padding!r}")
+        padding = operator.index(padding)  # of numpy's integers, too
+        object.__setattr__(self, "padding_idx", padding)
         if rows is not None:
             if not -rows <= padding < rows:
                 raise ConfigError(

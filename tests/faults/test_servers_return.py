@@ -21,6 +21,8 @@ from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     FencedError,
+    ParityLossError,
+    PeerError,
     RecoveryError,
     ServerError,
     ShardLostError,
@@ -318,6 +320,34 @@ def test_unrelated_stalls_of_peers_do_not_add_up() -> None:
     world.check()
 
 
+@pytest.mark.parametrize(
+    ("rates", "given_up"), [((3, 0, 0), [1]), ((3, 2, 0), []), ((0, 0, 0), [0, 1])]
+)
+def test_shards_whose_rows_come_back_are_not_given_up_with_one_whose_do_not(
+    rates: tuple[int, ...], given_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(parity=CODED)
+    missing = [5000, 5000, 0]
+    for shard, handle in enumerate(world.cluster.handles):
+
+        def status(shard: int = shard) -> Any:
+            missing[shard] -= rates[shard]
+            return {"parity": {"missing_rows": missing[shard]}}
+
+        monkeypatch.setattr(handle, "status", status)
+    brought: list[Sequence[int]] = []
+
+    def bring_back(lost: ShardLostError) -> bool:
+        brought.append(lost.shards)
+        return True
+
+    monkeypatch.setattr(world.cluster, "_bring_back", bring_back)
+    waited = 3.1 * TIMING.deadline.total_seconds()
+    assert world.cluster._await_peers(PeerError("a host is silent"), waited) == bool(given_up)
+    assert [[*shards] for shards in brought] == ([given_up] if given_up else [])
+    world.cluster.close()
+
+
 def test_a_server_that_returns_while_the_model_goes_back_is_renewed_like_the_others() -> None:
     """At an address that stays nobody else can take its place."""
     world = World(fixed=True)
@@ -327,6 +357,66 @@ def test_a_server_that_returns_while_the_model_goes_back_is_renewed_like_the_oth
     world.cluster.serve(*range(SHARDS))
     assert world.clock.monotonic() < 120
     assert world.cluster.touched_ids("fixed").size == 0
+    world.cluster.close()
+
+
+def test_a_server_whose_renewal_was_decided_is_not_taken_back() -> None:
+    """It has not heard of it, and has its rows: those of a model that others have left."""
+    world = World(fixed=True)
+    world.push()
+    world.network.rules = [Rule(how="refuse", kind="admit", server=world.names[1])]
+    with pytest.raises(ShardLostError):
+        world.cluster.renew(*range(SHARDS))
+    world.network.rules = []
+    world.cluster.await_silent()
+    assert world.cluster.handles[1].state == "lost"
+    world.cluster.close()
+
+
+def test_a_server_whose_streams_were_sealed_is_not_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where more was lost by then than parity can bear."""
+    world = World(fixed=True, parity=CODED)
+    world.push()
+    world.network.partition(world.names[1])
+    assert not world.cluster.handles[1].alive()
+    protection = world.cluster._protection
+    assert protection is not None
+
+    def recover(lost: Sequence[int], _: object) -> None:
+        for shard in lost:
+            for host in protection.placement.hosts(shard):
+                protection.rebuilder.members[host].host.seal(shard)
+        raise ParityLossError("another is lost, too")
+
+    monkeypatch.setattr(protection, "recover", recover)
+    with pytest.warns(UserWarning, match="another is lost"):
+        assert not world.cluster._from_parity()
+    world.network.partition()
+    world.cluster.await_silent()
+    assert world.cluster.handles[1].state == "lost"
+    world.cluster.close()
+
+
+def test_a_server_leaves_no_host_out_that_its_rows_are_to_come_back_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is decoded without any parity would pass for rows that were never trained."""
+    world = World(parity=CODED)
+    world.push()
+    epoch = world.network.servers[world.names[0]].epoch
+    assert epoch is not None
+    service = epoch.parity_service
+    assert service is not None
+    streams, rows = service._streams, service._rows
+    monkeypatch.setattr(streams, "_silent", lambda: list(streams._senders.values()))
+    rows._missing_GK[0, 0] = 1
+    streams._leave_out_silent()
+    assert streams.status()["left_out_hosts"] == 0
+    rows._missing_GK[0, 0] = 0
+    streams._leave_out_silent()
+    assert streams.status()["left_out_hosts"] == len(service.placement.hosts(0))
     world.cluster.close()
 
 
@@ -371,6 +461,72 @@ def test_a_push_under_way_counts_once_on_a_shard_that_is_recovered_meanwhile(pus
         cluster.pull(wanted_of(cluster, {"fixed": [1, 2, 3]}))
         assert counted() == {(shard + 1) * (pushes + 1)}
     cluster.close()
+
+
+def given_up(world: World, shard: int) -> None:
+    """A push that the others have applied, given up because a shard is lost."""
+    world.cluster.on_loss = lambda _: False
+    world.launcher.kill(shard)
+    with pytest.raises(ShardLostError):
+        world.push(twin=False)
+
+
+def test_a_push_is_unfinished_where_it_was_applied_and_not_where_rows_went_back() -> None:
+    world = World()
+    world.push(twin=False)
+    given_up(world, 1)
+    assert [world.cluster.unfinished(shard) for shard in (0, 2)] == [1, 1]
+    world.cluster.renew(0)
+    world.cluster.serve(0)
+    assert [world.cluster.unfinished(shard) for shard in (0, 2)] == [0, 1]
+    world.cluster.close()
+
+
+def test_a_push_is_not_unfinished_for_a_lost_shard_that_had_it() -> None:
+    """The one that was without it is back, and gets it."""
+    world = World()
+    world.push(twin=False)
+    given_up(world, 1)
+    world.cluster.renew(1)
+    world.cluster.serve(1)
+    world.launcher.kill(2)
+    assert not world.cluster.handles[2].alive()
+    assert world.cluster.unfinished(0) == 0
+    assert steps_of(world.cluster)["fixed"] == 2
+    world.cluster.close()
+
+
+def test_steps_are_those_of_the_shard_that_has_taken_most() -> None:
+    """The first that serves has come back from parity, and has yet to get the last push again."""
+    world = World()
+    for _ in range(3):
+        world.push(twin=False)
+    world.cluster.handles[0].load_table_state({"fixed": {"tick": 0, "steps": 2}})
+    world.launcher.kill(2)
+    assert not world.cluster.handles[2].alive()
+    assert steps_of(world.cluster)["fixed"] == 3
+    world.cluster.close()
+
+
+def test_another_server_at_the_address_is_not_asked_how_far_pushes_are() -> None:
+    world = World()
+    world.push(twin=False)
+    asked = []
+
+    def bring_back(lost: ShardLostError) -> bool:
+        world.network.stop(world.names[0])
+        world.network.start(world.names[0])
+        with pytest.raises(ShardLostError):
+            world.cluster.unfinished(0)
+        asked.append(world.cluster.handles[0].state)
+        return False
+
+    world.cluster.on_loss = bring_back
+    world.launcher.kill(1)
+    with pytest.raises(ShardLostError):
+        world.push(twin=False)
+    assert asked == ["lost"]
+    world.cluster.close()
 
 
 def test_a_question_that_fails_twice_is_asked_again() -> None:

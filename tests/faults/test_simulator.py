@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, _base, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,39 @@ def test_processes_stop_and_die() -> None:
     ]  # fmt: skip
 
 
+def test_a_thread_of_the_system_carries_one_task_at_a_time() -> None:
+    """Many that end at once, and begin while another hands the baton on."""
+    running: list[str] = []
+    ended: list[str] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        scheduler = task.scheduler
+
+        def work(name: str, more: int) -> None:
+            assert not running
+            running.append(name)
+            running.clear()
+            for part in range(more):
+                inner = f"{name}.{part}"
+                scheduler.spawn(inner, partial(work, inner, 0), task.process)
+                scheduler.block("a moment", 0.001)
+            carried = current_task()
+            assert carried is not None
+            assert carried.name == name
+            ended.append(name)
+
+        for number in range(300):
+            scheduler.spawn(str(number), partial(work, str(number), 3), task.process)
+            if number % 3 == 0:
+                scheduler.block("a moment", 0.002)
+        scheduler.block("the end", 60.0)
+
+    run(main)
+    assert len(ended) == len(set(ended)) == 300 * 4
+
+
 def test_what_is_made_outside_is_real_and_nothing_stays_behind() -> None:
     before = set(threading.enumerate())
     with patched(__name__):
@@ -294,10 +328,14 @@ def test_the_command_counts_seeds_and_fails_with_the_seed_to_replay(
         return outcome
 
     monkeypatch.setattr("emberkeep.testing.simulation.simulate", one_fails)
+    monkeypatch.setattr("emberkeep.testing.simulation.freeze_heap", lambda: None)
+    monkeypatch.setattr(sys.modules["emberkeep.cli.simulate"], "PROGRESS_SEEDS", 1)
     done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2"])
     assert done.exit_code == 1
     assert "2 seeds" in done.stdout
     assert "1 failed: seeds 6" in done.stdout
+    assert "1 seeds up to 5, 0 failed, " in done.stderr
+    assert "2 seeds up to 6, 1 failed, " in done.stderr
     done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2", "--json"])
     assert done.exit_code == 1
     assert '"seed": 6' in done.stdout

@@ -166,7 +166,7 @@ staged_rows.Stage.note = note
 def test_the_end_of_a_path_says_what_is_written(shell: Shell, root: Path, tmp_path: Path) -> None:
     for name, start in (
         ("a.safetensors", None), ("a.pt", b"PK\x03\x04"), ("fixed.parquet", b"PAR1"),
-        ("fixed.arrow", b"ARROW1"),
+        ("fixed.arrow", b"ARROW1"), ("fixed.feather", b"ARROW1"), ("FIXED.PARQUET", b"PAR1"),
     ):  # fmt: skip
         assert shell("export", root, "-o", tmp_path / name, "--table", "fixed") == 0, shell.err
         if start is not None:

@@ -160,7 +160,7 @@ def test_rows_that_are_trained_are_read_once_and_evaluation_admits_none(clusters
         push(one, np.random.default_rng(0), 12)
 
     def reads() -> int:
-        return sum(file["reads"] for file in cluster.tier_status())
+        return sum(file.reads for file in cluster.tier_status())
 
     random = np.random.default_rng(1)
     for _ in range(4):
@@ -189,7 +189,7 @@ def test_each_shard_has_a_directory_of_its_own(clusters: Clusters) -> None:
     cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=3)
     push(cluster, np.random.default_rng(0))
     tier = cluster.launcher.tier
-    paths = {os.path.relpath(file["path"], tier.path) for file in cluster.tier_status()}
+    paths = {os.path.relpath(file.path, tier.path) for file in cluster.tier_status()}
     assert paths == {f"shard-{s}/rows-{s}-{g}.tier" for s in range(3) for g in range(2)}
 
 

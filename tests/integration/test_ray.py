@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 import trustme
 from typer.testing import CliRunner
 
+import emberkeep as ek
 from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.cli import app
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, SecurityError, ShardLostError
+from emberkeep.errors import ConfigError, IdError, SecurityError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.server.ray import local_ray
@@ -92,6 +94,30 @@ def test_a_server_of_ray_comes_back_with_its_files(tmp_path: Path) -> None:
     tiers.serve(cluster, [0])
     assert np.array_equal(cluster.pull(ids)[0], after)
     cluster.close()
+
+
+def test_rows_from_outside_go_to_servers_of_ray() -> None:
+    bags = ek.EmbeddingBags(
+        [Table("item", capacity=50, dim=2), Table("user", rows=40, dim=2)],
+        optimizer=ek.Adagrad(lr=1.0), cluster=ek.ray_cluster(shards=2, name="upserted"),
+    )  # fmt: skip
+    ids = torch.tensor([7, -2, 2**40, 10])  # on both shards
+    weights = torch.arange(8.0).reshape(4, 2)
+    bags.upsert("item", ids, {"weight": weights, "accumulator": weights + 1})
+    bags.upsert("user", [39, 0], torch.ones(2, 2))
+    found = bags.rows("item", ids)
+    assert torch.equal(found["weight"], weights)
+    assert torch.equal(found["accumulator"], weights + 1)
+    assert bags.touched_ids("item").tolist() == sorted(ids.tolist())
+    with pytest.raises(IdError, match="id 40 is outside"):
+        bags.upsert("user", [1, 40], torch.ones(2, 2))
+    assert bags.touched_ids("user").tolist() == [0, 39]
+    bags({"item": ids, "user": torch.tensor([1, 2, 3, 4])}).sum().backward()
+    bags.optimizer.step()
+    assert torch.allclose(bags.rows("item", ids)["accumulator"], weights + 2)
+    assert bags.delete("item", [7, 8]) == 1
+    assert bags.touched_ids("item").tolist() == [-2, 10, 2**40]
+    bags.cluster.close()
 
 
 @pytest.mark.soak  # Ray's part is the test before, that of parity is in test_parity_servers

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -128,6 +129,12 @@ def test_a_complaint_names_the_source_and_the_key(
 def test_a_class_checks_itself_without_a_file() -> None:
     with pytest.raises(ConfigError, match=r"^rate must be above 0"):
         Inner(rate=0)
+
+
+def test_milliseconds_are_not_minutes() -> None:
+    assert config.duration("29ms") == timedelta(milliseconds=29)
+    assert config.duration("1s 500 milliseconds") == timedelta(seconds=1.5)
+    assert config.duration("2 minutes") == timedelta(minutes=2)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

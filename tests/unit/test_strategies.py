@@ -298,7 +298,7 @@ def test_prioritised_versions_that_do_not_pay_are_left_out() -> None:
     assert strategy.recovery is not None
     assert strategy.recovery.scope == "partial"
     assert strategy.spec.priority is None
-    assert "prioritised versions do not pay: they would cost 50.51%" in strategy.recovery.reason
+    assert "prioritised versions do not pay: they would cost 50.68%" in strategy.recovery.reason
     kept = partial(pls=0.1, job=often, priority="ssu")
     assert kept.spec.priority is not None
 
@@ -318,6 +318,29 @@ def test_the_target_is_kept() -> None:
     without = partial(every=16).recovery
     assert without is not None
     assert without.most_pls == 1.0
+
+
+def test_the_first_version_is_not_later_than_any_may_be() -> None:
+    assert auto(max_interval="1min").schedule.time == timedelta(minutes=1)
+    assert auto(first="30s", max_interval="1min").schedule.time == timedelta(seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: auto(first="x"), "first='x' is no interval"),
+        (lambda: auto(first=0), "first= must be 1 step or more"),
+        (lambda: auto(first=500, max_interval="1h"), "first= counts steps and max_interval= time"),
+        (lambda: auto(mtbf=28), "mtbf=28 is no duration"),
+        (lambda: auto(max_interval=5), "max_interval=5 is no duration"),
+        (lambda: auto(target=None), "target=None is no target"),
+        (lambda: auto(slope=0.02), "a target such as 'accuracy loss 0.01%'"),
+    ],
+)
+def test_plans_that_cannot_be_made_are_refused_by_name(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert words in str(refused.value)
 
 
 def test_a_run_that_plans_itself_starts_with_full_recovery() -> None:

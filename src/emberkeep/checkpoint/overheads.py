@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
 
@@ -29,6 +29,8 @@ _MANY = 100.0
 """An overhead beyond which a job does not end."""
 _MOST_COUNTED = 5000
 """Failures that are counted one by one: long before, what may be lost is."""
+RAREST = timedelta(days=365_000_000)
+"""Between failures: what is rarer does not fit into a timedelta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,13 +218,18 @@ def overhead_partial(
     most_pls: float = math.inf,
     least_interval: timedelta = _NONE,
     prioritised: float = 0.0,
+    total_losses: float = 0.0,
 ) -> Partial:
     """The failed shards alone go back: nothing is done again, and their updates are lost.
 
     With `most_pls` a version is taken as soon as a failure would lose more than that, but no
     sooner after another than `least_interval`; what loses more all the same is recovered fully.
     `prioritised` versions in between write so many models for each whole version.
+    `total_losses` is the share of the failures that take every shard, which nothing but a full
+    recovery helps; all, where as many fail together as there are.
     """
+    if job.failing_together >= job.shards:
+        total_losses = 1.0
     versions = versions_in(job, interval)
     restart = (job.load + job.reschedule) / job.mtbf
     restarting = 1 - float(job.gaps.tail(np.array(restart)))
@@ -230,7 +237,8 @@ def overhead_partial(
         return Partial(overhead=NEVER_ENDS, pls=0.0)
     # A save that a failure ends is made again.
     save = math.expm1(min(job.save / job.mtbf, 100.0)) / job.failures
-    between = prioritised * versions * save
+    # Also before the first whole version, and after the last.
+    between = prioritised * (job.duration / interval) * save
     total = save * versions + between
     saving, again, pls = total, 0.0, 0.0
     total = (total + restarting) / (1 - restarting)
@@ -239,10 +247,14 @@ def overhead_partial(
     for _ in range(_ROUNDS):
         failures = (1 + total) * job.failures
         if math.isfinite(most_pls):
-            taken, again, pls = _spending(job, interval, failures, most_pls, least_interval, save)
+            taken, again, pls = _spending(
+                job, interval, failures, most_pls, least_interval, save, total_losses
+            )
             saving = taken * save + between
         else:
-            pls = failures * _loss_of_one(job, interval, failures, save)
+            lost = (1 - total_losses) * _loss_of_one(job, interval, failures, save)
+            pls = min(1.0, failures * lost)
+            again = failures * total_losses * _taken_back(job, interval, save)
         found = (saving + again + restarting) / (1 - restarting)
         if not 0 <= found < _MANY:
             return Partial(overhead=NEVER_ENDS, pls=pls)
@@ -271,9 +283,23 @@ def _loss_of_one(job: Job, interval: timedelta, failures: float, save: float) ->
     return since * _share_left(job, each, failures) * job.failing_together / job.shards
 
 
+def _taken_back(job: Job, interval: timedelta, save: float) -> float:
+    """The mean work that a full recovery takes back, in jobs."""
+    each = np.array([min(interval / job.duration, 1.0)])
+    since, weight = _since_version(each, save)
+    return float((since * weight).sum()) * _in_bursts(job, float(each[0]), save)
+
+
+def _in_bursts(job: Job, each: float, save: float) -> float:
+    """How much less a failure finds to take back than if it struck at any moment: after one full
+    recovery the next failure of a burst finds little."""
+    cycle = (each + save) * (job.duration / job.mtbf)
+    return 2 * _remainder(job.gaps, cycle, 0.0) / cycle
+
+
 def _spending(
     job: Job, interval: timedelta, failures: float, most_pls: float, least_interval: timedelta,
-    save: float,
+    save: float, total_losses: float,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Versions, work done again in jobs, and PLS of a job that may lose `most_pls` and saves the
     sooner the less is left of it: a chain over what is lost so far, failure by failure."""
@@ -285,17 +311,16 @@ def _spending(
     each = np.maximum(np.maximum(least, np.minimum(widest, left / share)), 1e-6)
     since, weight = _since_version(each, save)
     over = since * share > left[:, None] + 1e-12
-    again = (since * weight * over).sum(axis=1)
-    # After one full recovery the next failure of a burst finds little to take back.
-    mtbf = job.mtbf / job.duration
-    cycles = (each + save) / mtbf
-    again *= [2 * _remainder(job.gaps, float(c), 0.0) / float(c) for c in cycles]
+    fully = total_losses + (1 - total_losses) * over
+    again = (since * weight * fully).sum(axis=1)
+    again *= [_in_bursts(job, float(t), save) for t in each]
     counted = np.array([_share_left(job, float(t), failures) for t in each])
     after = np.where(over, used[:, None], used[:, None] + since * share * counted[:, None])
     place = after / most_pls * (_CELLS - 1) if most_pls else np.zeros_like(after)
     low = np.minimum(place.astype(np.int64), _CELLS - 2)
     part = np.clip(place - low, 0.0, 1.0)
-    moves = np.zeros((_CELLS, _CELLS))
+    moves = total_losses * np.eye(_CELLS)
+    weight = (1 - total_losses) * weight
     rows = np.broadcast_to(np.arange(_CELLS)[:, None], low.shape)
     np.add.at(moves, (rows, low), weight * (1 - part))
     np.add.at(moves, (rows, low + 1), weight * part)
@@ -397,6 +422,25 @@ def interval_for_pls(job: Job, pls: float) -> timedelta:
     return min(_HOUR * min(hours, 1e9), job.duration)
 
 
+def struck_by(job: Job, share: float) -> Job:
+    """The job as that share of its failures strikes it, which come one by one then."""
+    hours = min(job.mtbf / _HOUR / share, RAREST / _HOUR)
+    return replace(job, mtbf=hours * _HOUR, gaps=job.gaps if share == 1 else Gaps())
+
+
+def partial_interval(
+    job: Job, pls: float, *, total_losses: float = 0.0, max_interval: timedelta | None = None
+) -> timedelta:
+    """What `pls` allows for partial recovery, if versions are not wanted sooner: for the failures
+    that take every shard, or at all."""
+    found = interval_for_pls(job, pls)
+    if job.failing_together >= job.shards:
+        total_losses = 1.0
+    if total_losses > 0:
+        found = min(found, optimal_full_interval(struck_by(job, total_losses)))
+    return found if max_interval is None else min(found, max_interval)
+
+
 def pls_of_loss(*, lost_samples: int, total_samples: int, shards: int) -> float:
     """What one shard's recovery adds: the samples since its rows were saved, as its share."""
     if total_samples < 1 or shards < 1 or lost_samples < 0:
@@ -407,17 +451,25 @@ def pls_of_loss(*, lost_samples: int, total_samples: int, shards: int) -> float:
 
 
 def partial_pays(
-    job: Job, pls: float, *, most_pls: float | None = None, prioritised: float = 0.0
+    job: Job,
+    pls: float,
+    *,
+    most_pls: float | None = None,
+    prioritised: float = 0.0,
+    total_losses: float = 0.0,
+    max_interval: timedelta | None = None,
 ) -> Verdict:
     """Partial recovery at the interval that `pls` allows, against full recovery at its best.
 
     `most_pls` is what the job may lose at most, `pls` if it is not given. `prioritised` versions
-    cost so many models for each whole version. Where partial recovery brings nothing it is
-    refused: full recovery loses no update, so a tie is full's.
+    cost so many models for each whole version, `total_losses` of the failures take every shard, and
+    no interval is longer than `max_interval`. Where partial recovery brings nothing that can be
+    seen it is refused: full recovery loses no update, so a tie is full's.
     """
-    full_interval = optimal_full_interval(job)
+    longest = job.duration if max_interval is None else max_interval
+    full_interval = min(optimal_full_interval(job), longest)
     full = overhead_full(job, full_interval)
-    interval = interval_for_pls(job, pls)
+    interval = partial_interval(job, pls, total_losses=total_losses, max_interval=max_interval)
     if interval <= _NONE:
         return Verdict(
             pays=False,
@@ -430,13 +482,20 @@ def partial_pays(
     partial = overhead_partial(
         job, interval, most_pls=pls if most_pls is None else most_pls,
         least_interval=min(interval, full_interval), prioritised=prioritised,
+        total_losses=total_losses,
     ).overhead  # fmt: skip
-    pays = partial.total < full.total
+    alone = job.failing_together < job.shards  # else none goes on without the others
+    pays = alone and same_cost(partial.total) < same_cost(full.total)
     shares = (
         f"{_percent(partial.total)} of the job against {_percent(full.total)} with full recovery"
     )
     if pays:
         reason = f"partial recovery costs {shares}"
+    elif not alone:
+        reason = (
+            f"a failure takes {'the only shard' if job.shards == 1 else 'every shard'}, and none "
+            "goes on: only full recovery helps"
+        )
     else:
         reason = (
             f"PLS {pls:g} asks for a version every {_hours(interval)}, which costs {shares} "
@@ -450,6 +509,11 @@ def partial_pays(
         partial_interval=interval,
         partial=partial,
     )
+
+
+def same_cost(overhead: float) -> float:
+    """What is equal for overheads whose difference nobody sees: a hundredth of a point."""
+    return round(overhead, 4)
 
 
 def _percent(fraction: float) -> str:

@@ -218,6 +218,11 @@ def check_renaming(renamed: Mapping[str, str], old: set[str], new: set[str]) -> 
         return any(other == name or other.startswith(f"{name}.") for other in names)
 
     for was, now in renamed.items():
+        others = [other for other in renamed if renamed[other] == now and other != was]
+        if others:
+            raise ConfigError(
+                f"map gives {was!r} and {others[0]!r} the same name {now!r}: leave one out"
+            )
         if not known(was, old):
             raise ConfigError(f"map names {was!r}, which is no table or tensor of the version")
         if not known(now, new):

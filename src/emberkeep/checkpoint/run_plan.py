@@ -59,14 +59,19 @@ class Target:
         if self.pls is not None and not 0 <= self.pls <= 1:
             raise ConfigError(f"a PLS lies between 0 and 1, not {self.pls:g}")
         given = self.accuracy_loss
-        if given is not None and not (math.isfinite(given) and given >= 0):
-            raise ConfigError(f"accuracy_loss must be 0 or more, not {given:g}")
+        if given is not None and not 0 <= given <= 1:
+            raise ConfigError(f"a loss of accuracy lies between 0 and 1, not {given:g}")
         if self.slope is not None and not (math.isfinite(self.slope) and self.slope > 0):
             raise ConfigError(f"slope must be above 0, not {self.slope:g}")
         if self.slope is not None and given is None:
-            raise ConfigError("slope turns an accuracy loss into a PLS: give accuracy_loss too")
+            raise ConfigError(
+                "slope turns a loss of accuracy into a PLS: give accuracy_loss too, or for a run "
+                "that plans itself a target such as 'accuracy loss 0.01%'"
+            )
         if self.mtbf is not None and self.mtbf <= timedelta(0):
             raise ConfigError(f"mtbf must be longer than no time, not {self.mtbf}")
+        if isinstance(self.together, bool) or not isinstance(self.together, int):
+            raise ConfigError(f"shards that fail together are a number, not {self.together!r}")
         if self.together < 1:
             raise ConfigError(f"1 shard or more fails at a time, not {self.together}")
         if self.reschedule < timedelta(0):
@@ -91,7 +96,7 @@ class Target:
 
 def target_from(text: str) -> dict[str, float]:
     """What a user writes: `"accuracy loss 0.01%"`, `"PLS 0.1"`."""
-    found = _TARGET.fullmatch(text.strip())
+    found = _TARGET.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
         value = math.nan if found is None else float(found[2])
     except ValueError:
@@ -116,9 +121,11 @@ class FailureHistory:
     """In which `count` failures were seen, each fading as others come."""
     count: float
     shards: float
-    """That they took, fading alike."""
+    """That they took where some were left, fading alike."""
     seen: int = 0
     """Failures in all, faded or not."""
+    total: float = 0.0
+    """Failures that left no shard, such as the end of a process, fading alike."""
 
     @classmethod
     def believed(cls, target: Target) -> FailureHistory:
@@ -129,12 +136,14 @@ class FailureHistory:
     def passed(self, time: timedelta) -> FailureHistory:
         return replace(self, hours=self.hours + time / timedelta(hours=1))
 
-    def failed(self, shards: int) -> FailureHistory:
+    def failed(self, shards: int | None) -> FailureHistory:
+        """After a failure that took so many shards; None: all, and nothing goes on."""
         return FailureHistory(
             hours=_MEMORY * self.hours,
             count=_MEMORY * self.count + 1,
-            shards=_MEMORY * self.shards + shards,
+            shards=_MEMORY * self.shards + (shards or 0),
             seen=self.seen + 1,
+            total=_MEMORY * self.total + (shards is None),
         )
 
     @property
@@ -143,7 +152,13 @@ class FailureHistory:
 
     @property
     def together(self) -> int:
-        return max(1, round(self.shards / self.count))
+        """Shards that a failure takes where some are left."""
+        return max(1, round(self.shards / max(self.count - self.total, 1e-6)))
+
+    @property
+    def total_losses(self) -> float:
+        """The share of the failures that leave no shard."""
+        return min(1.0, self.total / self.count)
 
     def to_dict(self) -> Json:
         return asdict(self)
@@ -156,6 +171,7 @@ class FailureHistory:
                 count=float(document["count"]),
                 shards=float(document["shards"]),
                 seen=int(document["seen"]),
+                total=float(document.get("total", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DamageError(f"the counters of a version are damaged: {error!r}") from error
@@ -181,6 +197,7 @@ class Measured:
     increments: float | None = None
     """Of a baseline, the mean size of the increments; None before there were any."""
     restores: int = 0
+    """Of versions that were not exact, since the run began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +256,8 @@ def plan_run(
         save=_rounded(max(seen.stall, timedelta(milliseconds=1))),
         restart=_rounded(seen.load + target.reschedule),
         pls=_floored(left),
+        total_losses=round(20 * seen.failures.total_losses) / 20,
+        max_interval=target.max_interval,
     )
     pays = verdict.pays
     if current is not None and (current.scope == "partial") != pays and left > 0:
@@ -249,8 +268,6 @@ def plan_run(
     scope: Literal["full", "partial"] = "partial" if pays else "full"
     stays = "" if pays == verdict.pays else f"; {scope} recovery stays, for so small a difference"
     interval = verdict.partial_interval if pays else verdict.full_interval
-    if target.max_interval is not None:
-        interval = min(interval, target.max_interval)
     layout, why_layout = _layout(seen, interval, current)
     chosen = verdict.partial if pays else verdict.full
     made = RunPlan(
@@ -270,13 +287,15 @@ def plan_run(
         ),
         step=step,
     )
-    if current is not None and not _moved(current, made):
+    if current is not None and not _moved(current, made, seen.left):
         return current
     return made
 
 
-def _moved(current: RunPlan, made: RunPlan) -> bool:
-    ratio = made.interval / current.interval
+def _moved(current: RunPlan, made: RunPlan, left: timedelta) -> bool:
+    """Whether the plans differ in what is `left`: an interval that reaches beyond it is as good as
+    any other that does."""
+    ratio = min(made.interval, left) / min(current.interval, left) if left else 1.0
     return (
         abs(math.log(ratio)) > _MOVED
         or (current.scope, current.layout, current.bits) != (made.scope, made.layout, made.bits)
@@ -287,12 +306,12 @@ def _moved(current: RunPlan, made: RunPlan) -> bool:
 @lru_cache(maxsize=4096)
 def _verdict(
     *, left: timedelta, mtbf: timedelta, shards: int, together: int, save: timedelta,
-    restart: timedelta, pls: float,
+    restart: timedelta, pls: float, total_losses: float, max_interval: timedelta | None,
 ) -> Verdict:  # fmt: skip
     job = Job(
         duration=left, mtbf=mtbf, shards=shards, failing_together=together, save=save, load=restart
     )
-    return partial_pays(job, pls)
+    return partial_pays(job, pls, total_losses=total_losses, max_interval=max_interval)
 
 
 def _bits(target: Target, seen: Measured, current: RunPlan | None) -> tuple[int | None, str]:

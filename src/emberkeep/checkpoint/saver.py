@@ -104,7 +104,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
-        self._restores = repository.restores(exact=False)
+        self._restores = {exact: repository.restores(exact=exact) for exact in (True, False)}
         # What the layouts of all versions say of the run, beside what is in them.
         self.run_marks: Json = {}
         self._codecs: Json = {}
@@ -186,7 +186,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
     def _chosen(self, spec: VersionSpec) -> Choice:
         """How the next version is stored; said when that is not as the one before was."""
-        choice = choose(spec, self._restores)
+        choice = choose(spec, self.lossy_restores)
         codecs = {key: codec.to_dict() for key, codec in choice.codecs.items()}
         if codecs != self._codecs:
             self._codecs = codecs
@@ -556,4 +556,14 @@ class Checkpointer(BackgroundSaver[Manifest]):
         so that one does not count against the restores that a width was chosen for."""
         lossy = is_lossy(self.repository.chain(version), self.repository.tables)
         self.repository.record_restore(version, exact=not lossy)
-        self._restores += lossy
+        self._restores[not lossy] += 1
+
+    @property
+    def restores(self) -> int:
+        """How often this run was restored, whole or in part, by this process and others."""
+        return sum(self._restores.values())
+
+    @property
+    def lossy_restores(self) -> int:
+        """Those of versions that were not exact."""
+        return self._restores[False]

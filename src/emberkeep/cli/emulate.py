@@ -106,7 +106,7 @@ def emulate(
         duration=length,
         mtbf=between,
         shards=shards,
-        failing_together=together or taken,
+        failing_together=taken if together is None else together,
         save=read_time("--save-time", save_time),
         load=read_time("--load-time", load_time),
         reschedule=read_time("--reschedule-time", reschedule_time),

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @command
 def plan(
     duration: Annotated[str, option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
-    shards: Annotated[int, option("--shards", "Shards that hold the tables.", "N")],
+    shards: Annotated[
+        int | None, option("--shards", "Shards that hold the tables; needed without --tier.", "N")
+    ] = None,
     mtbf: Annotated[
         str | None, option("--mtbf", "Mean time between failures of the whole job.")
     ] = None,
@@ -111,6 +113,38 @@ def plan(
         int | None,
         option("--parity-r", "Shards that parity brings back at once.", "N"),
     ] = None,
+    tier: Annotated[
+        bool,
+        typer.Option("--tier", help="Compare rows in memory with rows in files, for what follows."),
+    ] = False,
+    row_bytes: Annotated[
+        int | None, option("--row-bytes", "A row with its optimizer state.", "N")
+    ] = None,
+    skew: Annotated[
+        str | None,
+        option("--skew", "How ids are used: retail, criteo, uniform, or Zipf's exponent.", "SKEW"),
+    ] = None,
+    lookups: Annotated[
+        int | None, option("--lookups", "Rows that a batch looks up.", "N")
+    ] = None,
+    step_time: Annotated[
+        str | None, option("--step-time", "Of a batch, with all rows in memory.")
+    ] = None,
+    cache: Annotated[
+        str | None,
+        option("--cache", "Memory of the tier; what its machines have, if not given.", "SIZE"),
+    ] = None,
+    memory_machine: Annotated[
+        str | None,
+        option("--memory-machine", "memory=384GB price=3.03, of an hour.", "MACHINE"),
+    ] = None,
+    tier_machine: Annotated[
+        str | None,
+        option(
+            "--tier-machine", "memory=192GB disk=756GB reads=400000 (a second) price=3.80.",
+            "MACHINE",
+        ),
+    ] = None,
     jobs: Annotated[
         int, option("--jobs", "Simulate so many for percentiles; 0 for none.", "N")
     ] = 1000,
@@ -128,10 +162,27 @@ def plan(
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.advisor import Question, advise
 
+    if tier:
+        from emberkeep.cli import _plan_tier
+
+        _plan_tier.answer(
+            duration=read_time("--duration", duration),
+            step=None if step_time is None else read_time("--step-time", step_time),
+            table_nbytes=None if table_gb is None else _nbytes(table_gb),
+            row_nbytes=row_bytes, skew=skew, lookups=lookups, cache=cache,
+            memory_machine=memory_machine, tier_machine=tier_machine, as_json=as_json,
+        )  # fmt: skip
+        return
+    if shards is None:
+        raise ConfigError("give --shards, or --tier to compare rows in memory and in files")
     if (mtbf is None) == (failures is None):
         raise ConfigError("give --mtbf, or --failures with a log of failures")
     if failures is None and (column or until or nodes):
         raise ConfigError("--failures-column, -until and -nodes are for --failures with a log")
+    if slope_error and not slope:
+        raise ConfigError("--slope-error is that of --slope: give that too")
+    if machines is not None and price is None:
+        raise ConfigError("--machines is for --price: give that too")
     log: FailureLog | None = None
     fitted: tuple[Fit, ...] = ()
     gaps = Gaps()
@@ -140,10 +191,13 @@ def plan(
         log, fitted, between = _fitted(failures, column, nodes, shards, until)
         gaps = fitted[0].gaps()
         counts = _together(log, shards, together)
-        together = together or max(1, round(sum(counts) / len(counts)) if counts else 1)
+        if together is None:
+            together = max(1, round(sum(counts) / len(counts)) if counts else 1)
     else:
         between = read_time("--mtbf", mtbf or "")
     inputs = _inputs(measured)
+    if memory_price is not None and table_gb is None and inputs.table_nbytes is None:
+        raise ConfigError("--memory-price is for the size of the tables: give --table-gb too")
     save, load = _costs(save_time, load_time, repository, inputs)
     reschedule = inputs.reschedule or timedelta(0)
     if reschedule_time is not None:
@@ -152,7 +206,7 @@ def plan(
         duration=read_time("--duration", duration),
         mtbf=between,
         shards=shards,
-        failing_together=together or 1,
+        failing_together=1 if together is None else together,
         save=save,
         load=load,
         reschedule=reschedule,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from emberkeep.testing.simulation import Outcome
 
 FAILED = 1
+PROGRESS_SEEDS = 200
 
 
 @command
@@ -31,13 +32,16 @@ def simulate(
 ) -> None:
     """Train on a simulated cluster: servers, network, store and clock fail as the seed says.
 
-    One seed prints its story; several print what they have met. The same seed is the same run,
-    message by message.
+    One seed prints its story; several print what they have met, and after every 200 seeds how far
+    they are. The same seed is the same run, message by message.
     """
+    from emberkeep.testing.simulation import freeze_heap
     from emberkeep.testing.simulation import simulate as run
 
     if seeds < 1:
         raise ConfigError(f"--seeds must be 1 or more, not {seeds}")
+    if seeds > 1:
+        freeze_heap()
     start = time.monotonic()
     outcomes: list[Outcome] = []
     for one in range(seed, seed + seeds):
@@ -47,6 +51,8 @@ def simulate(
         if outcome.failure and seeds > 1 and not as_json:
             say(f"seed {one} failed: {_first_line(outcome)}; replay it: simulate --seed {one}")
         outcomes.append(outcome)
+        if len(outcomes) % PROGRESS_SEEDS == 0:
+            say(_progress(_figures(outcomes, time.monotonic() - start)))
     taken = time.monotonic() - start
     failed = [outcome for outcome in outcomes if outcome.failure]
     if as_json:
@@ -112,6 +118,15 @@ def _count(figures: dict[str, Any]) -> None:
     print(f"{figures['recoveries']} recoveries, {figures['resumes']} resumes")
     failed = [str(failure["seed"]) for failure in figures["failures"]]
     print(f"{len(failed)} failed" + (f": seeds {', '.join(failed)}" if failed else ""))
+
+
+def _progress(figures: dict[str, Any]) -> str:
+    last = figures["first_seed"] + figures["seeds"] - 1
+    return (
+        f"{figures['seeds']} seeds up to {last}, {len(figures['failures'])} failed, "
+        f"{figures['seeds_per_minute']:.0f} seeds and {figures['virtual_hours_per_minute']:.2f} "
+        "virtual hours per minute"
+    )
 
 
 def _first_line(outcome: Outcome) -> str:

@@ -432,7 +432,7 @@ class Cluster:
             return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
 
     def unfinished(self, shard: int) -> int:
-        """How many pushes this shard has applied that others have yet to."""
+        """How many pushes this shard has applied that those which do not serve will be sent."""
         return 0
 
     def steps(self, table: str) -> int:

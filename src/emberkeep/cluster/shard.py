@@ -29,7 +29,8 @@ from emberkeep.runtime.memory import Values
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier, check_tables
 from emberkeep.tiers.durable_open import open_slab
-from emberkeep.tiers.tiered_slab import TieredSlab, TierStatus
+from emberkeep.tiers.tier_use import TierStatus
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 State = Literal["serving", "recovering", "lost"]
 # Brings those of a slab's rows back that parity has yet to return.
@@ -78,6 +79,8 @@ class Shard:
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
 
+    `slabs` opens them, as `open_slab` does.
+
     The tiers of tables are those of all shards together, unless it is `alone` on its machine.
     `advance` is called while files of tiers are read.
     """
@@ -94,6 +97,7 @@ class Shard:
         epoch: int = 1,
         state: State = "serving",
         clock: Clock = SYSTEM_CLOCK,
+        slabs: Callable[..., Slab] = open_slab,
         alone: bool = False,
         advance: Callable[[], object] = lambda: None,
     ) -> None:
@@ -107,7 +111,7 @@ class Shard:
         self.slabs: list[Slab] = []
         try:
             for group in self.groups:
-                slab = open_slab(
+                slab = slabs(
                     self.tables, group, optimizer, shard=index, shards=count, seed=seed, pool=pool,
                     lock=self._lock, clock=clock, alone=alone, advance=advance,
                 )  # fmt: skip

@@ -223,6 +223,14 @@ def _logistic(logits: F64) -> F64:
     return probability
 
 
+def access_shares(rows: int, ranks: F64, skew: Skew = "criteo") -> F64:
+    """The share of all accesses that go to so many of the most used rows, for each of `ranks`."""
+    low, span, power, shift = _curve(rows, skew)
+    places = np.maximum(np.asarray(ranks, np.float64) + shift, 1e-9)  # a curve may start above 0
+    shares: F64 = np.clip((places ** (1.0 / power) - low) / span, 0.0, 1.0)
+    return shares
+
+
 def _curve(rows: int, skew: Skew) -> F64:
     """(low, span, power, shift): the rank of u in [0, 1) is (low + u·span)^power − shift.
 

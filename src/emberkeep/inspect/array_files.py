@@ -136,14 +136,16 @@ def open_dump(directory: Path) -> Source:
                 f"{parent}: of table {table!r} there are ranks {sorted(keys)} of "
                 f"{' and '.join(map(str, sorted(world)))}: bring the files of every rank together"
             )
-        path = ".".join([*parent.relative_to(directory).parts, table])
+        path = ".".join([*parent.relative_to(directory).parts, unquote(table)])
         for rank in sorted(keys):
             end = f"rank_{rank}.world_size_{min(world)}"
             values = parent / f"{table}_emb_values.{end}"
             states = [parent / f"{table}_{word}.{end}" for word in ("emb_opt_values", "opt_values")]
             state = next((file for file in states if file.exists()), None)
             scores |= (parent / f"{table}_emb_scores.{end}").exists()
-            part = _dumped(path, keys[rank], values, state, _optimizer(parent, table))
+            part = _dumped(
+                path, unquote(table), keys[rank], values, state, _optimizer(parent, table)
+            )
             files += [file for file in (keys[rank], values, state) if file is not None]
             if part.rows:
                 parts.append(part)
@@ -164,7 +166,12 @@ def _optimizer(parent: Path, table: str) -> Mapping[str, Any]:
 
 
 def _dumped(
-    path: str, keys: Path, values: Path, state: Path | None, optimizer: Mapping[str, Any]
+    path: str,
+    table: str,
+    keys: Path,
+    values: Path,
+    state: Path | None,
+    optimizer: Mapping[str, Any],
 ) -> Part:
     rows, odd = divmod(keys.stat().st_size, 8)
     dim = _width(values, rows)
@@ -196,7 +203,7 @@ def _dumped(
             yield as_ids(str(keys), path, ids), found
 
     return Part(
-        file=str(keys), path=path, rows=rows, planes=widths, dense=False, chunks=chunks
+        file=str(keys), path=path, rows=rows, planes=widths, dense=False, chunks=chunks, name=table
     )  # fmt: skip
 
 

@@ -131,7 +131,13 @@ def _parts(
             chunks = _chunks(file, opened, group, id_column, columns, widths)
             parts.append(
                 Part(
-                    file=str(file), path=stem, rows=rows, planes=widths, dense=False, chunks=chunks
+                    file=str(file),
+                    path=stem,
+                    rows=rows,
+                    planes=widths,
+                    dense=False,
+                    chunks=chunks,
+                    name=stem,
                 )
             )
     return parts, [name for name in names if name not in (id_column, *columns.values())]
@@ -167,6 +173,8 @@ def _is_list(kind: Any) -> bool:
 
 def _widths(file: Path, opened: _Parquet | _Arrow, columns: dict[str, str]) -> dict[str, int]:
     """How wide planes are, by the first row; all others must be as wide."""
+    import pyarrow as pa
+
     first = next((group for group, rows in enumerate(opened.counts) if rows), None)
     if first is None:
         return dict.fromkeys(columns, 1)
@@ -176,6 +184,9 @@ def _widths(file: Path, opened: _Parquet | _Arrow, columns: dict[str, str]) -> d
     for word, name in columns.items():
         column = batch.column(name)
         width = 1
+        numbers = column.type.value_type if _is_list(column.type) else column.type
+        if not (pa.types.is_integer(numbers) or pa.types.is_floating(numbers)):
+            raise DataError(f"{file}: column {name!r} holds {column.type}, not numbers")
         if _is_list(column.type):
             width = len(column[0]) if column[0].is_valid else 0
         if not width:

@@ -31,7 +31,8 @@ def to_columns(
     ends with the kind becomes that file; otherwise there is a directory with a file for each table.
     """
     chosen = check_tables(repository, tables)
-    single = len(chosen) == 1 and path.suffix == f".{kind}" and not path.is_dir()
+    ends = {"parquet": (".parquet",), "arrow": (".arrow", ".feather")}[kind]
+    single = len(chosen) == 1 and path.suffix.lower() in ends and not path.is_dir()
     with (
         output(path, force=force, holds=() if single else [f"*.{kind}"]) as scratch,
         Hold(repository, version) as hold,

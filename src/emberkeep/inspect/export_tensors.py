@@ -130,6 +130,11 @@ def _dump_name(table: str, item: str) -> str:
 def _optimizer(repository: Repository, table: str) -> tuple[str, list[str]]:
     """What dynamicemb calls the optimizer of a table, and its planes in dynamicemb's order."""
     planes = repository.tables[table]["planes"]
+    if "step" in planes:
+        raise ConfigError(
+            f"dynamicemb does not count the updates of each row, as Adam(step='row') of table "
+            f"{table!r} does: choose other tables by --table, or another format"
+        )
     if "first_moment" in planes:
         return "adam", ["first_moment", "second_moment"]
     if "accumulator" in planes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 from emberkeep._types import I64, Array, Json, Planes
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.contents import Hold, merged_rows
+from emberkeep.checkpoint.restore import shortened
 from emberkeep.checkpoint.targets import DENSE
 from emberkeep.errors import ConfigError, DataError, EmberkeepError, StorageError
 from emberkeep.inspect.array_files import is_dump, open_dump, open_safetensors
@@ -40,6 +41,8 @@ from emberkeep.runtime.pool import Pool
 
 JOURNAL_NBYTES = 256 * 2**20
 """So much is read between two entries of the journal."""
+
+_ROOT = "repository.json"
 
 Advance = Callable[[int], object]
 
@@ -226,6 +229,8 @@ class Import:
         if repository is None:
             repository = Repository.create(self.store, schema=self.schema)
         with ExitStack() as stack:
+            if self.repository is None:
+                stack.enter_context(_removed_if_refused(self.store))
             writer = Writer.open(repository)
             newest = repository.newest_whole()
             chain: Sequence[Manifest] = ()
@@ -237,6 +242,10 @@ class Import:
                 stage, self.tables, fill=self.choice.fill, union=grid, first=not chain,
                 state=_state(self.tables, chain),
             )  # fmt: skip
+            if not chain:
+                for intake in self.intakes:  # bias corrections go on where they were
+                    state = joiner.state[intake.table]
+                    state["steps"] = max(state["steps"], intake.part.steps)
             if chain:
                 self._stage_held(stage, joiner, repository, chain)
             rows: Iterator[Chunk] = joiner.chunks()
@@ -320,6 +329,16 @@ def look(
         repository = Repository.open(store)
     with reading(files[0]):
         sources = [_open(file, ids=ids, vector=vector, version=version) for file in files]
+    if version is not None and all(source.kind != "repository" for source in sources):
+        raise ConfigError(
+            f"--version names a version of another repository; {', '.join(files)} is none"
+        )
+    if not any(part.rows for source in sources for part in source.parts):
+        others = [name for source in sources for name in source.passed_over]
+        raise DataError(
+            f"nothing to import: {', '.join(files)} holds no rows"
+            + (f"; there are {shortened(others, most=4)}" if others else "")
+        )
     schema = schema_of(sources, choice) if repository is None else repository.schema
     tables: Mapping[str, Json] = schema["tables"] if repository is None else repository.tables
     found, passed_over = intakes(sources, choice, tables)
@@ -348,17 +367,17 @@ def _open(name: str, *, ids: str | None, vector: str | None, version: str | None
         return open_columns([path], ids=ids, vector=vector)
     if ids or vector:
         raise ConfigError(f"--ids and --vector name columns; {path} is no Parquet or Arrow file")
+    if start[8:] == b"{":  # before pickles: the length of a header may begin as one does
+        return open_safetensors([path])
     if start.startswith((b"PK\x03\x04", b"\x80")):
         return open_state_dict(path)
-    if start[8:] == b"{":
-        return open_safetensors([path])
     raise DataError(
         f"{path} is none of safetensors, a torch state dict, Parquet or Arrow: check --from"
     )
 
 
 def _open_directory(path: Path, ids: str | None, vector: str | None, version: str | None) -> Source:
-    if (path / "repository.json").exists():
+    if (path / _ROOT).exists():
         return open_rows(str(path), version)
     if is_checkpoint(path):
         return open_checkpoint(path)
@@ -412,6 +431,20 @@ def _layout(before: Manifest | None, *, whole: bool) -> Json:
             if layout["layout"] not in ENDLESS:
                 layout["sizes"] = [*before.described.list_of("sizes", float), nbytes / base]
     return layout
+
+
+@contextmanager
+def _removed_if_refused(store: BlobStore) -> Iterator[None]:
+    """A repository that was made for rows that cannot be imported is not left behind."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except EmberkeepError:
+        names = sorted((blob.name for blob in store.list()), key=lambda name: name == _ROOT)
+        store.delete(names[:-1])
+        store.delete(names[-1:])
+        raise
 
 
 def _counted(chunks: Iterator[Chunk], advance: Advance) -> Iterator[Chunk]:

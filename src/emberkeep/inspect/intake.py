@@ -48,8 +48,8 @@ def intakes(
     for source in sources:
         passed_over += source.passed_over
         for part in source.parts:
-            table = choice.table or choice.tables.table_of(part.path)
-            if table not in tables:
+            table = choice.table or choice.tables.table_of(part.path, part.name, tables)
+            if table is None or table not in tables:
                 if choice.table or choice.tables.is_mapped(part.path):
                     raise ConfigError(
                         f"the repository has no table {table!r}; it has {', '.join(tables)}"
@@ -70,14 +70,29 @@ def intakes(
             if planes:
                 found.append(Intake(part=part, table=table, planes=planes))
     _check_map(choice, sources)
+    _check_numbered(found)
     if not found:
         names = sorted({part.path for source in sources for part in source.parts})
         what = f"rows of {', '.join(names)}" if names else "no rows"
         raise ConfigError(
             f"nothing to import: {_files(sources)} holds {what}, the repository has tables "
-            f"{', '.join(tables)}; say which goes where by --map OLD=NEW"
+            f"{', '.join(tables)}; say which goes where by --map OLD=NEW, or by --table NEW for all"
         )
     return found, _unique(passed_over)
+
+
+def _check_numbered(found: Sequence[Intake]) -> None:
+    """Two matrices whose rows are numbered cannot both be the rows of one table."""
+    first: dict[tuple[str, str], Part] = {}
+    for intake in found:
+        for plane in intake.planes.values() if intake.part.dense else ():
+            other = first.setdefault((intake.table, plane), intake.part)
+            if other is not intake.part:
+                raise DataError(
+                    f"{intake.part.file}: {other.path} and {intake.part.path} both bring the "
+                    f"{plane} of table {intake.table!r}: choose one by --map "
+                    f"{other.path}={intake.table}"
+                )
 
 
 def _check_map(choice: Choice, sources: Sequence[Source]) -> None:
@@ -149,13 +164,13 @@ def schema_of(sources: Sequence[Source], choice: Choice) -> Json:
             if part.dense and not (mapped or choice.table):
                 unsure.append(part.path)
                 continue
-            table = choice.table or choice.tables.table_of(part.path)
-            parts.setdefault(table, []).append(part)
+            table = choice.table or choice.tables.table_of(part.path, part.name)
+            if table is not None:
+                parts.setdefault(table, []).append(part)
     if not parts:
-        which = f"; is one of {', '.join(unsure)} a table?" if unsure else ""
         raise ConfigError(
-            f"{_files(sources)} has no ids, so what is a table is not known{which} Say so by --map "
-            "NAME=TABLE"
+            f"{_files(sources)} has no ids, so what is a table is not known; if one of "
+            f"{', '.join(unsure)} is, say so by --map NAME=TABLE"
         )
     tables = {}
     for table, own in parts.items():

@@ -102,8 +102,8 @@ class Joiner:
                 if filled[name][at].any():
                     twice = records["id"][filled[name][at]][0]
                     raise DataError(
-                        f"table {table!r}: two files bring the {name} of id {twice}; nothing was "
-                        "imported: leave one out"
+                        f"table {table!r}: the {name} of id {twice} comes twice, by two files or "
+                        "tensors; nothing was imported: leave one out"
                     )
                 planes[name][at], filled[name][at] = records[name], True
         self._date(table, ids, own, planes, filled)

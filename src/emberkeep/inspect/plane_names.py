@@ -112,15 +112,22 @@ class TableMap:
             pairs[old] = new
         return cls(pairs)
 
-    def table_of(self, path: str) -> str:
-        """The longest name of the map that a path ends with decides; else its last part."""
+    def table_of(
+        self, path: str, name: str | None = None, tables: Collection[str] = ()
+    ) -> str | None:
+        """The longest name of the map that a path ends with decides, then the longest of `tables`;
+        else its `name`, or its last part. None if the map tells another path that ends alike from
+        it."""
         parts = path.split(".")
-        for first in range(len(parts)):
-            name = ".".join(parts[first:])
-            if name in self.pairs:
-                self.met.add(name)
-                return self.pairs[name]
-        return parts[-1]
+        ends = [".".join(parts[first:]) for first in range(len(parts))]
+        for end in ends:
+            if end in self.pairs:
+                self.met.add(end)
+                return self.pairs[end]
+        # `towers.item=item` chooses one of several that end alike: the others are not meant.
+        if any("." in old and old.rpartition(".")[2] == parts[-1] for old in self.pairs):
+            return None
+        return next((end for end in ends if end in tables), name or parts[-1])
 
     def is_mapped(self, path: str) -> bool:
         parts = path.split(".")

@@ -27,12 +27,15 @@ def open_rows(url: str, version: str | None) -> Source:
     for manifest in chain:
         for file in manifest.of_kind(KIND):
             written.update(counts_of(file, "rows"))
+    trained = chain[-1].described.plain("tables")
     parts = [
         Part(
             file=url,
             path=table,
+            name=table,
             rows=rows,  # of all versions of the chain: some of them in several
             exact=False,
+            steps=int(trained.get(table, {}).get("steps", 0)),
             planes={
                 name: width
                 for name, (width, _) in repository.tables[table]["planes"].items()

@@ -6,6 +6,7 @@ from any row on, so that an import that was ended half-way goes on from there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ Rows = tuple[I64, Planes]
 class Part:
     """Rows of one table in one file.
 
-    `path` ends with the name that the table has there. `planes` are the widths of what the rows
-    have, under the words of that system. `dense` says that ids were not given: they are the numbers
-    of rows. `chunks` reads from a row on; ids come as they are, in any order.
+    `path` ends with the name that the table has there: its last part, or `name`. `planes` are the
+    widths of what the rows have, under the words of that system. `dense` says that ids were not
+    given: they are the numbers of rows. `chunks` reads from a row on; ids come as they are, in any
+    order.
     """
 
     file: str
@@ -40,6 +42,10 @@ class Part:
     chunks: Callable[[int], Iterator[Rows]]
     exact: bool = True
     """Whether `rows` is their number, and not only at least that."""
+    name: str | None = None
+    """The name of the table, where it is known to be more than the last part of the path."""
+    steps: int = 0
+    """How often the table was trained, where that is known."""
 
     @property
     def row_nbytes(self) -> int:
@@ -73,7 +79,8 @@ def parts_of_tensors(
 
     `stem` is the path of tensors that are called by the word for a plane alone.
     """
-    groups: dict[str, dict[str, Tensor]] = {}
+    named: dict[str, dict[str, Tensor]] = {}
+    names = {stem: stem}
     others = []
     for name, tensor in tensors.items():
         found = split_name(name)
@@ -83,13 +90,25 @@ def parts_of_tensors(
             others.append(name)
             continue
         path, word = found
-        tensors_of = groups.setdefault(_same_table(groups, path), {})
-        if word in tensors_of:
-            raise DataError(f"{file}: two tensors are the {word} of {path}; choose one by --map")
-        tensors_of[word] = tensor
+        if name.count("/") == 1:  # `<table>/<plane>`, and the table's name may have dots
+            names[path] = name.partition("/")[0]
+        named.setdefault(path, {})[word] = tensor
+    groups = {path: dict(words) for path, words in named.items() if _has_weight(words)}
+    whole = list(groups)
+    for path, words in named.items():
+        if path in whole:
+            continue
+        own = groups.setdefault(_weights_of(path, whole) or path, {})
+        for word, tensor in words.items():
+            if word in own:
+                raise DataError(
+                    f"{file}: two tensors are the {word} of {path}: bring them in files of their "
+                    "own, or leave one out"
+                )
+            own[word] = tensor
     parts = []
     for path, words in groups.items():
-        part = _part(file, path, words)
+        part = _part(file, path, words, names.get(path))
         if part is None:
             others.extend(f"{path}.{word}" for word in words)
         else:
@@ -97,23 +116,34 @@ def parts_of_tensors(
     return parts, others
 
 
-def _same_table(groups: Mapping[str, object], path: str) -> str:
+def _has_weight(words: Mapping[str, Tensor]) -> bool:
+    return any(plane_of(word, ()) == WEIGHT for word in words)
+
+
+def _weights_of(path: str, weights: Sequence[str]) -> str | None:
     """The path of the weight that a state belongs to: that of an optimizer is longer, or shorter,
-    by where it was saved."""
-    for known in groups:
-        longer, shorter = (known, path) if len(known) > len(path) else (path, known)
-        if longer == shorter or longer.endswith(f".{shorter}"):
-            return known
-        if known.rpartition(".")[2] == path.rpartition(".")[2] and _is_state(known, path):
-            return known
-    return path
+    by where it was saved. Of several the one that has most of the path; None if that is not
+    clear, since rows would train on with what was remembered of others."""
+
+    def shared(known: str) -> int:
+        pairs = zip(reversed(known.split(".")), reversed(path.split(".")), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    parts = path.count(".") + 1
+    scores = {
+        known: shared(known) for known in weights
+        if _is_state(known, path) or shared(known) in (parts, known.count(".") + 1)
+    }  # fmt: skip
+    most = max(scores.values(), default=0)
+    found = [known for known, score in scores.items() if score == most and most]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_state(a: str, b: str) -> bool:
     return any(path.startswith(("state.", "optimizer.", "optim.")) for path in (a, b))
 
 
-def _part(file: str, path: str, words: Mapping[str, Tensor]) -> Part | None:
+def _part(file: str, path: str, words: Mapping[str, Tensor], name: str | None) -> Part | None:
     ids = next((tensor for word, tensor in words.items() if plane_of(word, ()) == IDS), None)
     planes = {word: t for word, t in words.items() if plane_of(word, ()) != IDS}
     weights = [t for word, t in planes.items() if plane_of(word, ()) == WEIGHT]
@@ -144,7 +174,7 @@ def _part(file: str, path: str, words: Mapping[str, Tensor]) -> Part | None:
             )
 
     return Part(
-        file=file, path=path, rows=rows, planes=widths, dense=ids is None, chunks=chunks
+        file=file, path=path, rows=rows, planes=widths, dense=ids is None, chunks=chunks, name=name
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import pickle
+import re
 import shutil
 import struct
 import warnings
@@ -41,6 +42,10 @@ def open_state_dict(file: Path) -> Source:
 
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip(file))
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place that the file does not have
+            raise
+        raise DataError(f"{file} cannot be read: it was cut short") from error
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -48,9 +53,11 @@ def open_state_dict(file: Path) -> Source:
         ValueError,
         zipfile.BadZipFile,
     ) as error:
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it holds {other[1]}" if other else str(error).splitlines()[0]
         raise DataError(
-            f"{file} is no state dict of tensors that torch loads with weights_only=True: "
-            f"{str(error).splitlines()[0]}"
+            f"{file} is no state dict of tensors that torch loads with weights_only=True: {what}; "
+            "save a state_dict() by torch.save"
         ) from error
     tensors = {}
     others = []
@@ -88,8 +95,8 @@ def _reader(tensor: Any) -> Any:
 
     def read(first: int, last: int) -> Array:
         part = tensor[first:last].detach()
-        if part.dtype == torch.bfloat16:
-            part = part.float()  # numpy has no such type; as float32 it is the same number
+        if part.is_floating_point() and part.dtype not in (torch.float16, torch.float64):
+            part = part.float()  # numpy has no bfloat16 or float8; they are the same numbers
         # A copy: what is mapped would be a crash if the file were cut short later.
         found: Array = part.contiguous().numpy().copy()
         return found
@@ -246,7 +253,12 @@ class _Chunk:
         row = tensor.element_size() * int(np.prod(tensor.shape[1:], dtype=np.int64))
         at = start + tensor.storage_offset() * tensor.element_size() + first * row
         halves = tensor.dtype == torch.bfloat16
-        kind = np.dtype(np.uint16) if halves else np.dtype(str(tensor.dtype).split(".")[-1])
+        try:
+            kind = np.dtype(np.uint16) if halves else np.dtype(str(tensor.dtype).split(".")[-1])
+        except TypeError as error:
+            raise DataError(
+                f"{self._file} holds {tensor.dtype}, for which numpy has no type"
+            ) from error
         values = read_array(self._file, kind, at, (last - first) * row)
         if halves:
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -126,6 +126,15 @@ class Dense:
                     for i, one in enumerate(self._optimizers)
                 },
             ),
+            *(
+                f"optimizer {i} trained tables {[g['settings']['tables'] for g in one['groups']]}, "
+                f"by group, now {[group['tables'] for group in optimizer.param_groups]}"
+                for i, (one, optimizer) in enumerate(
+                    zip(saved["optimizers"], self._optimizers, strict=False)
+                )
+                if len(one["groups"]) == len(optimizer.param_groups)
+                and not all(_paired(optimizer.param_groups, one["groups"]))
+            ),
         ]
 
     @torch.no_grad()
@@ -156,9 +165,17 @@ class Dense:
         """
         notes: list[str] = []
         with reading_state("dense state"):
-            tensors = {rename(name): tensor for name, tensor in saved["model"].items()}
-            extra = {rename(path): state for path, state in saved["extra"].items()}
-            states = {rename(name): state for name, state in saved["states"].items()}
+            tensors = _renamed(saved["model"], rename)
+            extra = _renamed(saved["extra"], rename)
+            states = _renamed(saved["states"], rename)
+            notes += [
+                f"{what} {name!r} of the version gives way to one that map= names so"
+                for what, kind in (("tensor", "model"), ("extra state of module", "extra"),
+                                   ("state", "states"))
+                for name in saved[kind]
+                if rename(name) == name and any(
+                    rename(other) == name != other for other in saved[kind])
+            ]  # fmt: skip
             here, there = _shapes(self._tensors()), _shapes(tensors)
             notes += _differences("tensor", there, here)
             notes += _differences("extra state of module", _set(extra), _set(self._extra()))
@@ -195,13 +212,20 @@ class Dense:
                 continue
             found = left.pop(same[0])
             optimizer.zero_grad()
-            if len(found["groups"]) == len(optimizer.param_groups) and (same_rows or not rows):
-                for group, saved_group in zip(optimizer.param_groups, found["groups"], strict=True):
+            paired = _paired(optimizer.param_groups, found["groups"], rename)
+            if not any(paired) or (rows and not same_rows):
+                yield f"{label}: settings such as lr stay as they are"
+                paired = []
+            for group, saved_group in zip(optimizer.param_groups, paired, strict=False):
+                if saved_group is not None:
                     settings = {k: v for k, v in saved_group["settings"].items() if k != "tables"}
                     _set_settings(group, settings)
-            else:
-                yield f"{label}: settings such as lr stay as they are"
-            state = {rename(name): value for name, value in found["state"].items()}
+                else:
+                    yield (
+                        f"{label} of {', '.join(group['tables'])}: settings such as lr stay as "
+                        "they are"
+                    )
+            state = _renamed(found["state"], rename)
             names = self._names(optimizer)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -281,8 +305,11 @@ class Dense:
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Json) -> None:
         names = self._names(optimizer)
-        for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
-            _set_settings(group, saved_group["settings"])
+        paired = _paired(optimizer.param_groups, saved["groups"])
+        for group, saved_group in zip(optimizer.param_groups, paired, strict=True):
+            assert saved_group is not None  # `check` has seen to it
+            settings = {k: v for k, v in saved_group["settings"].items() if k != "tables"}
+            _set_settings(group, settings)
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     continue
@@ -295,6 +322,27 @@ class Dense:
                     _set_state(live, key, value, parameter, group)
                 if not live:
                     del optimizer.state[parameter]
+
+
+def _renamed(saved: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
+    """By the names of the model; what was renamed goes before what had the name already."""
+    kept = {name: value for name, value in saved.items() if rename(name) == name}
+    return kept | {rename(name): value for name, value in saved.items() if name not in kept}
+
+
+def _paired(
+    groups: Sequence[Json], saved: Sequence[Json], rename: Rename = str
+) -> Sequence[Json | None]:
+    """The saved group of each group: by the tables of rows where groups name them, else by its
+    place. None where there is none, or where it would be several."""
+    if len(groups) == len(saved) == 1 or not all("tables" in one["settings"] for one in saved):
+        return saved if len(groups) == len(saved) else [None] * len(groups)
+    owners = {rename(table): one for one in saved for table in one["settings"]["tables"]}
+    found: list[Json | None] = []
+    for group in groups:
+        own = [owners[table] for table in group["tables"] if table in owners]
+        found.append(own[0] if own and all(one is own[0] for one in own) else None)
+    return found
 
 
 def _set_settings(group: Json, saved: Json) -> None:

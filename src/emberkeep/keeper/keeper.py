@@ -461,9 +461,8 @@ class Keeper(RunReport):
             self._recoverer.load(returned.counters)
         if self._planner is not None:
             seconds = self._clock.monotonic() - began
-            self._planner.resumed(
-                returned.counters, seconds, self._ledger.resumed, another=tell and not self._started
-            )
+            another = tell and not self._started
+            self._planner.resumed(returned.counters, seconds, another=another)
         if passed_over:
             warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:

@@ -477,7 +477,8 @@ def mirror_of(
             "another layout, leave mirror= out, or copy single versions with `emberkeep fork`"
         )
     return partial(
-        Mirror, store, every=None if every is None else schedule(every), schema=schema(),
+        Mirror, store,
+        every=None if every is None else schedule(every, name="mirror_every"), schema=schema(),
         retention=strategy.retention, settings=settings, exclusive=exclusive, on_event=on_event,
         clock=clock,
     )  # fmt: skip

@@ -41,7 +41,11 @@ class Pace:
         """The state is that of `step`, as if it had just been saved."""
         self._saved_at = self._looked_at = self._clock.monotonic()
         self._saved_step = self._whole_step = self._looked_step = self._next_look = step
-        self._again = False
+        self._again = self._soon = False
+
+    def look_soon(self) -> None:
+        """The schedule is asked again after the next step, whatever it says."""
+        self._soon = True
 
     def saved(self, step: int, *, whole: bool) -> None:
         self._saved_at = self._clock.monotonic()
@@ -87,6 +91,8 @@ class Pace:
         risky = self._risky_step()
         if risky is not None:
             ahead = max(1, min(ahead, risky - step))
+        if self._soon:
+            ahead, self._soon = 1, False
         (ahead,) = self._ranks.largest([ahead if self._ranks.leads else 0])
         self._looked_at, self._looked_step = now, step
         self._next_look = step + ahead

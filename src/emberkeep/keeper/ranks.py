@@ -50,7 +50,7 @@ class Ranks:
         """Each number as the largest that any rank has brought."""
         if self._group is None:
             return list(numbers)
-        most = torch.tensor(numbers, dtype=torch.int64)
+        most = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in most]
 
@@ -58,10 +58,11 @@ class Ranks:
         """What every rank has brought, by rank; only the leading one gets it."""
         if self._group is None:
             return [content]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
+        length = torch.tensor([len(content)], device="cpu")
+        dist.all_gather(sizes, length, group=self._group)
         most = max(int(size) for size in sizes)
-        own = torch.zeros(most, dtype=torch.uint8)
+        own = torch.zeros(most, dtype=torch.uint8, device="cpu")
         own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = [torch.empty_like(own) for _ in range(self.world)] if self.leads else None
         dist.gather(own, parts, dst=0, group=self._group)

@@ -28,6 +28,9 @@ from emberkeep.runtime.metrics import Sample
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.strategies import Strategy
 
+# Between attempts of one recovery: the first pause, and the longest.
+_PAUSE_SECONDS = (0.05, 1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
@@ -126,6 +129,7 @@ class Recoverer:
         # One recovery at a time: threads that meet the same loss wait for it.
         self._lock = ForkLock()
         self._busy = False
+        self._pause = _PAUSE_SECONDS[0]
         self._patience = max((home.cluster.patience for home in homes), default=PATIENCE)
         self._failures_before = self._repeated_steps = 0
         self._made: dict[str, int] = {"full": 0, "partial": 0, "parity": 0}
@@ -198,7 +202,7 @@ class Recoverer:
                 return None
             self._going_back = True
         start = self._noticed()
-        self._busy = True
+        self._busy, self._pause = True, _PAUSE_SECONDS[0]
         lost: set[int] = set()
         losses_before = [len(home.cluster.losses) for home in self._homes]
         try:
@@ -322,8 +326,8 @@ class Recoverer:
                 self._must_go_on(start, error)
 
     def _must_go_on(self, start: float, error: ShardLostError) -> None:
-        """Raises when a recovery that began at `start` has lost shards for too long. One that is
-        only unreachable keeps its rows."""
+        """Returns after a pause, longer each time; raises when a recovery that began at `start` has
+        lost shards for too long. One that is only unreachable keeps its rows."""
         if self._clock.monotonic() - start > self._patience.total_seconds():
             named = ", ".join(map(str, error.shards))
             raise RecoveryError(
@@ -331,6 +335,9 @@ class Recoverer:
                 f"the last time {named}: see why they end, then start the run again to resume its "
                 "newest version"
             ) from error
+        # A server that refuses at once would be asked, or started again, thousands of times.
+        self._clock.sleep(self._pause)
+        self._pause = min(_PAUSE_SECONDS[1], 2 * self._pause)
         for home in self._homes:
             home.cluster.await_silent()
 

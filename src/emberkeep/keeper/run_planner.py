@@ -44,8 +44,8 @@ class RunPlanner:
         self._saver, self._pace, self._recoverer = saver, pace, recoverer
         self._ledger, self._tell = ledger, tell
         self._shards = 1 if recoverer is None else recoverer.shard_count
-        self._total = total_steps
-        self._partial = self._shards > 1 and total_steps is not None
+        self._total = total_steps or None
+        self._partial = self._shards > 1 and self._total is not None
         self._clock = clock
         self._lock = threading.Lock()
         self._history = FailureHistory.believed(self._target)
@@ -58,9 +58,9 @@ class RunPlanner:
         self._wholes = 0
         self._baseline_nbytes = 0
         self._first_look: tuple[int, float] | None = None
+        self._stepped = False
         self._ending = False
         self._began = 0
-        self.restores = 0
         self.plan: RunPlan | None = None
         self.decisions: list[Json] = []
 
@@ -70,55 +70,70 @@ class RunPlanner:
         """Events of a keeper."""
         with self._lock:
             if event == "saved" and details["whole"]:
+                stall = self._take_stall()
+                if not self._stepped:
+                    # The version of the very beginning holds no row, and was waited for while
+                    # everything was made ready: nothing is judged by it.
+                    return
+                if stall is not None:
+                    self._stalls.append(stall)
                 self._writes.append(details["commit_ms"] / 1e3)
                 if details["kind"] == "full":
-                    # The version of the very beginning holds no row: nothing is judged by it.
-                    self._baseline_nbytes = details["nbytes"] if details["step"] else 0
+                    self._baseline_nbytes = details["nbytes"]
                 elif self._baseline_nbytes:
                     self._increments.append(details["nbytes"] / self._baseline_nbytes)
-                self._take_stall()
             elif event == "recovered":
-                self._history = self._passed().failed(len(details["shards"]))
+                lost = len(details["shards"])
+                self._history = self._passed().failed(lost if lost < self._shards else None)
                 if details["scope"] != "parity":
                     self._loads.append(max(0.0, details["seconds"]))
 
-    def _take_stall(self) -> None:
+    def _take_stall(self) -> float | None:
         """What the newest version added to the time that training stood still."""
         mean = self._ledger.stall_of_version
         if mean is None:
-            return
+            return None
         self._wholes += 1
         total = mean * self._wholes
-        self._stalls.append(max(0.0, total - self._stalled))
-        self._stalled = total
+        before, self._stalled = self._stalled, total
+        return max(0.0, total - before)
 
     def starts_at(self, step: int) -> None:
         """The run begins with another's version of that step: its own steps count from there."""
         self._began = step
 
-    def resumed(self, counters: Json, seconds: float, restores: int, *, another: bool) -> None:
+    def resumed(self, counters: Json, seconds: float, *, another: bool) -> None:
         """A version was brought back. If `another` process wrote it, what was known then is known
-        again, and unless that keeper had been closed, it failed. This one knows better otherwise.
+        again, and every restore since was a failure, but for the first after a keeper that had been
+        closed. This process knows better otherwise.
+
+        A plan for another target is not followed: the run starts as its strategy says.
         """
         with self._lock:
-            self.restores = restores
+            self._first_look = None  # steps are taken again: how long they take is measured again
             saved = counters.get("auto")
-            if saved is None:
+            if saved is None or not another:
                 return
             if not isinstance(saved, dict):
                 raise DamageError("the counters of a version are damaged: auto is no document")
-            if another:
-                self._history = FailureHistory.from_dict(saved.get("failures", {}))
-                self._counted_at = self._clock.monotonic()
-                self.decisions = list(saved.get("decisions", ()))
-                self._began = int(saved.get("began", 0))
-                self.plan = RunPlan.from_dict(saved["plan"]) if saved.get("plan") else None
-                for name, values in (("loads", self._loads), ("writes", self._writes),
-                                     ("stalls", self._stalls)):  # fmt: skip
-                    values.extend(float(value) for value in saved.get(name, ()))
-                if not saved.get("ended"):
-                    self._history = self._history.failed(self._shards)
-                self._loads.append(seconds)
+            self._counted_at = self._clock.monotonic()
+            self.decisions = list(saved.get("decisions", ()))
+            self._began = int(saved.get("began", 0))
+            for name, values in (("loads", self._loads), ("writes", self._writes),
+                                 ("stalls", self._stalls)):  # fmt: skip
+                values.extend(float(value) for value in saved.get(name, ()))
+            self._loads.append(seconds)
+            history = FailureHistory.from_dict(saved.get("failures", {}))
+            failures = self._saver.restores - int(saved.get("restores", self._saver.restores - 1))
+            failures -= bool(saved.get("ended"))
+            if history.seen or failures > 0:  # else nothing was seen, and belief may be another now
+                self._history = history
+            for number in range(max(0, failures)):
+                # The last one was the end of a process; of the others nobody knows.
+                total = number == failures - 1
+                self._history = self._history.failed(None if total else self._history.together)
+            if saved.get("plan") and saved.get("target", self._target.text) == self._target.text:
+                self.plan = RunPlan.from_dict(saved["plan"])
         if self.plan is not None:
             self._follow(self.plan)
 
@@ -136,6 +151,8 @@ class RunPlanner:
             self._history = self._passed()
             return {
                 "auto": {
+                    "target": self._target.text,
+                    "restores": self._saver.restores,
                     "failures": self._history.to_dict(),
                     "plan": None if self.plan is None else self.plan.to_dict(),
                     "decisions": self.decisions[-_CARRIED:],
@@ -157,8 +174,9 @@ class RunPlanner:
 
     def review(self, step: int) -> None:
         """Plans what is left, if what was seen has moved, and tells of it as "planned"; not before
-        a version was measured."""
+        a version was measured, or a recovery, and not at the end."""
         with self._lock:
+            self._stepped = True
             made = self._plan(step)
             if made is None or made is self.plan:
                 return
@@ -171,28 +189,31 @@ class RunPlanner:
         now = self._clock.monotonic()
         if self._first_look is None or step < self._first_look[0]:
             self._first_look = (step, now)
-        taken = step - self._first_look[0]
-        if not taken or not (self._stalls or self._writes):
+        taken, own_steps = step - self._first_look[0], step - self._began
+        if not (self._writes or self._loads) or own_steps == self._total:
+            return None
+        if not taken:
+            self._pace.look_soon()  # how long a step takes is known then
             return None
         self._history = self._passed()
         left, done = _UNKNOWN_LENGTH, 0.0
-        own_steps = step - self._began
         if self._total is not None and own_steps < self._total:  # else it is longer than was said
             per_step = (now - self._first_look[1]) / taken
             left = timedelta(seconds=per_step * (self._total - own_steps))
             done = max(0.0, own_steps / self._total)
-        write = _median(self._writes)
+        # What was not measured yet takes as long as what was.
+        write = _median(self._writes or self._loads)
         seen = Measured(
             left=left,
             done=done,
             shards=self._shards,
             pls=0.0 if self._recoverer is None else self._recoverer.losses.pls,
-            stall=timedelta(seconds=_median(self._stalls)),
+            stall=timedelta(seconds=_median(self._stalls) if self._stalls else write),
             write=timedelta(seconds=write),
             load=timedelta(seconds=_median(self._loads) if self._loads else write),
             failures=self._history,
             increments=statistics.fmean(self._increments) if self._increments else None,
-            restores=self.restores,
+            restores=self._saver.lossy_restores,
         )
         return plan_run(self._target, seen, self.plan, partial=self._partial, step=step)
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from emberkeep.blobs import BlobStore
+from emberkeep.cluster.local.local_cluster import tier_use
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.recoverer import Recoverer, Recoveries
 from emberkeep.keeper.repository_saver import RepositorySaver, kept_nbytes
 from emberkeep.keeper.run_saver import RunSaver
+from emberkeep.tiers.tier_use import TierUse
 
 if TYPE_CHECKING:
     from emberkeep.runtime.metrics import MetricsServer
@@ -54,7 +56,9 @@ class RunReport:
     def metrics(self) -> str:
         """The same for Prometheus, and how well rows are protected where there is parity."""
         statuses = [home.cluster.parity for home in self._parts.subject.homes()]
-        summaries = [found for found in (self.recoveries(), self.mirror_status()) if found]
+        summaries = [
+            found for found in (self.recoveries(), self.mirror_status(), self.tier_use()) if found
+        ]
         return self._ledger.exposition(
             [status for status in statuses if status is not None],
             [sample for summary in summaries for sample in summary.samples()],
@@ -63,6 +67,11 @@ class RunReport:
     def recoveries(self) -> Recoveries | None:
         """What failures have cost this process so far; None for a model without shards."""
         return None if self._recoverer is None else self._recoverer.summary()
+
+    def tier_use(self) -> TierUse | None:
+        """How often rows were in memory, and how long training waited for those that were not, in
+        all tiers of this process; None without a tier."""
+        return tier_use(home.cluster for home in self._parts.subject.homes())
 
     def mirror_status(self) -> MirrorStatus | None:
         """What the mirror has; None without one, and on ranks that do not write."""

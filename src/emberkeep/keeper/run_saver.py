@@ -70,6 +70,14 @@ class RunSaver(Protocol):
     def committed_step(self) -> int | None:
         """The step of the last save of this process, once it is durable, if it is whole."""
 
+    @property
+    def restores(self) -> int:
+        """How often the run was restored, whole or in part, by this process and others."""
+
+    @property
+    def lossy_restores(self) -> int:
+        """Those that brought rounded rows back."""
+
     def follow(self, spec: VersionSpec) -> None:
         """What versions hold from the next one on."""
 

@@ -89,6 +89,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
     """
 
     exact = due_whole = True
+    restores = lossy_restores = 0  # which nothing is chosen by
 
     def __init__(
         self, tiers: Tiers, state: BlobStore, url: str, *, on_event: Hear, clock: Clock,

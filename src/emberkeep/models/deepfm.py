@@ -38,7 +38,11 @@ class DeepFM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, dense_BN: Tensor, ids: Ids) -> Tensor:
-        fields = torch.cat((self.embeddings(ids), self.fields(dense_BN)), dim=1)
+        return self.head(dense_BN, self.embeddings(ids))
+
+    def head(self, dense_BN: Tensor, vectors_BFD: Tensor) -> Tensor:
+        """Everything but the lookup."""
+        fields = torch.cat((vectors_BFD, self.fields(dense_BN)), dim=1)
         vectors, weights = fields[:, :, :-1], fields[:, :, -1]
         # Sum over pairs of dot products, in linear time: half of (square of sum - sum of squares).
         second = 0.5 * (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1)

@@ -37,7 +37,9 @@ class AveragedModel(swa_utils.AveragedModel):
         averaged.cluster.delete(table, gone.numpy())
         if before:
             own = torch.from_numpy(averaged.cluster.read(table, ids)["weight"])
-            self._average(own, torch.from_numpy(planes["weight"]), torch.tensor(before))
+            self._average(
+                own, torch.from_numpy(planes["weight"]), torch.tensor(before, device="cpu")
+            )
             planes = {**planes, "weight": own.numpy()}
         averaged.cluster.install(table, ids, planes)
 

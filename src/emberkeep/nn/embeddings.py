@@ -48,7 +48,7 @@ class EmbeddingBags(RowModule):
         *,
         optimizer: Optimizer,
         cluster: ClusterSpec | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         seed: int = 0,
         include_last_offset: bool = False,
         output: Literal["auto", "tensor", "dict"] = "auto",
@@ -165,7 +165,9 @@ class EmbeddingBags(RowModule):
 
     def _outputs(self, pulled: Pulled) -> list[Tensor]:
         outputs = [
-            torch.empty(lookup.batch, lookup.layout.width, lookup.layout.tables[0].dim)
+            torch.empty(
+                lookup.batch, lookup.layout.width, lookup.layout.tables[0].dim, device="cpu"
+            )
             for lookup in pulled.lookups
         ]
         arrays = [out.numpy() for out in outputs]
@@ -222,10 +224,10 @@ class Embeddings(RowModule):
         pulled_rows = self.cluster.pull([lookup.wanted for lookup in pulled.lookups])
         for lookup, rows_UD in zip(pulled.lookups, pulled_rows, strict=True):
             for f, bag in enumerate(lookup.bags):
-                out = torch.empty(bag.ids.size, rows_UD.shape[1])
+                out = torch.empty(bag.ids.size, rows_UD.shape[1], device="cpu")
                 lookup.gathered(rows_UD, f, out.numpy())
                 if bag.kept is not None:  # padding has no row: zeros
-                    whole = torch.zeros(bag.kept.size, rows_UD.shape[1])
+                    whole = torch.zeros(bag.kept.size, rows_UD.shape[1], device="cpu")
                     whole[torch.from_numpy(bag.kept)] = out
                     out = whole
                 outputs.append(out.reshape(*bag.shape, rows_UD.shape[1]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emberkeep._types import I64
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, IdError
 
 Ids: TypeAlias = "Tensor | tuple[Tensor, Tensor | Ends]"
 Features: TypeAlias = "Mapping[str, Ids] | KeyedJagged"
@@ -59,11 +59,22 @@ def by_feature(
     return ids, scales
 
 
-def to_ids(given: Tensor, name: str, what: str = "ids") -> I64:
+def to_ids(given: Tensor | Sequence[int], name: str, what: str = "ids") -> I64:
     """Ids from any device and of any integer type, as int64 in host memory."""
     if isinstance(given, Tensor) and given.dtype == torch.int64 and given.device.type == "cpu":
         return given.detach().numpy()
-    ids = torch.as_tensor(given)
+    try:
+        ids = torch.as_tensor(given, device=None if isinstance(given, Tensor) else "cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"{name!r}: {what} are integers that fit 64 bits with a sign, as a tensor or a list "
+            f"({error})"
+        ) from error
+    if ids.numel() == 0 and not isinstance(given, Tensor):
+        ids = ids.to(torch.int64)  # of an empty list torch knows no type
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ConfigError(f"feature {name!r}: {what} are integers, not {ids.dtype}")
-    return ids.detach().to("cpu", torch.int64).numpy()
+        raise ConfigError(f"{name!r}: {what} are integers, not {ids.dtype}")
+    found: I64 = ids.detach().to("cpu", torch.int64).numpy()
+    if ids.dtype == torch.uint64 and found.size and found.min() < 0:
+        raise IdError(f"{name!r}: id {int(found.min()) + 2**64} does not fit 63 bits")
+    return found

@@ -34,8 +34,8 @@ class RowHandles:
     def __init__(self, groups: int, owner: nn.Module, *, copied: bool) -> None:
         # Any value that nobody would write. That of a copy is another, so that an average of the
         # two differs from both; those of the ranks of a job are the same, as DDP makes them.
-        self.stand_in = nn.Parameter(torch.tensor(-0.375 if copied else 0.375))
-        self.handles = [nn.Parameter(torch.zeros(())) for _ in range(groups)]
+        self.stand_in = nn.Parameter(torch.tensor(-0.375 if copied else 0.375, device="cpu"))
+        self.handles = [nn.Parameter(torch.zeros((), device="cpu")) for _ in range(groups)]
         self._norms = [0.0] * groups
         self._total = 0.0
         self._foreign = self._dropped = 0
@@ -51,7 +51,7 @@ class RowHandles:
                     own._show_norm(handle, index)
 
             handle.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._waits = self._shown = False
+        self._waits = self._shown = self._unseen = False
         self._squares: Callable[[], Sequence[float]] = list
         self.seal()
         _listen(self)
@@ -106,7 +106,22 @@ class RowHandles:
         """Gradients have come; `again` if others of a pass before are still waiting."""
         if again and self._foreign >= _FOREIGN_STEPS:
             self._warn_untrained()
-        self._waits, self._shown = True, False
+        self._waits, self._shown, self._unseen = True, False, False
+
+    def looked_up(self, *, graph: bool) -> None:
+        """Rows were looked up and will get no gradient; with a `graph` others would."""
+        self._unseen |= graph
+
+    def idle_step(self) -> None:
+        """A step has found no gradient: warns if rows were looked up after eval() alone."""
+        if self._unseen:
+            self._warn(
+                "eval",
+                "a step found no gradients, because rows were looked up in evaluation mode: after "
+                "eval() rows do not train, unlike torch's; call train() first, or look up under "
+                "no_grad if they are not meant to",
+            )
+        self._unseen = False
 
     def dropped(self, *, trained: bool) -> None:
         """No gradient waits any more: `trained` if a step has applied them."""

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from emberkeep._types import F32, I64, Array, RowIds
+from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, GradientError, IdError, StateError, TableFullError
 from emberkeep.nn.jagged import Features, Ids, by_feature, to_ids
+from emberkeep.nn.loaded_rows import as_array, ids_and_planes
 from emberkeep.nn.row_copy import CopiedRows
 from emberkeep.nn.row_handles import RowHandles
 from emberkeep.nn.row_optimizer import RowOptimizer
@@ -95,7 +96,7 @@ class RowModule(nn.Module):
         *,
         optimizer: Optimizer,
         cluster: ClusterSpec | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         seed: int = 0,
         include_last_offset: bool = False,
     ) -> None:
@@ -105,7 +106,9 @@ class RowModule(nn.Module):
             raise ConfigError(
                 f"optimizer= takes a spec such as emberkeep.Adagrad(lr=0.02), not {optimizer!r}"
             )
-        self.device = torch.device(device)
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        if self.device.type == "meta":
+            raise ConfigError(self._no_meta())
         self.dtype = torch.float32
         self.include_last_offset = include_last_offset
         self._spec: ClusterSpec = cluster or Local()
@@ -169,7 +172,7 @@ class RowModule(nn.Module):
 
     def rows(self, table: str, ids: Tensor | Sequence[int]) -> dict[str, Tensor]:
         """All planes of rows: `weight` and what the optimizer remembers. A copy."""
-        planes = self.cluster.read(self._known(table), to_ids(torch.as_tensor(ids), table))
+        planes = self.cluster.read(self._known(table), to_ids(ids, table))
         return {name: torch.from_numpy(values) for name, values in planes.items()}
 
     def upsert(
@@ -182,12 +185,15 @@ class RowModule(nn.Module):
         rows; what is refused is refused before any row changes. Call it between steps.
         """
         given = planes if isinstance(planes, Mapping) else {"weight": planes}
-        arrays = {name: _to_array(values) for name, values in given.items()}
-        self.cluster.upsert(self._known(table), to_ids(torch.as_tensor(ids), table), arrays)
+        arrays = {
+            name: as_array(f"table {table!r}, plane {name!r}", values)
+            for name, values in given.items()
+        }
+        self.cluster.upsert(self._known(table), to_ids(ids, table), arrays)
 
     def delete(self, table: str, ids: Tensor | Sequence[int]) -> int:
         """Takes rows back to their initial state; dynamic ids leave. Counts the trained ones."""
-        return self.cluster.delete(self._known(table), to_ids(torch.as_tensor(ids), table))
+        return self.cluster.delete(self._known(table), to_ids(ids, table))
 
     def _known(self, table: str) -> str:
         names = [known.name for known in self.tables]
@@ -198,16 +204,17 @@ class RowModule(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def prefetch(self, features: Features) -> None:
-        """Says which batch comes next: where rows live in files or on servers, they are read beside
-        the work on the present batch. Returns at once; call it between `forward` and the step.
+        """Says which batch comes next: its unique rows are found, and where rows live in files or
+        on servers, they are read beside the work on the present batch. Waits for nobody; call it
+        between `forward` and the step, best while an accelerator computes.
 
         Handing the same object to `forward` then is quickest; any other batch is as right.
         """
-        if not self.cluster.reads_ahead:
-            return
         pulled, _ = self._planned(features, None)
         self._next[0] = (features, pulled)
-        self.cluster.fetch([lookup.wanted for lookup in pulled.lookups], ahead=True)
+        wanted = [lookup.wanted for lookup in pulled.lookups]
+        if self.cluster.reads_ahead:
+            self.cluster.fetch(wanted, ahead=True)
 
     def _look_up(
         self, features: Features, scales: Mapping[str, Tensor] | None
@@ -258,6 +265,7 @@ class RowModule(nn.Module):
             else:  # frozen; per-sample weights may be trained all the same
                 handles = [handle.detach() for handle in handles]
             return _Rows.apply(self, pulled, len(handles), *handles, *scales)  # type: ignore[no-any-return, no-untyped-call]
+        seen.looked_up(graph=torch.is_grad_enabled() and self.stand_in.requires_grad)
         return tuple(self._outputs(pulled))
 
     def _one_hot(self, features: Features) -> list[Lookup] | None:
@@ -344,6 +352,10 @@ class RowModule(nn.Module):
     def _step(self, lr_G: Sequence[float]) -> None:
         waiting = self._waiting
         if waiting.passes == 0:
+            self._handles[0].idle_step()
+            return
+        if self._handles[0].zeroed:  # as torch, which leaves parameters without a gradient alone
+            self._drop_gradients()
             return
         bad = [factor for factor in self._handles[0].factors() if not math.isfinite(factor)]
         if bad:
@@ -374,7 +386,7 @@ class RowModule(nn.Module):
             ids, planes = self.cluster.read_all(table.name)
             at = f"{prefix}rows.{table.name}."
             destination[at + "origin"] = self._origin(table)
-            destination[at + "steps"] = torch.tensor(self.cluster.steps(table.name))
+            destination[at + "steps"] = torch.tensor(self.cluster.steps(table.name), device="cpu")
             destination[at + "ids"] = torch.from_numpy(ids)
             for name, values in planes.items():
                 destination[at + name] = torch.from_numpy(values)
@@ -402,51 +414,36 @@ class RowModule(nn.Module):
                 key[len(at) :]: value for key, value in state_dict.items() if key.startswith(at)
             }
             taken.update(at + key for key in saved)
-            planes = list(self.cluster.schema()["tables"][table.name]["planes"])
-            absent = [key for key in ("origin", "steps", "ids", *planes) if key not in saved]
-            if "origin" not in saved or "steps" not in saved:
+            shapes = self.cluster.schema()["tables"][table.name]["planes"]
+            absent = [key for key in ("origin", "steps", "ids", *shapes) if key not in saved]
+            # Without these they are rows from elsewhere; what is not given starts as new.
+            whole = not {"origin", "steps", "ids", "weight"} & {*absent}
+            if not whole:
                 missing_keys.extend(at + key for key in absent)
-                if "ids" in saved and "weight" in saved:
-                    self._take_rows(table, saved, error_msgs)
-                continue
-            if "ids" in absent or "weight" in absent:
-                missing_keys.extend(at + key for key in absent)
-                continue
-            if not torch.equal(saved.pop("origin"), self._origin(table)):
+                if "weight" in absent:
+                    continue
+            if whole and not torch.equal(saved["origin"].cpu(), self._origin(table)):
                 error_msgs.append(
                     f"table {table.name!r} was saved with another seed, init or kind of rows: its "
                     "untrained rows would change; build the module as it was when it was saved"
                 )
                 continue
-            steps, ids = int(saved.pop("steps")), saved.pop("ids").numpy()
             try:
-                self._replace_rows(table.name, ids, {k: v.numpy() for k, v in saved.items()})
+                ids, planes = ids_and_planes(table, saved, shapes)
+                if not whole:
+                    planes = {**self.cluster.read(table.name, ids), **planes}
+                self._replace_rows(table.name, ids, planes)
             except (StateError, IdError, TableFullError) as error:
                 error_msgs.append(str(error))
                 continue
-            self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
+            if whole:
+                steps = int(saved["steps"])
+                self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
         self._drop_gradients()
         if strict:
             unexpected_keys.extend(
                 key for key in state_dict if key.startswith(prefix) and key not in taken
             )
-
-    def _take_rows(self, table: Table, saved: dict[str, Tensor], error_msgs: list[str]) -> None:
-        """Rows from elsewhere: ids, weights, and planes or not."""
-        ids = torch.as_tensor(saved["ids"]).to("cpu", torch.int64).numpy().reshape(-1)
-        if np.unique(ids).size != ids.size:
-            error_msgs.append(f"table {table.name!r}: the state names an id twice")
-            return
-        planes = {
-            name: value.detach().to("cpu").numpy() for name, value in saved.items()
-            if name not in ("ids", "origin", "steps")
-        }  # fmt: skip
-        try:
-            whole = {**self.cluster.read(table.name, ids), **planes}
-            whole["weight"] = np.ascontiguousarray(whole["weight"], np.float32)
-            self._replace_rows(table.name, ids, whole)
-        except (StateError, IdError, TableFullError) as error:
-            error_msgs.append(str(error))
 
     def _replace_rows(self, table: str, ids: I64, planes: dict[str, Any]) -> None:
         before = self.cluster.read_all(table)
@@ -458,7 +455,7 @@ class RowModule(nn.Module):
             raise
 
     def _origin(self, table: Table) -> Tensor:
-        return torch.tensor(int(table.origin(self.cluster.seed), 16) - 2**63)
+        return torch.tensor(int(table.origin(self.cluster.seed), 16) - 2**63, device="cpu")
 
     # -- what torch does to modules --------------------------------------------------------------
 
@@ -475,10 +472,7 @@ class RowModule(nn.Module):
         they are, in float32."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if probe.is_meta:
-            raise ConfigError(
-                f"{type(self).__name__} cannot be moved to the meta device: its rows take no "
-                "memory before they are trained; build it where it is used"
-            )
+            raise ConfigError(self._no_meta())
         if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"share_memory() does not share the rows of {type(self).__name__}: each process "
@@ -491,6 +485,12 @@ class RowModule(nn.Module):
             self._drop_gradients()
         self._handles[0].seal()
         return self
+
+    def _no_meta(self) -> str:
+        return (
+            f"{type(self).__name__} cannot be on the meta device: its rows take no memory before "
+            "they are trained; build it where it is used"
+        )
 
     def _shown(self, output: Tensor) -> Tensor:
         return output.to(self.device, self.dtype)
@@ -533,9 +533,3 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model by name, without what stands for rows among them."""
     rows = {id(module.stand_in) for module in model.modules() if isinstance(module, RowModule)}
     return ((n, p) for n, p in model.named_parameters() if id(p) not in rows)
-
-
-def _to_array(values: Tensor | Sequence[float]) -> Array:
-    found = torch.as_tensor(values).detach().cpu()
-    # numpy has no bfloat16; as float32 it is the same number.
-    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -56,13 +57,38 @@ class RowOptimizer(torch.optim.Optimizer):
             group["lr"] = lr
         self.__init__(module, groups)  # type: ignore[misc]
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the settings of each group, which is found by its tables, not by its place."""
+        own = [group["tables"] for group in self.param_groups]
+        groups = state_dict["param_groups"]
+        if len(own) > 1 or len(groups) > 1:
+            saved = {tuple(group.get("tables", ())): group for group in groups}
+            if sorted(saved) != sorted(map(tuple, own)):
+                raise ConfigError(
+                    f"the state has groups of tables {[list(tables) for tables in saved]}, this "
+                    f"optimizer has {own}: set each group's lr by hand"
+                )
+            groups = [saved[tuple(tables)] for tables in own]
+        named = [
+            {**group, "tables": tables, "params": [i]}
+            for i, (group, tables) in enumerate(zip(groups, own, strict=True))
+        ]
+        super().load_state_dict({**state_dict, "param_groups": named})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rows[0]._step([float(group["lr"]) for group in self.param_groups])
+        rates = [float(group["lr"]) for group in self.param_groups]
+        for rate, group in zip(rates, self.param_groups, strict=True):
+            if not math.isfinite(rate):
+                raise ConfigError(
+                    f"lr of tables {', '.join(group['tables'])} is {rate}, which would make every "
+                    "row it trains useless; no row was changed"
+                )
+        self._rows[0]._step(rates)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.checkpoint.overheads import Job, Overhead
+from emberkeep.checkpoint.overheads import Job, Overhead, same_cost
 from emberkeep.checkpoint.run_plan import DEFAULT_PLS
 from emberkeep.errors import ConfigError
 from emberkeep.planning.candidates import Candidate, Measurement, Wish, candidates
@@ -226,13 +226,21 @@ def advise(question: Question) -> Plan:
 def ranked(question: Question, found: Mapping[str, Candidate]) -> list[str]:
     """What may be recommended, the cheapest first."""
     allowed = [c for c in found.values() if _allowed(question, c)]
-    return [c.name for c in sorted(allowed, key=lambda c: (c.overhead.total, not c.loses_nothing))]
+    return [
+        c.name
+        for c in sorted(
+            allowed,
+            key=lambda c: (same_cost(c.overhead.total), not c.loses_nothing, c.overhead.total),
+        )
+    ]
 
 
 def _allowed(question: Question, candidate: Candidate) -> bool:
     """Whether it keeps to the target, and stands on more than assumptions."""
     if candidate.interval is None or not candidate.measured or candidate.name == "partial":
         return False
+    if candidate.name.startswith("cpr") and question.wish().total_losses == 1:
+        return False  # no shard ever goes on
     most = question.accuracy_loss
     return candidate.rounding <= (_LITTLE_ROUNDING if most is None else most)
 
@@ -286,9 +294,23 @@ def _reason(
 ) -> str:
     full = strategies["full"]
     option, cpr = strategies[best], strategies["cpr"]
-    target = f"PLS {question.target_pls:.3g}"
+    # A strategy with a slope of its own may lose another PLS for the same accuracy.
+    target = f"PLS {question.wish().target(best):.3g}"
+    if question.accuracy_loss is not None:
+        target = f"an accuracy loss of {question.accuracy_loss:.3g} ({target})"
+    job = question.job
+    if math.isinf(option.overhead.total):
+        return (
+            f"none of them gets a job of {time_text(job.duration)} to its end, and full recovery "
+            "loses no update"
+        )
     if best == "full" and cpr.interval is None:
         reason = f"{target} lets no update be lost, and full recovery loses none"
+    elif best == "full" and question.wish().total_losses == 1:
+        reason = (
+            f"a failure takes {'the only shard' if job.shards == 1 else 'every shard'}, and none "
+            "goes on: only full recovery helps"
+        )
     elif best == "full":
         assert cpr.interval is not None
         reason = (
@@ -319,26 +341,18 @@ def _reason(
         reason += f"; next best is {TITLES[runner_up]} at {_percent(second)}"
         if second.pls == 0 and option.pls > 0:
             reason += ", which loses no update"
+            if second.accuracy_loss:
+                reason += ", and restores rounded rows"
     return reason
 
 
 def _warnings(
     question: Question, strategies: Mapping[str, Option], recommended: str
 ) -> Iterator[str]:
-    job, pls = question.job, question.target_pls
-    wanted = 2 * pls * job.shards / job.failing_together * job.mtbf
+    job, pls = question.job, question.wish().target(recommended)
     interval = strategies[recommended].interval
-    if question.max_interval is None and wanted > job.duration:
-        yield (
-            f"PLS {pls:.3g} would allow {time_text(wanted)} between versions, longer than the job "
-            f"({time_text(job.duration)}): no version is taken before its end, and a failed shard "
-            "starts over; --max-interval sets a bound"
-        )
-    elif interval is not None and interval > _SHORT_OF_SAVES * job.duration:
-        yield (
-            f"one version in the whole job: a shard that fails before it, after "
-            f"{time_text(interval)}, starts over; --max-interval sets a bound"
-        )
+    if interval is not None and interval > _SHORT_OF_SAVES * job.duration:
+        yield from _rare_versions(recommended, interval, job)
     if job.mtbf > job.duration:
         yield (
             f"fewer than one failure is expected ({job.failures:.2f}): most runs see none, some "
@@ -346,7 +360,10 @@ def _warnings(
         )
     chosen = strategies[recommended].overhead.total
     if math.isinf(chosen):
-        yield "no strategy lets this job end: failures come faster than it gets on"
+        yield (
+            "no strategy lets this job end: what saves, failures and recoveries take is more than "
+            "a hundred times its length"
+        )
     elif chosen > _NOT_SMALL:
         yield (
             f"{chosen:.0%} of the job is a large overhead: faster saves, fewer failures or parity "
@@ -358,7 +375,7 @@ def _warnings(
             "loss: find out what it costs with emberkeep emulate --sweep fraction"
         )
     naive = strategies["partial"]
-    if naive.pls > pls:
+    if naive.pls > question.target_pls:
         yield (
             f"partial recovery at full recovery's interval would be expected to lose PLS "
             f"{naive.pls:.3g}, more than the target"
@@ -370,6 +387,26 @@ def _warnings(
             f"parity with r={r} does not bring back the {job.failing_together} shards that fail "
             f"together: r={job.failing_together} would"
         )
+
+
+def _rare_versions(recommended: str, interval: timedelta, job: Job) -> Iterator[str]:
+    """Where what fails early finds no version yet."""
+    if recommended == "parity":
+        return  # a shard comes back from the others
+    none = interval >= job.duration
+    what = "no version is taken before the end of the job"
+    if not none:
+        what = f"one version in the whole job, after {time_text(interval)}"
+    if recommended == "cpr":
+        after = (
+            "a shard that fails starts over" if none else "a shard that fails before starts over"
+        )
+    elif recommended.startswith("cpr"):
+        what = what.replace("version", "whole version")
+        after = "a shard that fails before one has its prioritised rows alone"
+    else:
+        after = "a job that fails starts over" if none else "a job that fails before starts over"
+    yield f"{what}: {after}; --max-interval sets a bound"
 
 
 def time_text(time: timedelta) -> str:

@@ -9,14 +9,14 @@ from datetime import timedelta
 
 import numpy as np
 
-from emberkeep.checkpoint.failure_gaps import Gaps
 from emberkeep.checkpoint.overheads import (
     Job,
     Overhead,
-    interval_for_pls,
     optimal_full_interval,
     overhead_full,
     overhead_partial,
+    partial_interval,
+    struck_by,
 )
 from emberkeep.checkpoint.run_plan import rounding_loss
 from emberkeep.errors import ConfigError
@@ -60,6 +60,8 @@ class Measurement:
             raise ConfigError("measured times must not be negative, and a save takes some time")
         if not (math.isfinite(self.slowdown) and self.slowdown >= 0):
             raise ConfigError(f"a slowdown is 0 or more, not {self.slowdown:g}")
+        if self.bits is not None and self.bits not in (2, 3, 4, 8):
+            raise ConfigError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,19 @@ class Wish:
 
     def slope(self, name: str) -> float | None:
         return self.slopes.get(name, self.slopes.get("cpr"))
+
+    @property
+    def total_losses(self) -> float:
+        """The share of the recorded failures that take every shard."""
+        counts = self.together or (self.job.failing_together,)
+        return sum(count >= self.job.shards for count in counts) / len(counts)
+
+    def partial_job(self) -> Job:
+        """The job with as many shards failing together as do where some are left."""
+        counts = [count for count in self.together if count < self.job.shards]
+        if not counts:
+            return self.job
+        return replace(self.job, failing_together=max(1, round(sum(counts) / len(counts))))
 
     def capped(self, interval: timedelta) -> timedelta:
         return interval if self.max_interval is None else min(interval, self.max_interval)
@@ -130,7 +145,7 @@ def candidates(wish: Wish, only: Collection[str] = NAMES) -> Iterator[Candidate]
                 note="every shard goes back; no update is lost, only time",
             )  # fmt: skip
         elif name == "partial":
-            naive = overhead_partial(job, best)
+            naive = overhead_partial(wish.partial_job(), best, total_losses=wish.total_losses)
             yield Candidate(
                 name=name, interval=best, overhead=naive.overhead, pls=naive.pls,
                 tactic=Tactic(mode="partial", interval=best),
@@ -147,7 +162,10 @@ def candidates(wish: Wish, only: Collection[str] = NAMES) -> Iterator[Candidate]
 
 
 def _cpr(wish: Wish, name: str, best: timedelta) -> Iterator[Candidate]:
-    wide = wish.capped(interval_for_pls(wish.job, wish.target(name)))
+    wide = partial_interval(
+        wish.partial_job(), wish.target(name), total_losses=wish.total_losses,
+        max_interval=wish.max_interval,
+    )  # fmt: skip
     if wide > timedelta(0):
         yield cpr_candidate(wish, name, wide, min(best, wide))
     elif name == "cpr":
@@ -164,8 +182,8 @@ def cpr_candidate(wish: Wish, name: str, wide: timedelta, least: timedelta) -> C
     most_pls = most_pls if most_pls < 1 else math.inf
     ranked = name in _PRIORITISED
     found = overhead_partial(
-        wish.job, wide, most_pls=most_pls, least_interval=least,
-        prioritised=PRIORITY_MODELS if ranked else 0.0,
+        wish.partial_job(), wide, most_pls=most_pls, least_interval=least,
+        prioritised=PRIORITY_MODELS if ranked else 0.0, total_losses=wish.total_losses,
     )  # fmt: skip
     note = "as partial, saved as rarely as the target allows"
     if math.isfinite(most_pls):
@@ -203,13 +221,15 @@ def _parity(wish: Wish) -> Candidate:
     fatal = min(1.0, over + (1 - over) * again * second)
     rare, back = wish.capped(job.duration), Overhead()
     if fatal > 0:
-        fatal_job = replace(job, mtbf=job.mtbf / fatal, gaps=job.gaps if over == 1 else Gaps())
+        fatal_job = struck_by(job, fatal)
         rare = wish.capped(optimal_full_interval(fatal_job))
         back = overhead_full(fatal_job, rare)
     elif rare < job.duration:
         back = Overhead(save=job.save / rare)
     stretched = 1 + slowdown
-    mild = (1 - fatal) * stretched * (1 + back.total) * job.failures
+    mild = 0.0
+    if fatal < 1:
+        mild = (1 - fatal) * stretched * (1 + back.total) * job.failures
     overhead = Overhead(
         save=back.save * stretched,
         load=back.load * stretched + mild * PARITY_DROP * (job.load / job.duration),

@@ -48,11 +48,14 @@ _FAILED = {"1", "true", "yes", "failed", "failure", "fail", "error", "crashed", 
 _ENDED = {"0", "false", "no", "completed", "complete", "finished", "success", "succeeded", "ok",
           "running", "censored", "alive"}  # fmt: skip
 _LEAST_READABLE = 0.5
+WITHIN = timedelta(minutes=1)
+"""Machines that go down so soon after one another are one failure: nothing has recovered yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLog:
-    """Failures that were observed. What began at the same moment is one failure."""
+    """Failures that were observed. What began within less than `WITHIN` of another is one failure
+    with it."""
 
     source: str
     gaps_hours: F64
@@ -110,6 +113,9 @@ def read_failures(
     if are_gaps:
         failed, judged = _failed(header, values, skip=place)
         kept = np.isfinite(hours) & (hours > 0)
+        wrong = int((hours <= 0).sum())
+        if wrong:
+            taken.append(f"{wrong} of {len(hours)} values are not above 0, and left out")
         gaps, censored = hours[kept & failed], hours[kept & ~failed]
         failures = len(gaps)
         if censored.size:
@@ -121,8 +127,8 @@ def read_failures(
         failures = len(counts)
         if failures < len(known):
             taken.append(
-                f"{len(known)} lines are {failures} failures: some began together, "
-                f"{np.mean(counts):.3g} machines at a time on average"
+                f"{len(known)} lines are {failures} failures: some began together or within a "
+                f"minute, {np.mean(counts):.3g} machines at a time on average"
             )
         if until is not None:
             quiet = until.timestamp() / 3600 - float(known.max())
@@ -131,8 +137,10 @@ def read_failures(
             censored = np.array([quiet])
             taken.append(f"no failure in the last {quiet:.1f} h of the log")
     if len(gaps) < FEWEST:
+        what = f"{len(gaps)} gap{'' if len(gaps) == 1 else 's'} between failures"
+        left_out = "".join(f"; {text}" for text in taken[1:])
         raise DataError(
-            f"{path}: {len(gaps)} gaps between failures are too few to fit: there must be {FEWEST}"
+            f"{path}: {what} are too few to fit, there must be {FEWEST}{left_out}: give --mtbf"
         )
     return FailureLog(
         source=str(path), gaps_hours=gaps, together=float(np.mean(counts)) if counts else 1.0,
@@ -144,13 +152,18 @@ def read_failures(
 def _moments(hours: F64, machines: Sequence[str] | None) -> tuple[F64, tuple[int, ...]]:
     """The gaps between moments at which something failed, and how many machines did at each: lines,
     or where machines are named so many different ones."""
-    at: dict[float, set[str]] = {}
-    for line, hour in enumerate(hours):
-        if math.isfinite(hour):
-            name = str(line) if machines is None or not machines[line] else machines[line]
-            at.setdefault(float(hour), set()).add(name)
-    moments = sorted(at)
-    return np.diff(moments), tuple(len(at[moment]) for moment in moments)
+    order = [line for line in np.argsort(hours, kind="stable") if math.isfinite(hours[line])]
+    moments: list[float] = []
+    taken: list[set[str]] = []
+    last = -math.inf
+    for line in order:
+        if not moments or (hours[line] - last) * 3600 >= WITHIN.total_seconds() - 1e-3:
+            moments.append(float(hours[line]))
+            taken.append(set())
+        last = float(hours[line])
+        name = str(line) if machines is None or not machines[line] else machines[line]
+        taken[-1].add(name)
+    return np.diff(moments), tuple(len(machines_down) for machines_down in taken)
 
 
 def _failed(

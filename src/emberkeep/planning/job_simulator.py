@@ -24,6 +24,8 @@ HOUR = timedelta(hours=1)
 JOBS = 1000
 _MOST_FAILURES = 20_000
 """Of one job: who needs more does not get anywhere."""
+_AT_ONCE = 2_000_000
+"""Failures that are drawn at once, for memory: more are drawn for some of the jobs at a time."""
 
 Mode = Literal["full", "partial", "parity"]
 
@@ -97,25 +99,12 @@ def simulate(
     """
     from emberkeep.kernels import job_events
 
+    columns = min(16 + math.ceil(3 * job.failures), _MOST_FAILURES)
+    out, short = _run(job, tactic, jobs, columns, seed, together)
+    while short and columns < _MOST_FAILURES:
+        columns = min(4 * columns, _MOST_FAILURES)
+        out, short = _run(job, tactic, jobs, columns, seed, together)
     hours = max(job.duration / HOUR, 1e-9)
-    out = np.zeros((jobs, job_events.COLUMNS))
-    modes = {"full": job_events.FULL, "partial": job_events.PARTIAL, "parity": job_events.PARITY}
-    save = (job.save if tactic.save is None else tactic.save) / HOUR
-    load = (job.load if tactic.load is None else tactic.load) / HOUR
-    reschedule = job.reschedule / HOUR
-    columns = 16 + math.ceil(3 * job.failures)
-    while True:
-        strikes = drawn_strikes(job, jobs, columns, seed=seed, together=together)
-        short = job_events.run_jobs(
-            strikes.times_JF, strikes.counts_JF, strikes.firsts_JF, modes[tactic.mode], hours,
-            job.shards, tactic.interval / HOUR, save, tactic.rounds, save * tactic.fraction,
-            load + reschedule, tactic.most_pls, tactic.least_interval / HOUR,
-            job.failing_together, 1 / (1 + tactic.slowdown), tactic.spare, reschedule, load,
-            1 - tactic.rebuild_drop, out,
-        )  # fmt: skip
-        if not short or columns >= _MOST_FAILURES:
-            break
-        columns *= 4
     C = job_events
     stuck = out[:, C.WALL] == 0
     overhead = out[:, C.WALL] / hours - 1
@@ -134,11 +123,38 @@ def simulate(
     )
 
 
+def _run(
+    job: Job, tactic: Tactic, jobs: int, columns: int, seed: int, together: Sequence[int]
+) -> tuple[F64, int]:
+    """What the jobs came to, and how many had not enough failures drawn."""
+    from emberkeep.kernels import job_events
+
+    out = np.zeros((jobs, job_events.COLUMNS))
+    modes = {"full": job_events.FULL, "partial": job_events.PARTIAL, "parity": job_events.PARITY}
+    save = (job.save if tactic.save is None else tactic.save) / HOUR
+    load = (job.load if tactic.load is None else tactic.load) / HOUR
+    reschedule = job.reschedule / HOUR
+    short, each = 0, max(1, _AT_ONCE // columns)
+    for number, first in enumerate(range(0, jobs, each)):
+        part = out[first : first + each]
+        strikes = drawn_strikes(job, len(part), columns, seed=seed, together=together, part=number)
+        short += job_events.run_jobs(
+            strikes.times_JF, strikes.counts_JF, strikes.firsts_JF, modes[tactic.mode],
+            max(job.duration / HOUR, 1e-9), job.shards, tactic.interval / HOUR, save,
+            tactic.rounds, save * tactic.fraction, load + reschedule, tactic.most_pls,
+            tactic.least_interval / HOUR, job.failing_together, 1 / (1 + tactic.slowdown),
+            tactic.spare, reschedule, load, 1 - tactic.rebuild_drop, part,
+        )  # fmt: skip
+    return out, short
+
+
 def drawn_strikes(
-    job: Job, jobs: int, columns: int, *, seed: int, together: Sequence[int] = ()
+    job: Job, jobs: int, columns: int, *, seed: int, together: Sequence[int] = (), part: int = 0
 ) -> Strikes:
-    """Failures of each job from a stream of its own: more columns change no earlier failure."""
-    streams = [np.random.default_rng([seed, purpose]) for purpose in (1, 2, 3)]
+    """Failures of each job from a stream of its own: more columns change no earlier failure. Other
+    parts of the same seed are other jobs."""
+    key = [part] if part else []
+    streams = [np.random.default_rng([seed, purpose, *key]) for purpose in (1, 2, 3)]
     gaps = drawn_gaps(job.gaps, jobs, columns, streams[0]) * (job.mtbf / HOUR)
     if together:
         wrong = [count for count in together if count < 1]

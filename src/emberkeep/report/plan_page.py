@@ -15,7 +15,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.planning.advisor import TITLES, Option, Plan, time_text
 from emberkeep.planning.candidates import Candidate, candidates
 from emberkeep.planning.failure_log import FailureLog
-from emberkeep.planning.failures import HOUR, Fit, Scaling, scaled_mtbf
+from emberkeep.planning.failures import HOUR, Fit, Scaling, observed_survival, scaled_mtbf
 from emberkeep.report.page import Page
 from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
 
@@ -91,7 +91,7 @@ def plan_page(
         page.heading("Failures")
         page.text(". ".join(log.taken) + ".")
         page.plot(
-            survival_plot(log.gaps_hours, fitted),
+            survival_plot(log.gaps_hours, log.censored_hours, fitted),
             "Left: the share of failures with a longer gap. Right: failures per hour after "
             "so long without one.",
         )
@@ -162,13 +162,14 @@ def overhead_plot(plan: Plan) -> Plot:
     with drawing(height=3.2) as (plot, (axes,)):
         stacked_bars(axes, [TITLES[name] for name in shown], parts)
         axes.set_ylabel("overhead, % of the job")
-        axes.legend(ncols=1)
+        if shown:
+            axes.legend(ncols=1)
     return plot
 
 
-def survival_plot(gaps_hours: F64, fitted: Sequence[Fit]) -> Plot:
+def survival_plot(gaps_hours: F64, censored_hours: F64, fitted: Sequence[Fit]) -> Plot:
     gaps = np.sort(gaps_hours)
-    left = 1.0 - (np.arange(len(gaps)) + 0.5) / len(gaps)
+    left = observed_survival(gaps, censored_hours)
     until = float(np.quantile(gaps, 0.99))
     hours = np.geomspace(max(float(gaps[0]), until * 1e-3), until, 300)
     with drawing(panels=2) as (plot, (survival, hazard)):

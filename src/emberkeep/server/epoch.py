@@ -372,16 +372,21 @@ class Epoch:
             del self._held[key]
             return True
 
-    def wrote(self) -> None:
-        """Rows are changed other than by a push: who has pulled some ahead pulls them again."""
-        self._writes += 1
-
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around a write that is no push. With a tier no push is between its check and its
-        application meanwhile: the rows that it found in memory stay there for it."""
-        self.wrote()
-        with self._push_lock if self.tiered else nullcontext():
+        """Rows are changed in the body, other than by a push: who has pulled some ahead pulls them
+        again. Counted before and after: rows that are read in between may be old or new."""
+        self._writes += 1
+        try:
+            yield
+        finally:
+            self._writes += 1
+
+    @contextmanager
+    def writing_alone(self) -> Iterator[None]:
+        """`writing`, and with a tier no push is between its check and its application meanwhile:
+        the rows that it found in memory stay there for it."""
+        with self._push_lock if self.tiered else nullcontext(), self.writing():
             yield
 
     def upsert(
@@ -397,8 +402,8 @@ class Epoch:
         with self._push_lock:
             if self.applied(incarnation, world) > number:
                 raise EpochError("a later push of this client was applied before: this is late")
-            self.wrote()
-            self.shard.upsert(table, ids, planes)
+            with self.writing():
+                self.shard.upsert(table, ids, planes)
         if self.parity_service is not None:
             # Not left to the client: one that does not coordinate knows nothing of parity.
             self.parity_service.flush()

@@ -392,7 +392,7 @@ class ShardService:
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
         shard = self._owned(header, arrays[""])
-        with self._checked(header).writing():
+        with self._checked(header).writing_alone():
             shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
@@ -409,13 +409,12 @@ class ShardService:
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])
-        with self._checked(header).writing():
+        with self._checked(header).writing_alone():
             deleted = shard.delete(header["table"], arrays["ids"])
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        epoch = self._checked(header)
-        with epoch.writing():
+        with (epoch := self._checked(header)).writing_alone():
             epoch.shard.clear()
         yield {}, _NONE
 
@@ -510,11 +509,12 @@ class ShardService:
         ])  # fmt: skip
 
         def load() -> Json:
-            target.clear()
-            load_shard(
-                repository, version, target, epoch.shard.index,
-                lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
-            )  # fmt: skip
+            with epoch.writing():
+                target.clear()
+                load_shard(
+                    repository, version, target, epoch.shard.index,
+                    lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
+                )  # fmt: skip
             return {}
 
         self._begin("loaded", header, load)

@@ -51,14 +51,16 @@ _Slab = tuple[int, Optimizer | None]
 
 def open_slab(
     tables: Sequence[Table], group: Sequence[int], optimizer: Optimizer, *, shard: int, shards: int,
-    seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK, alone: bool = False,
+    seed: int, pool: Pool, lock: ForkLock, clock: Clock = SYSTEM_CLOCK,
+    kind: type[TieredSlab] = TieredSlab, alone: bool = False,
     advance: Callable[[], object] = lambda: None,
 ) -> Slab:  # fmt: skip
     """The slab of a group of tables on one shard: in memory, or behind a cache.
 
     A tiered slab comes back at the last durable batch of its file; a file that never had one is
-    started over. `alone` says that the tier is this shard's own, its directory and its memory, as
-    on a server. `advance` is called while a long file is read.
+    started over. `kind` is the cache that goes before the file. `alone` says that the tier is this
+    shard's own, its directory and its memory, as on a server. `advance` is called while a long file
+    is read.
     """
     own_tables = [tables[t] for t in group]
     tier, default = own_tables[0].tier, optimizer
@@ -84,7 +86,7 @@ def open_slab(
     files = tier_files(tables, shards, shard if alone else None)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
-    slab = TieredSlab(
+    slab = kind(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory,
         share=Fraction(nbytes[own_slab], sum(nbytes.values()) * (1 if alone else shards)),

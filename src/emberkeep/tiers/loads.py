@@ -32,7 +32,8 @@ class Load:
 class Loads:
     """The loads of one slab. Its lock covers every method but `perform`.
 
-    A frame that is being loaded is looked at by nobody: a thread that needs it waits for it.
+    A frame that is being loaded is looked at by nobody: a thread that needs it waits for it, for
+    `waited` seconds in all.
     """
 
     def __init__(self, frames: Frames, positions: U32, log: RowLog, lock: ForkLock) -> None:
@@ -41,6 +42,7 @@ class Loads:
         self._under_way: list[Load] = []
         self._left: list[Load] = []
         self._reading: Load | None = None
+        self.waited = 0.0
         # Not repeated: the rows of a load that is half done are in nobody's hands.
         self._reader = Worker(
             "emberkeep-tier-read", self._read_left, on_error=self._fail, clock=log.clock
@@ -114,10 +116,19 @@ class Loads:
     def wait(self, frames: I64) -> None:
         """Waits until rows that are being read are in these frames. With the lock held: reading
         needs no lock, and a thread that waits settles it."""
-        while self._under_way and (self._frames.busy[frames] & LOADING).any():
-            for load in list(self._under_way):
-                if np.isin(load.frames, frames).any():
-                    self._finish(load)
+        if not self._are_loading(frames):
+            return
+        start = self._log.clock.monotonic()
+        try:
+            while self._are_loading(frames):
+                for load in list(self._under_way):
+                    if np.isin(load.frames, frames).any():
+                        self._finish(load)
+        finally:
+            self.waited += self._log.clock.monotonic() - start
+
+    def _are_loading(self, frames: I64) -> bool:
+        return bool(self._under_way) and bool((self._frames.busy[frames] & LOADING).any())
 
     def finish_one(self) -> bool:
         """Waits for one of the loads under way, if there is any."""

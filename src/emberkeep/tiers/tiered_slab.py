@@ -37,6 +37,7 @@ from emberkeep.tiers.loads import Loads
 from emberkeep.tiers.log import RowLog
 from emberkeep.tiers.record_layout import Layout, layout_of
 from emberkeep.tiers.superblock import Point
+from emberkeep.tiers.tier_use import TierStatus
 
 # What a frame costs beside its planes.
 _FRAME_NBYTES = 48
@@ -58,27 +59,6 @@ class Saving:
     run: str
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierStatus:
-    """One file of a tier, and the cache before it.
-
-    `batch` is durable; `direct` says whether reads and writes pass by the page cache, `deep`
-    whether many are under way from one thread. `waits` counts how often a caller had to make room
-    itself, `reads` and `appended` records, `damaged` segments that hold rows and cannot be read.
-    """
-
-    path: str
-    batch: int | None
-    direct: bool
-    deep: bool
-    frames: int
-    waits: int
-    reads: int
-    appended: int
-    segments: int
-    damaged: int
 
 
 class TieredSlab(Slab):
@@ -107,7 +87,7 @@ class TieredSlab(Slab):
         super().__init__(
             tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
-        self.frames = Frames(self.planes["weight"].shape[0], self.rows)
+        self.frames = self._new_frames(self.planes["weight"].shape[0])
         self.positions = lazy_zeros((self.rows,), np.uint32)  # of the newest record, plus one
         framed = [plane for name, plane in self.planes.items() if name != "used"]
         by_row = [self.ids] if self.slots else []
@@ -121,6 +101,9 @@ class TieredSlab(Slab):
         self.trained = 0  # rows that are touched
         self.pushed = 0  # rows that were pushed, one push after the other
         self.waits = 0
+        self.pulled = 0  # rows that were pulled
+        self.missed = 0  # of these, what was read for them
+        self._waited = 0.0
         self.saving: Saving | None = None
         self.reserve = 0
         self._missed = 0
@@ -132,6 +115,9 @@ class TieredSlab(Slab):
         self._upkeep = Worker(
             "emberkeep-tier-upkeep", self._keep_up, nice=5, on_error=self.fail, clock=self.log.clock
         )
+
+    def _new_frames(self, count: int) -> Frames:
+        return Frames(count, self.rows)
 
     @property
     def direct(self) -> bool:
@@ -179,7 +165,8 @@ class TieredSlab(Slab):
         return TierStatus(
             path=log.path, batch=self.batch, direct=log.direct, deep=self.loads.reads.deep,
             frames=self.frames.count, waits=self.waits, reads=log.reads, appended=log.appended,
-            segments=log.states.size, damaged=log.damaged,
+            segments=log.states.size, damaged=log.damaged, pulled=self.pulled, missed=self.missed,
+            wait_seconds=self._waited + self.loads.waited,
         )  # fmt: skip
 
     def _keep_up(self) -> float | None:
@@ -298,6 +285,8 @@ class TieredSlab(Slab):
         )
         self.loads.wait(frames[frames >= 0])
         self._pull(wanted, frames, out_UD)
+        self.pulled += found.size
+        self.missed += count
         if count:
             missing = missing[:count]
             for start in range(0, count, _SLICE):
@@ -327,15 +316,18 @@ class TieredSlab(Slab):
                 self._make_free(missing.size, self.frames.turn)
                 missing = missing[: max(0, self.frames.free)]  # the push tells of what does not fit
             load = self.loads.begin(missing) if missing.size else None
+            self.missed += missing.size
             if ahead:
                 self._wake()
                 if load is not None:
                     self.loads.leave(load)
                 return
+        start = self.log.clock.monotonic()
         if load is not None:
             self.loads.perform(load)
         with self.lock:
             if load is not None:
+                self._waited += self.log.clock.monotonic() - start
                 self.loads.settle(load)
             self.loads.wait(frames[frames >= 0])
         self._wake()
@@ -383,8 +375,11 @@ class TieredSlab(Slab):
         # Copies for a checkpoint under way, and records of rows that are deleted by this write.
         self.log.make_room(found.size + new)
         if missing.size and not whole:
+            start = self.log.clock.monotonic()
             load = self.loads.begin(missing)
+            self.missed += missing.size
             self.loads.perform(load)
+            self._waited += self.log.clock.monotonic() - start
             self.loads.settle(load)
             held = np.concatenate([held, load.frames])
         self.frames.hold(held, needed - held.size)
@@ -394,6 +389,15 @@ class TieredSlab(Slab):
 
         Fewer only where the others were used in turn `before` or later, or are held.
         """
+        if self.frames.free >= count:
+            return
+        start = self.log.clock.monotonic()
+        try:
+            self._evict_for(count, before)
+        finally:
+            self._waited += self.log.clock.monotonic() - start
+
+    def _evict_for(self, count: int, before: int) -> None:
         while self.frames.free < count:
             self.waits += 1
             short = count - self.frames.free

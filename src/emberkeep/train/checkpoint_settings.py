@@ -94,6 +94,11 @@ class CheckpointSettings:
         "what may be lost, \"accuracy loss 0.01%\" or \"PLS 0.1\" (recovery auto)", default=None)
     max_interval: str | None = setting(
         "a version is wanted at least this often (recovery auto)", default=None)
+    together: int | None = setting(
+        "shards that one failure takes, believed until some were seen (recovery auto)",
+        default=None, least=1)
+    reschedule: str | None = setting(
+        "until there is a new machine, \"3min\" (recovery auto)", default=None)
     pls: float | None = setting(
         "the portion of samples that may be lost; 0.1 with [job] (partial recovery)", default=None,
         least=0)
@@ -150,7 +155,7 @@ class CheckpointSettings:
             if self.mtbf is not None and self.job_duration is None:
                 raise ConfigError("job_duration and mtbf belong together: set both, or neither, or "
                                   'recovery = "auto"')
-            for key in ("target", "max_interval"):
+            for key in ("target", "max_interval", "together", "reschedule"):
                 if getattr(self, key) is not None:
                     raise ConfigError(f'{key} is for recovery = "auto"')
         else:
@@ -174,17 +179,28 @@ class CheckpointSettings:
         from emberkeep.strategies import auto, incremental, partial, retention, schedule
 
         if self.mirror_every is not None:
-            schedule(self.mirror_every)
+            schedule(self.mirror_every, name="mirror_every")
         every = self.every or "30min"
+        if job is not None and self.recovery == "auto":
+            raise ConfigError(
+                'recovery = "auto" measures what [job] says: leave [job] out, and set mtbf, '
+                "together and reschedule of [checkpoint] to what it should begin with")
         if job is not None and (self.recovery != "partial" or self.every is not None):
             raise ConfigError(
                 '[job] is for recovery = "partial", whose interval follows from it: leave out '
                 "every, or [job]")
         if self.recovery == "auto":
+            if self.every is not None:
+                first = schedule(self.every)
+                if first.time is None and self.max_interval is not None:
+                    raise ConfigError("every counts steps and max_interval time: set every to a "
+                                      "time, too")
             return auto(
                 target=self.target or "PLS 0.1",
                 mtbf=self.mtbf,
                 slope=self.slope,
+                together=self.together or 1,
+                reschedule=self.reschedule or "0s",
                 first=self.every or "10min",
                 max_interval=self.max_interval,
                 keep=self.keep,

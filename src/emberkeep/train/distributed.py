@@ -24,6 +24,7 @@ from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.server.ray.ray_session import connected
 from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
+from emberkeep.tiers.tier_use import TierUse
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import check_fresh, run
 from emberkeep.train.result import Result
@@ -132,8 +133,10 @@ def _ended_by_sigterm(code: int) -> Iterator[None]:
 
 def _result(settings: RunConfig, reply: Json) -> Result:
     checkpoints, recoveries = reply.get("checkpoints"), reply.get("recoveries")
+    tier = reply.get("tier")
     parts = {
         "checkpoints": None if checkpoints is None else Costs.from_dict(checkpoints),
         "recoveries": None if recoveries is None else Recoveries(**recoveries),
+        "tier": None if tier is None else TierUse(**tier),
     }
     return Result(**{**reply, **parts, "settings": settings})

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import nn
 
-from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.local.local_cluster import LocalCluster, tier_use
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss
@@ -99,6 +99,7 @@ def _run(
         place=(rank, world),
     )
     seconds = time.perf_counter() - start
+    tier = tier_use([bags.cluster])
     for hook in hooks:
         hook.on_trained()
     found_auc = found_log_loss = math.nan
@@ -133,6 +134,7 @@ def _run(
         resumed_step=progress.resumed_step,
         checkpoints=progress.costs,
         recoveries=progress.recoveries,
+        tier=tier,
     )
     for hook in hooks:
         hook.on_end(result)

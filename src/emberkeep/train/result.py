@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from emberkeep.keeper import Costs, Recoveries
+from emberkeep.tiers.tier_use import TierUse
 from emberkeep.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to. Everything but times, memory and what checkpoints and recoveries cost
-    follows from the settings, to the bit, however often the run was stopped and resumed, and
+    """What a run came to. Everything but times, memory and what checkpoints, recoveries and tiers
+    cost follows from the settings, to the bit, however often the run was stopped and resumed, and
     however often shards failed if recovery is full."""
 
     settings: RunConfig
@@ -46,6 +47,9 @@ class Result:
     """What this process spent on versions; None if nothing was saved."""
     recoveries: Recoveries | None = None
     """What failing shards cost; None if nothing was saved."""
+    tier: TierUse | None = None
+    """How often rows were in memory, and how long training waited for those that were not; None
+    without a tier."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a metric that does not exist (one class only) is None, not NaN."""

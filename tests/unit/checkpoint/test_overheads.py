@@ -157,7 +157,7 @@ def test_the_papers_production_case() -> None:
         # Twenty times as many failures, half of the shards each time: as in the paper, refused.
         ({"mtbf": 1.4 * HOUR, "failing_together": 4}, 0.02, False, "every 6.7 min"),
         ({"mtbf": 1.4 * HOUR, "failing_together": 1}, 0.1, True, "partial recovery costs"),
-        ({"shards": 1}, 0.001, False, "asks for a version every 3.4 min"),
+        ({"shards": 1}, 0.001, False, "takes the only shard"),
         ({"duration": 0.05 * HOUR}, 0.1, True, "partial recovery costs"),
         # What is left of the target pays for saves; as an average it would not have to.
         ({"mtbf": 2.8 * HOUR}, 0.01, True, "29.31% of the job against 35.10%"),

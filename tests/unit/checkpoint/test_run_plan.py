@@ -156,8 +156,49 @@ def test_targets(text: str, found: dict[str, float]) -> None:
         {"pls": 0.1, "accuracy_loss": 0.1}, {"pls": 2.0}, {"accuracy_loss": -1.0},
         {"slope": 0.1}, {"accuracy_loss": 0.1, "slope": 0.0}, {"mtbf": 0 * HOUR},
         {"together": 0}, {"reschedule": -1 * HOUR}, {"max_interval": 0 * HOUR},
+        {"accuracy_loss": 5.0}, {"together": 2.5},
     ],
 )  # fmt: skip
 def test_targets_that_cannot_be(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Target(**given)
+
+
+@pytest.mark.parametrize("text", ["much", "0.1", "PLS", "PLS 1.2.3", "", None, 0.1])
+def test_what_is_no_target(text: Any) -> None:
+    with pytest.raises(ConfigError, match="is no target: write 'accuracy loss"):
+        target_from(text)
+
+
+def test_failures_that_leave_no_shard_are_counted_separately() -> None:
+    """The end of a process counted as a failure of all shards, and partial recovery was planned as
+    if every failure took half of them."""
+    history = FailureHistory.believed(TARGET)
+    for number in range(40):
+        history = history.passed(10 * HOUR).failed(None if number % 4 == 0 else 1)
+    assert history.together == 1
+    assert 0.15 < history.total_losses < 0.35
+    assert FailureHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
+    some = plan_run(TARGET, seen(failures=history), None)
+    none = plan_run(TARGET, seen(failures=replace(history, total=0.0)), None)
+    assert some.scope == none.scope == "partial"
+    assert some.interval < 0.6 * none.interval  # versions for those that take everything
+    for _ in range(80):
+        history = history.passed(10 * HOUR).failed(None)
+    assert plan_run(TARGET, seen(failures=history), None).scope == "full"
+
+
+def test_costs_are_those_of_the_interval_that_is_wanted_at_most() -> None:
+    wanted = replace(TARGET, max_interval=10 * MINUTE)
+    plan = plan_run(wanted, seen(), None)
+    assert plan.interval == 10 * MINUTE
+    assert plan.overhead > 2 / 10  # 2 of 12 minutes are saves; 3% were promised
+    assert plan_run(replace(wanted, pls=0.0), seen(), None).interval == 10 * MINUTE
+
+
+def test_intervals_beyond_the_end_are_no_news() -> None:
+    plan = plan_run(TARGET, seen(left=6 * HOUR, done=0.97), None)
+    assert plan.interval >= 5.5 * HOUR
+    for left in (5, 4, 3, 2, 1):
+        later = seen(left=left * HOUR, done=1 - left / 200)
+        assert plan_run(TARGET, later, plan) is plan

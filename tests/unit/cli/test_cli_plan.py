@@ -112,6 +112,10 @@ def test_a_record_of_failures_and_a_page(
         ([*PAPER, "--failures-nodes", "9"], 2, "are for --failures"),
         ([*PAPER, "--measured", "/none/such"], 3, "/none/such"),
         ([*PAPER, "--jobs", "-1"], 2, "0 jobs or more"),
+        ([*PAPER, "--fail-together", "0"], 2, "1 to 8 can fail together, not 0"),
+        ([*PAPER, "--slope-error", "0.1"], 2, "--slope-error is that of --slope"),
+        ([*PAPER, "--memory-price", "0.1"], 2, "give --table-gb too"),
+        ([*PAPER, "--machines", "9"], 2, "--machines is for --price"),
     ],
 )
 def test_what_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.contents import merged_rows
@@ -244,7 +246,7 @@ def test_numbers_of_other_types_and_numbered_rows(tmp_path: Path) -> None:
              "emb.exp_avg_sq": weight.double()}  # fmt: skip
     torch.save(saved, tmp_path / "m.pt")
     store = LocalStore(tmp_path / "run")
-    with pytest.raises(ConfigError, match="what is a table is not known; is one of emb a table"):
+    with pytest.raises(ConfigError, match="what is a table is not known; if one of emb is"):
         run(store, [tmp_path / "m.pt"], tmp_path / "s", init=True)
     choice = Choice(tables=TableMap({"emb": "items"}))
     run(store, [tmp_path / "m.pt"], tmp_path / "s", choice=choice, init=True)
@@ -549,3 +551,164 @@ def test_ids_outside_a_table_and_names_that_nothing_has(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             run(before.store, files, tmp_path / "s", choice=choice)
     assert len(before.repository.versions()) == 1
+
+
+# -- what strangers bring --------------------------------------------------------------------------
+
+
+def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path) -> None:
+    """Of safetensors files one in 32 has a header whose length begins with 0x80."""
+    rows = rows_of(rows=100)
+    tensors = {f"items/{name}": torch.from_numpy(values) for name, values in rows.items()}
+    for note in range(32):
+        file = tmp_path / "rows.safetensors"
+        safetensors.torch.save_file(tensors, file, metadata={"note": "x" * 8 * note})
+        if file.read_bytes()[:1] == b"\x80":
+            break
+    assert file.read_bytes()[:1] == b"\x80"
+    found = look(LocalStore(tmp_path / "r"), [str(file)], Choice(), POOL, init=True)
+    assert [source.kind for source in found.sources] == ["safetensors"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("chosen", ["a", "b"])
+def test_a_state_goes_with_its_own_weights(chosen: str, nested: bool, tmp_path: Path) -> None:
+    """Two towers with a table of one name, of which only the second has something remembered."""
+    rows = rows_of(rows=50)
+    weight, summed = torch.from_numpy(rows["weight"]), torch.from_numpy(rows["sum"])
+    model = {"towers.a.items.weight": weight, "towers.b.items.weight": weight + 1}
+    state = {"towers.b.items.weight": {"sum": summed}}
+    saved = {"model": model, "optimizer": {"state": state}} if nested else {**model, "state": state}
+    torch.save(saved, tmp_path / "model.pt")
+    store = LocalStore(tmp_path / "r")
+    with pytest.raises(DataError, match=r"a\.items and .*b\.items both bring the weight.*--map"):
+        run(store, [tmp_path / "model.pt"], tmp_path / "s", choice=Choice(table="items"), init=True)
+    choice = Choice(tables=TableMap({f"{chosen}.items": "items"}), optimizer="adagrad")
+    run(store, [tmp_path / "model.pt"], tmp_path / "s", choice=choice, init=True)
+    assert list(stored(store)) == ["items"]
+    planes = stored(store)["items"][1]
+    assert np.array_equal(planes["weight"], weight + (chosen == "b"))
+    assert np.array_equal(planes["accumulator"], summed * (chosen == "b"))
+
+
+def test_a_table_within_the_name_of_another_is_another(tmp_path: Path) -> None:
+    weight = torch.from_numpy(rows_of(rows=20)["weight"])
+    torch.save({"items.weight": weight, "old.items.weight": weight + 1}, tmp_path / "model.pt")
+    store = LocalStore(tmp_path / "r")
+    choice = Choice(tables=TableMap({"old.items": "items"}))
+    run(store, [tmp_path / "model.pt"], tmp_path / "s", choice=choice, init=True)
+    assert np.array_equal(stored(store)["items"][1]["weight"], weight + 1)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "parquet", "arrow", "torch", "dcp", "dynamicemb"])
+def test_tables_with_dots_in_their_names_come_back(kind: str, tmp_path: Path) -> None:
+    """As a keeper names tables of torch's own: by the path of their module."""
+    rows, old = rows_of(rows=30), LocalStore(tmp_path / "old")
+    file = by_safetensors(rows, tmp_path)
+    run(old, [file], tmp_path / "s", choice=Choice(table="towers.items"), init=True)
+    repository = Repository.open(old)
+    newest = repository.newest_whole()
+    assert newest is not None
+    write: Any = {
+        "safetensors": export_tensors.to_safetensors, "torch": export_tensors.to_torch,
+        "dcp": export_tensors.to_checkpoint, "dynamicemb": export_tensors.to_dump,
+    }.get(kind, functools.partial(to_columns, kind=kind))  # fmt: skip
+    write(repository, newest, tmp_path / "out", POOL)
+    new = LocalStore(tmp_path / "new")
+    run(new, [tmp_path / "out"], tmp_path / "s", init=True)
+    assert_holds(new, rows, "towers.items")
+    run(old, [tmp_path / "out"], tmp_path / "s")
+    assert_holds(old, rows, "towers.items")
+
+
+def test_updates_of_each_row_are_not_left_out_of_a_dump(tmp_path: Path) -> None:
+    cluster = local().open([Table("items", rows=8, dim=2)], Adam(lr=0.1, step="row"), seed=0)
+    repository = Repository.create(LocalStore(tmp_path / "r"), schema=cluster.schema())
+    saver = Checkpointer(repository, cluster)
+    saver.save(step=1)
+    saver.wait()
+    saver.close()
+    newest = repository.newest_whole()
+    assert newest is not None
+    with pytest.raises(ConfigError, match="does not count the updates of each row"):
+        export_tensors.to_dump(repository, newest, tmp_path / "out", POOL)
+
+
+def test_a_name_of_another_system_ends_with_that_of_a_table(tmp_path: Path) -> None:
+    rows, store = rows_of(rows=30), LocalStore(tmp_path / "r")
+    file = by_safetensors(rows, tmp_path)
+    run(store, [file], tmp_path / "s", choice=Choice(table="towers.items"), init=True)
+    rows["weight"] += 1
+    ids = torch.from_numpy(rows["id"])
+    saved = {
+        "ebc.towers.items.weight": torch.from_numpy(rows["weight"]),
+        "ebc.towers.items.id": ids,
+    }
+    torch.save(saved, tmp_path / "model.pt")
+    run(store, [tmp_path / "model.pt"], tmp_path / "s")
+    assert_holds(store, rows, "towers.items")
+
+
+def test_a_refused_import_leaves_no_repository(tmp_path: Path) -> None:
+    rows = rows_of(rows=20)
+    rows["id"][3] = rows["id"][4]
+    file = by_safetensors(rows, tmp_path)
+    store = LocalStore(tmp_path / "r")
+    with pytest.raises(DataError, match="comes twice"):
+        run(store, [file], tmp_path / "s", init=True)
+    assert not Repository.exists(store)
+    rows = rows_of(rows=20)
+    run(store, [by_safetensors(rows, tmp_path)], tmp_path / "s", init=True)
+    assert_holds(store, rows)
+
+
+def test_steps_of_a_table_go_with_its_moments(tmp_path: Path) -> None:
+    """Adam corrects its bias by the steps of the table."""
+    cluster = local().open([Table("items", rows=8, dim=2)], Adam(lr=0.1), seed=0)
+    for _ in range(5):
+        cluster.push(
+            [RowIds(np.arange(8), np.array([0, 8]))], [np.ones((8, 2), np.float32)], lr=0.1
+        )
+    source, target = LocalStore(tmp_path / "old"), LocalStore(tmp_path / "new")
+    saver = Checkpointer(Repository.create(source, schema=cluster.schema()), cluster)
+    saver.save(step=5)
+    saver.wait()
+    saver.close()
+    run(target, [tmp_path / "old"], tmp_path / "s", init=True)
+    newest = Repository.open(target).newest_whole()
+    assert newest is not None
+    manifest = Repository.open(target).manifest(newest)
+    assert manifest.described.plain("tables")["items"]["steps"] == 5
+
+
+def test_float8_is_read_as_the_numbers_that_it_is(tmp_path: Path) -> None:
+    weight = torch.from_numpy(rows_of(rows=20)["weight"]).to(torch.float8_e4m3fn)
+    torch.save({"items.weight": weight}, tmp_path / "model.pt")
+    store = LocalStore(tmp_path / "r")
+    choice = Choice(table="items")
+    run(store, [tmp_path / "model.pt"], tmp_path / "s", choice=choice, init=True)
+    assert np.array_equal(stored(store)["items"][1]["weight"], weight.float())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no rows", "nothing to import: .* holds no rows"),
+        ("a module", r"it holds torch\.nn\.\S+Embedding; save a state_dict\(\)"),
+        ("words", "column 'weight' holds string, not numbers"),
+        ("a version", "--version names a version of another repository"),
+    ],
+)
+def test_strangers_hear_what_is_wrong(what: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "items.parquet"
+    pq.write_table(pa.table({"id": [1], "weight": ["x"]}), file)
+    if what == "no rows":
+        file = by_safetensors(rows_of(rows=0), tmp_path)
+    elif what == "a module":
+        torch.save(torch.nn.Embedding(3, 2), file)
+    elif what == "a version":
+        file = by_safetensors(rows_of(rows=3), tmp_path)
+    version = "3" if what == "a version" else None
+    with pytest.raises(EmberkeepError, match=message):
+        run(LocalStore(tmp_path / "r"), [file], tmp_path / "s", init=True, version=version)
+    assert not Repository.exists(LocalStore(tmp_path / "r"))

@@ -11,11 +11,12 @@ from emberkeep.keeper.recoverer import Recoverer
 from emberkeep.testing.virtual_clock import VirtualClock
 
 
-def test_recoveries_that_lose_shards_again_and_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def losing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
+    """When a recovery was tried whose every attempt loses a shard again, after so long."""
     clock, tried = VirtualClock(), []
 
     def lost(self: Recoverer) -> Any:
-        clock.sleep(240)
+        clock.sleep(seconds)
         tried.append(clock.monotonic())
         raise ShardLostError([3])
 
@@ -28,4 +29,19 @@ def test_recoveries_that_lose_shards_again_and_again_end(monkeypatch: pytest.Mon
     )  # fmt: skip
     with pytest.raises(RecoveryError, match="the last time 3: see why they end"):
         recoverer.recover()
-    assert tried == [240, 480, 720, 960], "a quarter of an hour, and not much longer"
+    return tried
+
+
+def test_recoveries_that_lose_shards_again_and_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = losing(monkeypatch, 240)
+    assert [round(at) for at in tried] == [240, 480, 720, 960], "a quarter of an hour, not longer"
+
+
+def test_a_server_that_refuses_at_once_is_not_asked_without_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A simulated trainer had asked, and a real one would have started, 10,000 in half a minute."""
+    tried = losing(monkeypatch, 0.001)
+    assert tried[1] - tried[0] < 0.1, "the first attempt may have met what is over by now"
+    assert len(tried) < 1000
+    assert tried[-1] > 15 * 60

@@ -14,6 +14,7 @@ from emberkeep.blobs import open_store
 from emberkeep.checkpoint import VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import ConfigError
+from emberkeep.keeper import run_planner
 from emberkeep.planning.measurements import decisions
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
@@ -63,7 +64,7 @@ def train(
 def keeper_of(where: Path, bags: Any, clock: Any, events: list[Any], **given: Any) -> ek.Keeper:
     return ek.Keeper(
         where, bags, bags.optimizer, clock=clock, total_steps=STEPS,
-        strategy=ek.auto(first="5min", **{"target": "PLS 0.1", "mtbf": "2h", **given}),
+        strategy=ek.auto(**{"first": "5min", "target": "PLS 0.1", "mtbf": "2h", **given}),
         on_event=lambda name, details: events.append((name, details)),
     )  # fmt: skip
 
@@ -213,3 +214,113 @@ def test_what_is_closed_is_exact_after_a_plan_has_taken_bits_away(tmp_path: Path
             keeper.resume()
             found = again.rows("item", torch.arange(64))["weight"]
             assert (found == expected).all()
+
+
+def test_the_version_of_the_very_beginning_is_no_measure(tmp_path: Path) -> None:
+    """It is waited for while everything is made ready: versions were planned to be as dear, and
+    a failure took the run back to its first step."""
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    keeper = keeper_of(tmp_path / "r", bags, clock, events)
+    capture = keeper._state.capture
+
+    def slow() -> Any:
+        clock.sleep(600.0 if keeper.steps == 0 else 0.5)
+        return capture()
+
+    keeper._state.capture = slow  # type: ignore[method-assign]
+    keeper.resume()
+    with keeper:
+        train(bags, keeper, clock, 5)
+        assert not [details for name, details in events if name == "planned"]
+        train(bags, keeper, clock, 30)
+        planner = keeper._planner
+        assert planner is not None
+        assert planner._stalls
+        assert max(planner._stalls) < 10
+
+
+def test_a_plan_for_another_target_is_not_followed(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "r", bags, clock, events) as keeper:
+        keeper.resume()
+        train(bags, keeper, clock, 40)
+        assert keeper._planner is not None
+        assert keeper._planner.plan is not None
+        assert keeper._planner.plan.scope == "partial"
+    strict = keeper_of(tmp_path / "r", bags_on(clock), clock, events, target="PLS 0")
+    strict.resume()
+    assert strict._recoverer is not None
+    assert strict._recoverer._recovery.scope == "full"
+    assert strict._planner is not None
+    assert strict._planner.decisions
+    strict.close()
+
+
+def test_what_is_believed_may_change_until_something_was_seen(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "r", bags, clock, events) as keeper:
+        keeper.resume()
+        train(bags, keeper, clock, 20)
+    again = keeper_of(tmp_path / "r", bags_on(clock), clock, events, mtbf="50h")
+    again.resume()
+    assert again._planner is not None
+    assert again._planner._history.mtbf.total_seconds() == 50 * 3600
+    again.close()
+
+
+def test_every_process_that_ended_counts_also_without_a_version(tmp_path: Path) -> None:
+    """A run that failed sooner than its interval failed once, for ever, and got nowhere."""
+    clock, events = VirtualClock(), []
+    for attempt in range(6):
+        bags = bags_on(clock)
+        keeper = keeper_of(tmp_path / "r", bags, clock, events, mtbf="50h", first="60min")
+        keeper.resume()
+        assert keeper._planner is not None
+        assert keeper._planner._history.seen == attempt
+        assert keeper.steps == 0 or attempt > 2
+        train(bags, keeper, clock, keeper.steps + 20)
+        keeper._saver.join()  # type: ignore[union-attr]
+        keeper._release()  # the process ends without closing anything
+        if keeper._saver.committed_step:  # type: ignore[union-attr]
+            break
+    else:
+        pytest.fail("no version was taken")
+
+
+def test_restores_of_all_processes_count_for_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, events = VirtualClock(), []
+    restores: list[int] = []
+    real = run_planner.plan_run
+
+    def spied(target: Any, seen: Any, *given: Any, **named: Any) -> Any:
+        restores.append(seen.restores)
+        return real(target, seen, *given, **named)
+
+    monkeypatch.setattr(run_planner, "plan_run", spied)
+    for process in range(3):
+        bags = bags_on(clock)
+        keeper = keeper_of(tmp_path / "r", bags, clock, events)
+        keeper.resume()
+        train(bags, keeper, clock, keeper.steps + 10)
+        assert restores[-1] == process
+        keeper._saver.follow(VersionSpec(bits=8))  # type: ignore[union-attr]
+        train(bags, keeper, clock, keeper.steps + 1)
+        keeper.save()
+        keeper.wait()
+        keeper._release()  # the process ends without closing anything
+
+
+def test_nothing_is_planned_at_the_end(tmp_path: Path) -> None:
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "r", bags, clock, events) as keeper:
+        keeper.resume()
+        train(bags, keeper, clock, STEPS)
+    planned = [details["step"] for name, details in events if name == "planned"]
+    assert planned
+    assert max(planned) < STEPS

@@ -368,3 +368,71 @@ def test_a_damaged_version_names_the_way_round(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         assert keeper.resume(fall_back=True) is not None
     keeper.close(save=False)
+
+
+# -- names that meet -----------------------------------------------------------------------------
+
+
+def rates_of(bags: ek.EmbeddingBags) -> dict[str, float]:
+    """How far the first step moves a row of each table; Adagrad's is as long as the rate."""
+    before = {name: bags.rows(name, [0])["weight"] for name in bags.features}
+    bags({name: torch.tensor([0]) for name in bags.features}).sum().backward()
+    bags.optimizer.step()
+    moved = {name: before[name] - bags.rows(name, [0])["weight"] for name in bags.features}
+    return {name: round(float(by[0, 0]), 4) for name, by in moved.items()}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_rates_go_with_their_tables_in_whatever_order(partial: bool, tmp_path: Path) -> None:
+    """Tables in another order have groups in another order: rates went by the place."""
+    first = ek.Table("a", rows=4, dim=2)
+    second = ek.Table("b", rows=4, dim=2, optimizer=ek.Adagrad(lr=0.5))
+    bags = ek.EmbeddingBags([first, second], optimizer=ek.Adagrad(lr=0.1))
+    for group, lr in zip(bags.optimizer.param_groups, (0.25, 0.75), strict=True):
+        group["lr"] = lr
+    with ek.Keeper(tmp_path / "old", bags, bags.optimizer) as keeper:
+        keeper.resume()
+        keeper.step()
+        keeper.save()
+    other = ek.EmbeddingBags([second, first], optimizer=ek.Adagrad(lr=0.1))
+    where = tmp_path / ("new" if partial else "old")
+    with ek.Keeper(where, other, other.optimizer) as keeper:
+        keeper.resume(**({"source": tmp_path / "old", "partial": True} if partial else {}))
+    assert rates_of(other) == {"a": 0.25, "b": 0.75}
+
+
+class Towers(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+
+
+def test_a_name_that_is_mapped_goes_before_one_that_is_there(tmp_path: Path) -> None:
+    before, after = Towers("tower", "encoder"), Towers("encoder")
+    with ek.Keeper(tmp_path / "old", before, torch.optim.SGD(before.parameters(), 0.1)) as keeper:
+        keeper.resume()
+        keeper.step()
+        keeper.save()
+    with ek.Keeper(tmp_path / "new", after, torch.optim.SGD(after.parameters(), 0.1)) as keeper:
+        with pytest.raises(ConfigError, match="the same name 'encoder'"):
+            keeper.resume(
+                source=tmp_path / "old", partial=True,
+                map={"tower": "encoder", "encoder": "encoder"},
+            )  # fmt: skip
+        start = keeper.resume(source=tmp_path / "old", partial=True, map={"tower": "encoder"})
+    assert torch.equal(after.encoder.weight, before.tower.weight)  # type: ignore[union-attr,arg-type]
+    assert isinstance(start, WarmStart)
+    assert any("'encoder.weight' of the version gives way" in line for line in start.skipped)
+
+
+def test_what_resume_returns_prints_in_one_line(tmp_path: Path) -> None:
+    net = Towers("tower")
+    for _ in range(2):
+        with ek.Keeper(tmp_path / "r", net, torch.optim.SGD(net.parameters(), 0.1)) as keeper:
+            kept = keeper.resume()
+            keeper.step()
+            keeper.save()
+    assert len(repr(kept)) < 160
+    assert "step 1" in repr(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -467,3 +468,23 @@ def test_ids_of_every_integer_type_and_empty_batches() -> None:
     module.optimizer.step()
     no_ids = module({"t": torch.zeros((4, 0), dtype=torch.long)})
     assert torch.equal(no_ids, torch.zeros(4, 1, 2))
+
+
+def test_a_prefetch_of_rows_in_memory_finds_its_unique_rows_and_changes_no_bit() -> None:
+    def trained(*, ahead: bool) -> dict[str, Tensor]:
+        bags = ek.EmbeddingBags([ek.Table("t", rows=50, dim=4)], optimizer=ek.Adagrad(lr=0.1))
+        random = torch.Generator().manual_seed(0)
+        batches = [{"t": torch.randint(50, (16,), generator=random)} for _ in range(5)]
+        for batch, following in itertools.pairwise(batches):
+            bags(batch).square().sum().backward()
+            if ahead:
+                bags.prefetch(following)
+                planned = bags._next[0]
+                assert planned is not None
+                assert planned[1].lookups[0]._unique is not None
+            bags.optimizer.step()
+            bags.optimizer.zero_grad()
+        return bags.rows("t", range(50))
+
+    ahead, plain = trained(ahead=True), trained(ahead=False)
+    assert all(torch.equal(ahead[name], plain[name]) for name in plain)

@@ -430,3 +430,136 @@ def test_the_optimizer_goes_with_a_copy_and_takes_no_other_parameters() -> None:
     assert net.bags.touched_ids("t").numel() == 0
     with pytest.raises(ConfigError, match="trains rows alone"):
         net.bags.optimizer.add_param_group({"params": net.head.parameters(), "lr": 1.0})
+
+
+@pytest.mark.parametrize("how", ["model.zero_grad", "grad=None"])
+def test_a_step_after_gradients_were_taken_away_changes_no_row(how: str) -> None:
+    """As in torch: what skips a bad batch by clearing gradients still calls step()."""
+    net = Net()
+    before = rows_of(net)
+    backward(net, 0)
+    if how == "model.zero_grad":
+        net.zero_grad()
+    else:
+        for parameter in net.parameters():
+            parameter.grad = None
+    net.bags.optimizer.step()
+    assert torch.equal(rows_of(net), before)
+    backward(net, 1)
+    net.bags.optimizer.step()
+    assert not torch.equal(rows_of(net), before)
+
+
+def test_rows_that_eval_keeps_from_training_are_noticed() -> None:
+    """Forgetting train() after a validation does no harm to torch's embeddings."""
+    net = Net()
+    backward(net, 0)
+    net.bags.optimizer.step()
+    net.eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(ids_of(1))
+        net.bags.optimizer.step()
+    backward(net, 1)
+    with pytest.warns(UserWarning, match=r"after eval\(\) rows do not train.*call train\(\)"):
+        net.bags.optimizer.step()
+    net.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(net, 2)
+        net.bags.optimizer.step()
+
+
+def test_a_default_device_is_where_outputs_go() -> None:
+    try:
+        torch.set_default_device("meta")  # any that is not the host's
+        with pytest.raises(ConfigError, match="cannot be on the meta device"):
+            ek.EmbeddingBags([ek.Table("t", rows=4, dim=2)], optimizer=ek.SGD(lr=0.1))
+        bags = ek.EmbeddingBags(
+            [ek.Table("t", rows=4, dim=2, padding_idx=0)], optimizer=ek.SGD(lr=0.1), device="cpu"
+        )
+        ids = torch.tensor([[1, 0]], device="cpu")
+        bags({"t": ids}).sum().backward()
+        bags.optimizer.step()
+        bags.load_state_dict(bags.state_dict())
+        assert bags.rows("t", [1])["weight"].device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_a_rate_that_is_not_finite_is_refused(rate: float) -> None:
+    net = Net()
+    before = rows_of(net)
+    net.bags.optimizer.param_groups[0]["lr"] = rate
+    backward(net, 0)
+    with pytest.raises(ConfigError, match="lr of tables t is"):
+        net.bags.optimizer.step()
+    assert torch.equal(rows_of(net), before)
+
+
+# -- states of other kinds -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_states_of_other_types_are_cast_as_torch_casts(dtype: torch.dtype) -> None:
+    net, other = Net(), Net()
+    backward(net, 0)
+    net.bags.optimizer.step()
+    state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in net.state_dict().items()}
+    other.load_state_dict(state)
+    trained = net.bags.touched_ids("t")
+    expected = net.bags.rows("t", trained)["weight"].to(dtype).float()
+    assert torch.equal(other.bags.rows("t", trained)["weight"], expected)
+
+
+def test_a_whole_weight_needs_no_ids() -> None:
+    net = Net()
+    weight = torch.randn(ROWS, DIM)
+    found = net.load_state_dict({"bags.rows.t.weight": weight}, strict=False)
+    assert "bags.rows.t.ids" in found.missing_keys
+    assert torch.equal(rows_of(net), weight)
+    with pytest.raises(RuntimeError, match=f"weights without ids; give all of its {ROWS} rows"):
+        net.load_state_dict({"bags.rows.t.weight": weight[1:]}, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weight", "message"),
+    [
+        (torch.tensor([0.5, 1.5]), torch.ones(2, DIM), "ids are integers, not torch.float32"),
+        (torch.tensor([[0, 1]]), torch.ones(2, DIM), "ids have one dimension"),
+        (torch.tensor([0, 1]), torch.ones(2, DIM).to_sparse(), "a dense tensor"),
+        (torch.tensor([0, 1]), "weights", "a tensor of numbers, not a str"),
+    ],
+)
+def test_states_that_mean_nothing_are_refused(ids: Tensor, weight: Any, message: str) -> None:
+    net = Net()
+    before = rows_of(net)
+    state = {"bags.rows.t.ids": ids, "bags.rows.t.weight": weight}
+    with pytest.raises(RuntimeError, match=message):
+        net.load_state_dict(state, strict=False)
+    assert torch.equal(rows_of(net), before)
+
+
+def test_a_whole_state_that_names_an_id_twice_is_refused() -> None:
+    net = Net()
+    backward(net, 0)
+    net.bags.optimizer.step()
+    state = net.state_dict()
+    state["bags.rows.t.ids"] = torch.zeros_like(state["bags.rows.t.ids"])
+    with pytest.raises(RuntimeError, match="names an id twice"):
+        Net().load_state_dict(state)
+
+
+def test_a_state_of_the_optimizer_finds_its_groups_by_their_tables() -> None:
+    first = ek.Table("a", rows=4, dim=2)
+    second = ek.Table("b", rows=4, dim=2, optimizer=ek.Adagrad(lr=0.5))
+    one = ek.EmbeddingBags([first, second], optimizer=ek.SGD(lr=0.1))
+    other = ek.EmbeddingBags([second, first], optimizer=ek.SGD(lr=0.2))
+    one.optimizer.param_groups[1]["lr"] = 0.25
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    rates = {group["tables"][0]: group["lr"] for group in other.optimizer.param_groups}
+    assert rates == {"a": 0.1, "b": 0.25}
+    third = ek.EmbeddingBags([first, ek.Table("c", rows=4, dim=2)], optimizer=ek.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="set each group's lr by hand"):
+        third.optimizer.load_state_dict(one.optimizer.state_dict())

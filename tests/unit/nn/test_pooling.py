@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -226,3 +227,12 @@ def test_what_cannot_be_is_refused_when_it_is_written_down() -> None:
     bags = ek.EmbeddingBags([Table("t", rows=3, dim=2, pooling="max")], optimizer=ek.SGD(lr=1))
     with pytest.raises(ConfigError, match="a max of weighted rows is not defined"):
         bags({"t": torch.ones(2, 2).long()}, per_sample_weights={"t": torch.ones(2, 2)})
+
+
+def test_padding_may_be_an_integer_of_numpys() -> None:
+    padding = ek.Table("t", rows=9, dim=2, padding_idx=np.int64(-1)).padding_idx  # type: ignore[arg-type]
+    assert padding == 8
+    assert type(padding) is int
+    for wrong in (1.0, True, "1"):
+        with pytest.raises(ConfigError, match="padding_idx is an id"):
+            ek.Table("t", rows=9, dim=2, padding_idx=wrong)  # type: ignore[arg-type]

@@ -94,3 +94,21 @@ def test_a_run_goes_on_from_a_repository_that_begins_with_an_import(tmp_path: Pa
     with ek.Keeper(str(tmp_path / "run"), model, [again.optimizer, dense]) as keeper:
         keeper.resume()
         assert torch.equal(again.rows("item", [5])["weight"], trained)
+
+
+def test_ids_that_are_none_too_large_or_of_another_kind() -> None:
+    module = ek.EmbeddingBags([ek.Table("item", capacity=9, dim=4)], optimizer=ek.SGD(lr=0.1))
+    assert module.rows("item", [])["weight"].shape == (0, 4)
+    module.upsert("item", [], torch.empty(0, 4))
+    assert module.delete("item", []) == 0
+    unsigned = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    with pytest.raises(IdError, match=f"id {2**64 - 1} does not fit 63 bits"):
+        module({"item": unsigned})
+    with pytest.raises(IdError, match=f"id {2**64 - 1} does not fit 63 bits"):
+        module.upsert("item", unsigned, torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="fit 64 bits"):
+        module.rows("item", [2**70])
+    with pytest.raises(StateError, match="a dense tensor"):
+        module.upsert("item", [1], torch.ones(1, 4).to_sparse())
+    module.upsert("item", [1], torch.ones(1, 4).to(torch.float8_e4m3fn))
+    assert module.rows("item", [1])["weight"].eq(1).all()

@@ -88,7 +88,8 @@ def test_a_column_by_name(tmp_path: Path) -> None:
         ("", "holds no lines"),
         ("started\n", "a header and no lines"),
         ("a,b\nx,y\n", "no column holds times or numbers"),
-        ("h\n3\n2\n1\n", "3 gaps between failures are too few"),
+        ("h\n3\n2\n1\n", "3 gaps between failures are too few to fit, there must be 5: give"),
+        ("gap_h\n" + "-3\n" * 9, "9 of 9 values are not above 0, and left out: give --mtbf"),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, text: str, words: str) -> None:
@@ -132,6 +133,20 @@ def test_machines_that_fail_together_are_counted(tmp_path: Path) -> None:
     assert log.counts == (10,) * 8
     assert log.together == 10
     assert "81 lines are 8 failures" in log.taken[1]
+
+
+def test_machines_that_fail_seconds_later_are_the_same_failure(tmp_path: Path) -> None:
+    """Monitoring sees the machines of one failure one after another: they were planned as failures
+    of one machine each, ten times as many."""
+    path = tmp_path / "failures.csv"
+    lines = [f"2001-01-01T{hour:02}:0{n // 6}:{n % 6}7,n{n}" for hour in range(8) for n in range(9)]
+    path.write_text("started,node\n" + "\n".join(lines) + "\n")
+    log = read_failures(path)
+    assert log.counts == (9,) * 8
+    np.testing.assert_allclose(log.gaps_hours, [1.0] * 7)
+    # A log to the minute: the next minute is another failure.
+    path.write_text("started\n" + "".join(f"2001-01-01T00:0{m}:00\n" for m in range(7)))
+    assert read_failures(path).failures == 7
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,9 @@ def test_a_run_that_plans_itself_in_toml() -> None:
     given = settings("checkpoint.recovery=auto", "checkpoint.target=accuracy loss 0.01%",
                      "checkpoint.mtbf=28h")  # fmt: skip
     assert given.strategy() == ek.auto(target="accuracy loss 0.01%", mtbf="28h")
+    more = settings("checkpoint.recovery=auto", "checkpoint.together=2",
+                    "checkpoint.reschedule=3min", "checkpoint.max_interval=5min")  # fmt: skip
+    assert more.strategy() == ek.auto(together=2, reschedule="3min", max_interval="5min")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,13 @@ def test_a_run_that_plans_itself_in_toml() -> None:
         (["job.mtbf=1h", "job.duration=1h", "job.save=1s", "job.load=1s"], "[job] is for recovery"),
         (["job.mtbf=1h", "job.duration=1h", "job.save=1s", "job.load=1s",
           "checkpoint.recovery=partial", "checkpoint.every=5 steps"], "leave out every"),
+        (["job.mtbf=1h", "job.duration=1h", "job.save=1s", "job.load=1s",
+          "checkpoint.recovery=auto"], "measures what [job] says"),
+        (["checkpoint.mirror=m", "checkpoint.mirror_every=x"], "mirror_every='x' is no interval"),
+        (["checkpoint.together=2"], 'together is for recovery = "auto"'),
+        (["checkpoint.recovery=auto", "checkpoint.slope=0.1"], "a target such as"),
+        (["checkpoint.recovery=auto", "checkpoint.every=5 steps", "checkpoint.max_interval=1h"],
+         "set every to a time"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(changes: list[str], words: str) -> None:

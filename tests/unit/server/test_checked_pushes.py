@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,8 @@ TABLES = [
 
 
 class Servers:
-    def __init__(self) -> None:
+    def __init__(self, tables: Sequence[Table] = TABLES) -> None:
+        self.tables = tables
         self.clock = VirtualClock()
         self.network = LocalNetwork(self.clock)
         self.hosts = LocalServers(self.network, 2)
@@ -40,7 +41,7 @@ class Servers:
 
     def join(self, *, coordinate: bool = False) -> FlightCluster:
         return FlightCluster(
-            TABLES, Adagrad(lr=0.1), self.hosts, seed=3, pool=Pool(1), coordinate=coordinate,
+            self.tables, Adagrad(lr=0.1), self.hosts, seed=3, pool=Pool(1), coordinate=coordinate,
             timing=Timing(deadline=10 * SECOND, lease=LEASE), clock=self.clock,
             transport=self.network.transport(),
         )  # fmt: skip

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from emberkeep.blobs import LocalStore
+from emberkeep.checkpoint import Checkpointer
 from emberkeep.errors import EpochError, ProtocolError, TableFullError
+from emberkeep.repository import Repository
 from emberkeep.rows import upsert as upserts
+from emberkeep.tables import Table
 from tests.contracts.engine import wanted_of
 from tests.unit.server.test_checked_pushes import Servers, owned, push, servers
 
@@ -59,6 +64,30 @@ def test_rows_that_this_client_has_pulled_ahead_are_pulled_again(servers: Server
     assert cluster.pull(wanted)[0].tolist() == [[3.0, 3.0]] * 2
 
 
+def test_so_are_rows_that_were_pulled_ahead_while_others_were_written(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a write under way the old rows are read; the push after it must not take them for new."""
+    first = servers.clusters[0]
+    second = servers.join()
+    servers.clusters.append(second)
+    ids = owned(first, 0, 1)
+    first.upsert("roomy", ids, {"weight": np.full((1, 2), 2.0)})
+    wanted = wanted_of(second, {"full": [], "roomy": ids})
+    shard = servers.epochs[0].shard
+    write = shard.upsert
+
+    def interrupted(*given: Any) -> None:
+        second.prefetch(wanted)
+        second._await_ahead()
+        write(*given)
+
+    monkeypatch.setattr(shard, "upsert", interrupted)
+    first.upsert("roomy", ids, {"weight": np.full((1, 2), 3.0)})
+    push(second, {"full": [1]})
+    assert second.pull(wanted)[0].tolist() == [[3.0, 3.0]]
+
+
 @pytest.mark.parametrize("how", ["delete", "install"])
 def test_so_are_rows_that_are_deleted_or_loaded(how: str, servers: Servers) -> None:
     first = servers.clusters[0]
@@ -77,6 +106,32 @@ def test_so_are_rows_that_are_deleted_or_loaded(how: str, servers: Servers) -> N
     push(second, {"full": [1]})
     assert second.pull(wanted)[0].tolist() == initial
     assert first.pull(wanted)[0].tolist() == initial
+
+
+@pytest.mark.parametrize("how", ["clear", "load"])
+def test_so_are_rows_of_tables_that_are_replaced_as_a_whole(how: str, tmp_path: Path) -> None:
+    """A fixed row keeps its place, which says nothing of what is there."""
+    servers = Servers([Table("full", rows=200, dim=2), Table("roomy", rows=200, dim=2)])
+    first = servers.clusters[0]
+    second = servers.join()
+    ids = [5, 6]
+    initial = weights(first, *ids)
+    saver = Checkpointer(Repository.create(LocalStore(tmp_path), schema=first.schema()), first)
+    saver.save(0)
+    saved = saver.wait()
+    assert saved is not None
+    first.upsert("roomy", ids, {"weight": np.full((2, 2), 3.0)})
+    wanted = wanted_of(second, {"full": [], "roomy": ids})
+    second.prefetch(wanted)
+    if how == "clear":
+        first.clear()
+    else:
+        names = {table.name: table.name for table in first.tables}
+        first.load_version(saver.repository, [saved], names)
+    push(second, {"full": [1]})
+    assert second.pull(wanted)[0].tolist() == initial
+    for cluster in (second, first):
+        cluster.close()
 
 
 def test_a_table_that_another_worker_fills_in_between_is_said_as_it_is(

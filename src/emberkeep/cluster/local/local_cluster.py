@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import F32, I64, Rates, RowIds
-from emberkeep.cluster.base import check_size
+from emberkeep.cluster.base import Cluster, check_size
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.outage import surviving
@@ -25,6 +25,7 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
+from emberkeep.rows.slab import Slab
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
@@ -32,8 +33,9 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiers import decisions
-from emberkeep.tiers.durable_open import tier_files
-from emberkeep.tiers.tiered_slab import TieredSlab, TierStatus
+from emberkeep.tiers.durable_open import open_slab, tier_files
+from emberkeep.tiers.tier_use import TierStatus, TierUse
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,12 @@ def local(
     return Local(shards=shards, threads=threads, failures=failures, parity=parity)
 
 
+def tier_use(clusters: Iterable[Cluster]) -> TierUse | None:
+    """How the caches of all tiers of these clusters have served together; None without a tier."""
+    local_clusters = [cluster for cluster in clusters if isinstance(cluster, LocalCluster)]
+    return TierUse.of([file for cluster in local_clusters for file in cluster.tier_status()])
+
+
 _Part = tuple[Sequence[RowIds], Sequence[F32]]
 
 # Said of a push: the shard's rows came from a repository since, or the push was given up.
@@ -107,7 +115,10 @@ class _Numbered:
 
 
 class LocalCluster(ProtectedCluster[Shard, LocalParity]):
-    """Shards of this process. They fail on request: `kill` drops their memory."""
+    """Shards of this process. They fail on request: `kill` drops their memory.
+
+    `slabs` opens what a shard holds of its tables, as `open_slab` does.
+    """
 
     def __init__(
         self,
@@ -118,18 +129,21 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         seed: int = 0,
         pool: pools.Pool,
         clock: Clock = SYSTEM_CLOCK,
+        slabs: Callable[..., Slab] = open_slab,
     ) -> None:
         made: list[Shard] = []
         try:
             for i in range(shards):
                 shard = Shard(
-                    tables, optimizer, index=i, count=shards, seed=seed, pool=pool, clock=clock
-                )
+                    tables, optimizer, index=i, count=shards, seed=seed, pool=pool, clock=clock,
+                    slabs=slabs,
+                )  # fmt: skip
                 made.append(shard)
         except BaseException:  # the traceback keeps shards alive: let go of files at once
             end_all(*(shard.kill for shard in made))
             raise
         super().__init__(tables, optimizer, made, seed=seed, pool=pool, clock=clock)
+        self._slabs = slabs
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)
@@ -162,7 +176,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         new = Shard(
             self.tables, self.optimizer, index=index, count=len(self.shards),
             seed=self.seed, pool=self.pool, epoch=old.epoch + 1, state="recovering",
-            clock=self._clock,
+            clock=self._clock, slabs=self._slabs,
         )  # fmt: skip
         if self._tracked:
             new.track(self._priority)

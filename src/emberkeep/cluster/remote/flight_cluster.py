@@ -25,8 +25,9 @@ import numpy.typing as npt
 from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed, ShardHandle
 from emberkeep.cluster.outage import surviving
+from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
-from emberkeep.cluster.remote.remote_cluster import OnRestart, RemoteCluster
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
@@ -404,13 +405,19 @@ class FlightCluster(RemoteCluster):
         self._start_round()
 
     def unfinished(self, shard: int) -> int:
-        given_up = sum(bool(sent.missing) and shard not in sent.missing for sent in self._unsettled)
-        sent = self._applying
-        if sent is None:
-            return given_up
-        about = {"incarnation": sent.incarnation, "world": self.world}
-        applied = int(self.handles[shard].ask("status", about)["applied"])
-        return given_up + (applied >= sent.number)
+        waiting = {handle.index for handle in self.handles if handle.state != "serving"}
+        pushes = [sent for sent in list(self._unsettled) if sent.missing & waiting]
+        pushes += [] if self._applying is None else [self._applying]
+        applied = {
+            incarnation: self._status_of(shard, incarnation)["applied"]
+            for incarnation in sorted({sent.incarnation for sent in pushes})
+        }
+        return sum(sent.number <= applied[sent.incarnation] for sent in pushes)
+
+    def _status_of(self, shard: int, incarnation: int) -> Json:
+        """What the server of a shard says of itself, and of the pushes of an incarnation."""
+        about = {"incarnation": incarnation, "world": self.world}
+        return self.handles[shard].own_status(about)
 
     def _last_together(self) -> int:
         return self._number if self.world > 1 else 0
@@ -437,8 +444,7 @@ class FlightCluster(RemoteCluster):
         status_of: dict[int, Json] = {}  # asked once for each incarnation, not for each push
         for sent in self._unsettled:
             if sent.incarnation not in status_of:
-                about = {"incarnation": sent.incarnation, "world": self.world}
-                status_of[sent.incarnation] = shard.ask("status", about)
+                status_of[sent.incarnation] = self._status_of(index, sent.incarnation)
             status = status_of[sent.incarnation]
             needed = index in sent.missing or status["from_parity"]
             if (needed or self._follows) and sent.number > status["applied"]:

@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar
 
 from emberkeep._types import Json
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
+from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
@@ -42,15 +43,13 @@ from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.waiting import Waiting
 from emberkeep.tables import Optimizer, Table
+from emberkeep.tiers.tier_use import TierStatus
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import PROTOCOL, describe_table
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
 _T = TypeVar("_T")
-OnRestart = Literal["rewind", "adopt"]
-"""What a trainer does with live servers of the one before: rows go back to a version with all else,
-or stay as they are."""
 
 _POLL_SECONDS = 0.1
 # How often it is said again that a server is waited for.
@@ -58,15 +57,6 @@ _REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
 # killed by its own recovery, by its need of memory say, and the repository is asked instead.
 _MOST_LOSSES = 8
-
-
-def check_on_restart(on_restart: str, parity: Parity | None) -> None:
-    if on_restart not in get_args(OnRestart):
-        raise ConfigError(f"on_restart is rewind or adopt, not {on_restart!r}")
-    if on_restart == "adopt" and parity is not None:
-        raise ConfigError(
-            "the parity of a run ends with its trainer: leave out parity=, or on_restart='adopt'"
-        )
 
 
 def _nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
@@ -175,7 +165,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
                 epoch = 1 + max(status["epoch"] for status in statuses)
                 self._term = 1 + max(status["term"] for status in statuses)
-                about = {**self._about(), "begins": True, "adopt": self._adoptable(statuses)}
+                about = {**self._about(), "begins": True}
+                if self._on_restart == "adopt":
+                    self.adopted = adoptable(statuses, about)
+                    about["adopt"] = self.adopted is not None
                 self._check_tiers()
                 self._each([partial(shard.admit, epoch, about) for shard in self.handles])
                 # First: one that has opened its files holds its lease while others are at it.
@@ -196,31 +189,6 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
         self._each([shard.serve for shard in self.handles])
-
-    def _adoptable(self, statuses: Sequence[Json]) -> bool:
-        """Whether all servers hold rows of this model and one run, and are to go on with them."""
-        self.adopted = None
-        if self._on_restart != "adopt":
-            return False
-        about = self._about()
-        runs = {status.get("run", {}).get("repository", "") for status in statuses}
-        same = all(
-            status["state"] == "serving"
-            and "parity" not in status
-            and status.get("origin")
-            == {key: about[key] for key in ("tables", "optimizer", "seed", "shards")}
-            | {"shard": index}
-            for index, status in enumerate(statuses)
-        )
-        if same and len(runs) == 1 and runs != {""}:
-            (self.adopted,) = runs
-        elif any(status["state"] == "serving" for status in statuses):
-            warnings.warn(
-                "not all servers hold rows of this model and of one run, so none are adopted: the "
-                "run goes back to its newest version",
-                stacklevel=6,
-            )
-        return self.adopted is not None
 
     def _check_tiers(self) -> None:
         """Rows of all servers live in files, or those of none."""
@@ -244,10 +212,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             self._serving()
             return self._each([partial(shard.ask, "tier", header) for shard in self.handles])
 
-    def tier_status(self) -> list[Json]:
-        """How the files of the servers' tiers are doing, one entry for each; as `TierStatus`."""
+    def tier_status(self) -> list[TierStatus]:
+        """How the files of the servers' tiers are doing, one entry for each."""
         tiers = [shard.status().get("tier", {"files": []}) for shard in self.handles]
-        return [file for tier in tiers for file in tier["files"]]
+        return [TierStatus(**file) for tier in tiers for file in tier["files"]]
 
     def _reach(self, shard: RemoteShard) -> Json:
         try:
@@ -567,18 +535,32 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         # A server drops a host of its parity that is silent for a deadline: then it answers.
         if seconds > 3 * self.timing.deadline.total_seconds():
             # Rows that do not come back, because a host of their parity is out of reach, are lost.
-            waiting = [shard.index for shard in self.handles if self._waits_for_rows(shard)]
-            if not waiting or not self.coordinates:
+            if not self.coordinates or not any(self._missing_rows()):
                 raise error
-            self._give_up(waiting)
-            if not self._bring_back(ShardLostError(waiting)):
-                raise ShardLostError(waiting) from error
+            stuck = self._not_rebuilding()
+            if not stuck:
+                return False
+            self._give_up(stuck)
+            if not self._bring_back(ShardLostError(stuck)):
+                raise ShardLostError(stuck) from error
             return True
         self._clock.sleep(_POLL_SECONDS / 5)
         return False
 
-    def _waits_for_rows(self, shard: RemoteShard) -> bool:
-        return bool(shard.status().get("parity", {}).get("missing_rows"))
+    def _not_rebuilding(self) -> list[int]:
+        """The shards that wait for rows, and have got none of them after a deadline."""
+        before = now = self._missing_rows()
+        until = self._clock.monotonic() + self.timing.deadline.total_seconds()
+        while self._clock.monotonic() < until:
+            self._clock.sleep(_POLL_SECONDS)
+            now = self._missing_rows()
+            if all(rows < then for rows, then in zip(now, before, strict=True) if then):
+                return []
+        return [i for i, then in enumerate(before) if then and now[i] >= then]
+
+    def _missing_rows(self) -> list[int]:
+        statuses = [shard.status() for shard in self.handles]
+        return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

@@ -206,6 +206,14 @@ class RemoteShard:
         except ShardLostError:
             return {}
 
+    def own_status(self, about: Json) -> Json:
+        """What the server says of itself and what it is asked about; a shard whose place another
+        server or epoch has taken is lost."""
+        status = self._act("status", about)[0]
+        if status["life"] != self.life or status["epoch"] != self.epoch:
+            raise self.lose()
+        return status
+
     def alive(self) -> bool:
         """Whether the server still is what it was; a shard that is not is lost."""
         with self._lock:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from emberkeep.cluster.base import PATIENCE, check_size
+from emberkeep.cluster.remote.adoptable_rows import OnRestart, check_on_restart
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_cluster import OnRestart, check_on_restart
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.spread import check_tier, places, warn_of_sharing
 from emberkeep.erasure.codes import Parity

@@ -71,7 +71,8 @@ class Task:
         self.woken = False
         self.thread: Any = None
         """The `threading.Thread` that it runs, if there is one."""
-        self.carrier = _carrier()
+        self.carrier: _Carrier | None = None
+        """None until it has its first turn."""
         self._call = call
         self._token = 0
 
@@ -89,21 +90,24 @@ class _Carrier:
         while True:
             self.baton.acquire()
             task = self.task
-            assert task is not None
-            task.scheduler._run(task)
+            while task is not None:
+                # A task that has its first turn when another ends needs no other thread.
+                task = task.scheduler._run(task, self)
+
+
+class _Here(_thread._local):
+    """What each thread of the system carries."""
+
+    task: Task | None = None
 
 
 _idle: list[_Carrier] = []
-_tasks: dict[int, Task] = {}
-
-
-def _carrier() -> _Carrier:
-    return _idle.pop() if _idle else _Carrier()
+here = _Here()
 
 
 def current_task() -> Task | None:
     """The task of the calling thread; None for a thread that is no part of a simulation."""
-    return _tasks.get(_thread.get_ident())
+    return here.task
 
 
 class Scheduler:
@@ -119,7 +123,7 @@ class Scheduler:
         self.turns = 0
         self.over = False
         self.failure: BaseException | None = None
-        self._tasks: set[Task] = set()
+        self._tasks: dict[Task, None] = {}
         self._runnable: list[Task] = []
         self._timers: list[tuple[float, int, Task | Callable[[], object], int]] = []
         self._made = 0
@@ -134,7 +138,7 @@ class Scheduler:
         """Runs `main` and everything that it starts until it ends; raises what ended it."""
         self._main = self.spawn("main", main, process)
         self._runnable.remove(self._main)
-        self._main.carrier.baton.release()
+        self._hand_to(self._main)
         if not self._done.acquire(timeout=_PATIENCE_SECONDS):
             self._stands_still = True
             raise TimeoutError(f"a simulation stands still in real time:\n{self.describe()}")
@@ -146,12 +150,13 @@ class Scheduler:
         if self._stands_still:
             return  # one of them has the baton, and does not hand it on
         self.over = True
-        for task in sorted(self._tasks, key=lambda task: task.carrier.ident):
-            if task not in self._tasks:
-                continue
+        for task in list(self._tasks):
+            if task.carrier is None:
+                continue  # it never had a turn
             task.carrier.baton.release()
             if not self._done.acquire(timeout=_PATIENCE_SECONDS):
                 raise TimeoutError(f"{task.name} of {task.process} does not end")
+        self._tasks.clear()
         self._timers.clear()
         self._runnable.clear()
 
@@ -160,8 +165,7 @@ class Scheduler:
     def spawn(self, name: str, call: Callable[[], object], process: Process) -> Task:
         """A thread that can run from now on."""
         task = Task(self, name, call, process)
-        task.carrier.task = task
-        self._tasks.add(task)
+        self._tasks[task] = None
         self._ready(task)
         return task
 
@@ -256,6 +260,7 @@ class Scheduler:
     def _switch(self, task: Task) -> None:
         following = self._next()
         if following is not task:
+            assert task.carrier is not None
             self._hand_to(following)
             task.carrier.baton.acquire()
         if self.over:
@@ -265,8 +270,12 @@ class Scheduler:
         if task is None:
             self.over = True
             self._done.release()
-        else:
-            task.carrier.baton.release()
+            return
+        carrier = task.carrier
+        if carrier is None:
+            carrier = _idle.pop() if _idle else _Carrier()
+            carrier.task, task.carrier = task, carrier
+        carrier.baton.release()
 
     def _next(self) -> Task | None:
         """The task that has the baton next; None where the run has failed."""
@@ -297,10 +306,10 @@ class Scheduler:
         tasks.pop()
         return task
 
-    def _run(self, task: Task) -> None:
-        """The life of a task, on its carrier."""
-        ident = _thread.get_ident()
-        _tasks[ident] = task
+    def _run(self, task: Task, carrier: _Carrier) -> Task | None:
+        """The life of a task, on its carrier; the one that it carries next. None once others may
+        have the carrier: from then on it waits for its baton."""
+        here.task = task
         try:
             if not self.over:
                 task._call()
@@ -309,16 +318,20 @@ class Scheduler:
         except BaseException as error:
             self.failure = self.failure or error
         finally:
-            del _tasks[ident]
-            self._tasks.discard(task)
-            task.carrier.task = None
-            _idle.append(task.carrier)
+            here.task = carrier.task = None
         if self.over:
+            _idle.append(carrier)
             self._done.release()
-        elif self.failure is not None or task is self._main:
-            self._hand_to(None)
-        else:
-            self._hand_to(self._next())
+            return None
+        del self._tasks[task]
+        failed = self.failure is not None or task is self._main
+        following = None if failed else self._next()
+        if following is not None and following.carrier is None:
+            following.carrier = carrier
+            return following
+        _idle.append(carrier)
+        self._hand_to(following)
+        return None
 
 
 @contextmanager
@@ -334,8 +347,3 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         scheduler.preemption = before
-
-
-def ident_of(task: Task) -> int:
-    """What `threading.get_ident` says in that task."""
-    return task.carrier.ident

@@ -22,7 +22,7 @@ from emberkeep.cluster.remote import remote_cluster
 from emberkeep.runtime import background, crew, pool
 from emberkeep.runtime.background_failures import BackgroundFailures
 from emberkeep.runtime.pool import be_nice
-from emberkeep.testing.simulation.scheduler import Ended, Task, current_task, ident_of
+from emberkeep.testing.simulation.scheduler import Ended, Task, current_task, here
 
 # Modules that make objects for a simulation, by how their names begin.
 _OURS = ("emberkeep.", "concurrent.futures", "threading")
@@ -44,6 +44,7 @@ _real_nice = be_nice
 _real_future = Future.__init__
 _AcquireFutures: Any = getattr(_base, "_AcquireFutures")  # noqa: B009
 _futures = itertools.count()
+_idents = itertools.count(1)
 
 
 class SimLock:
@@ -58,14 +59,15 @@ class SimLock:
         self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        task = current_task()
+        task = here.task
         if task is None or task.scheduler.over:
             return True
         if self._owner is task and self._reentrant:
             self._depth += 1
             return True
         scheduler = task.scheduler
-        scheduler.preempt()
+        if scheduler.preemption:
+            scheduler.preempt()
         until = None if timeout < 0 else scheduler.seconds + timeout
         while self._owner is not None:
             if not blocking:
@@ -79,7 +81,7 @@ class SimLock:
         return True
 
     def release(self) -> None:
-        task = current_task()
+        task = here.task
         if task is None or task.scheduler.over:
             return
         if self._owner is None or (self._reentrant and self._owner is not task):
@@ -262,9 +264,8 @@ def _start(thread: threading.Thread) -> None:
             ended._set = True
         ended.set()
 
-    made = task.scheduler.spawn(thread.name, run, task.process)
-    made.thread = thread
-    held._ident = ident_of(made)
+    task.scheduler.spawn(thread.name, run, task.process).thread = thread
+    held._ident = next(_idents)  # a thread of the system carries it from its first turn on
     held._started._set = True
     task.scheduler.preempt()
     return None

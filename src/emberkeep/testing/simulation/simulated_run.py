@@ -6,16 +6,23 @@ import gc
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from emberkeep.checkpoint.restore import load
+from emberkeep.checkpoint import restore
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import EmberkeepError, FencedError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing.simulation.row_model import RowModel, differences, rows_of
 from emberkeep.testing.simulation.scenarios import run_of
-from emberkeep.testing.simulation.scheduler import Process, Scheduler, SimulationError
+from emberkeep.testing.simulation.scheduler import (
+    Process,
+    Scheduler,
+    SimulationError,
+    undisturbed,
+)
 from emberkeep.testing.simulation.sim_job import Follower, Job, Leader
 from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
@@ -40,6 +47,13 @@ class Outcome:
     """How often the parity of a host was held against the rows."""
     faults: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
+
+
+def freeze_heap() -> None:
+    """For a process that runs many seeds: what is loaded is not gone through again and again for
+    what a run leaves behind."""
+    gc.collect()
+    gc.freeze()
 
 
 def simulate(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Outcome:
@@ -170,6 +184,19 @@ def _main(job: Job) -> None:
     _verify(job)
 
 
+@contextmanager
+def _at_once() -> Iterator[None]:
+    """A version is read without a thread that reads ahead: nothing can come in between any more,
+    and turns cost more than the reading."""
+    before = getattr(restore, "ahead_of")  # noqa: B009
+    setattr(restore, "ahead_of", iter)  # noqa: B010
+    try:
+        with undisturbed():
+            yield
+    finally:
+        setattr(restore, "ahead_of", before)  # noqa: B010
+
+
 def _verify(job: Job) -> None:
     """Every version restores exactly what was frozen for it."""
     if job.options.workers == "asynchronous":
@@ -184,7 +211,8 @@ def _verify(job: Job) -> None:
     for version in repository.versions():
         manifest = repository.manifest(version)
         then = model.instants[int(manifest.counters["instant"])]
-        load(repository, version, target, Pool(1))
+        with _at_once():
+            restore.load(repository, version, target, Pool(1))
         wrong = differences(rows_of(target), then.rows)
         if wrong or manifest.step != then.step:
             raise SimulationError(f"version {version} of step {manifest.step}: {wrong}")

@@ -1,0 +1,226 @@
+"""A run that plans itself on real servers, against the plan of its start and an oracle.
+
+Real servers are killed (SIGKILL) at seeded moments of a training, and half-way failures become four
+times as frequent. One run plans itself (`ek.auto`), one keeps the plan that it made at the start,
+and one knows how often servers fail from then on. Versions, recoveries and repeated steps are real;
+time is that of a job, which counts a minute for each step, whatever else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("EMBERKEEP_QUIET", "1")
+
+import torch
+
+import emberkeep as ek
+from _common import options, report
+from emberkeep.checkpoint.run_plan import FailureHistory
+from emberkeep.testing.virtual_clock import VirtualClock
+
+POLICIES = ("closed", "fixed", "oracle")
+SHARDS, ROWS, DIM, BATCH = 4, 20_000, 8, 64
+STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 60.0, 2, 5
+STEP = timedelta(seconds=STEP_SECONDS)
+STEPS, QUICK_STEPS = 1600, 200
+MTBF_STEPS, FACTOR = 200, 0.25
+TARGETS, QUICK_TARGETS = (0.05,), (0.05,)
+SEED = 21
+COLUMNS = [
+    "target", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
+    "PLS", "plans",
+]  # fmt: skip
+
+NOTE = f"""\
+Overheads are shares of the job: steps that were taken again, {SAVE_STEPS} steps for each version
+(training stands still while a state is gathered) and {RECOVERY_STEPS} for each recovery. All
+policies know the MTBF of the first half ({MTBF_STEPS} steps) and fail by the same seed; one that
+loses more time meets more failures. One run each: a ratio has an error of a tenth or so."""
+
+
+class SlowState:
+    """What a version has to wait for."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def state_dict(self) -> dict[str, Any]:
+        self._clock.sleep(SAVE_STEPS * STEP_SECONDS)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Failures:
+    """When servers are killed, in steps of the job's clock."""
+
+    def __init__(self, steps: int, seed: int) -> None:
+        self._random = np.random.default_rng([seed, 3])
+        self._change = steps / 2
+        self.next = self._draw(0.0)
+
+    def mtbf(self, now: float) -> float:
+        return MTBF_STEPS * (FACTOR if now >= self._change else 1.0)
+
+    def _draw(self, now: float) -> float:
+        left = float(self._random.exponential())
+        until = max(0.0, self._change - now) / self.mtbf(now)
+        if left < until or now >= self._change:
+            return now + left * self.mtbf(now)
+        return self._change + (left - until) * self.mtbf(self._change)
+
+    def strike(self, now: float) -> int | None:
+        """The server that dies now, if one does."""
+        if now < self.next:
+            return None
+        self.next = self._draw(now)
+        return int(self._random.integers(SHARDS))
+
+
+class Run:
+    """One training under one policy."""
+
+    def __init__(self, policy: str, target: float, steps: int, seed: int) -> None:
+        self.policy, self.steps = policy, steps
+        self.clock, self.began = VirtualClock(), 0.0
+        self.failures = Failures(steps, seed)
+        self.versions = self.plans = self.killed = self.executed = 0
+        self.bags = ek.EmbeddingBags(
+            [ek.Table("item", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=0.1),
+            cluster=ek.servers(shards=SHARDS, spares=1, threads=1), seed=seed,
+        )  # fmt: skip
+        random = np.random.default_rng([seed, 4])
+        self.batches = torch.from_numpy(random.integers(0, ROWS, (64, BATCH)))
+        self.strategy = ek.auto(
+            target=f"PLS {target:g}", mtbf=MTBF_STEPS * STEP,
+            first=40 * STEP,
+        )  # fmt: skip
+
+    def now(self) -> float:
+        """In steps since the run began."""
+        return (self.clock.monotonic() - self.began) / STEP_SECONDS
+
+    def hear(self, event: str, details: dict[str, Any]) -> None:
+        self.versions += event == "saved" and 0 < details["step"] < self.steps
+        self.plans += event == "planned"
+
+    def follow_policy(self, planner: Any) -> None:
+        """What a policy knows of failures, and when it plans."""
+        hear, review = planner.hear, planner.review
+
+        def hear_of(event: str, details: dict[str, Any]) -> None:
+            if event == "recovered":  # as long as it takes on the job's clock
+                self.clock.sleep(RECOVERY_STEPS * STEP_SECONDS)
+                details = {**details, "seconds": RECOVERY_STEPS * STEP_SECONDS}
+            hear(event, details)
+
+        planner.hear = hear_of
+        if self.policy == "fixed":
+            planner.review = lambda step: review(step) if planner.plan is None else None
+        if self.policy != "closed":
+            planner._passed = lambda: FailureHistory(
+                hours=self.failures.mtbf(self.now() if self.policy == "oracle" else 0.0)
+                * STEP_SECONDS / 3600, count=1.0, shards=1.0, seen=self.killed,
+            )  # fmt: skip
+
+    def to_the_end(self) -> dict[str, Any]:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as place:
+            keeper = ek.Keeper(
+                place, self.bags, self.bags.optimizer, total_steps=self.steps, clock=self.clock,
+                strategy=self.strategy, state={"slow": SlowState(self.clock)}, on_event=self.hear,
+            )  # fmt: skip
+            self.follow_policy(keeper._planner)
+            keeper.resume()
+            self.began, changed = self.clock.monotonic(), False
+            while keeper.steps < self.steps:
+                with keeper.surviving():
+                    self.step(keeper)
+                if not changed and self.now() >= self.steps / 2:
+                    changed = True
+                    keeper._planner.review(keeper.steps)  # type: ignore[union-attr]
+            overhead, made = self.now() / self.steps - 1, keeper.recoveries()
+            assert made is not None
+            plan = keeper._planner.plan  # type: ignore[union-attr]
+            keeper.close()
+        self.bags.cluster.close()
+        return {
+            "overhead": overhead, "versions": self.versions, "failures": self.killed,
+            "again": self.executed - self.steps, "full": made.full, "partial": made.partial,
+            "pls": made.pls, "plans": self.plans, "seconds": time.monotonic() - started,
+            "last_plan": plan.reason if plan else "none",
+        }  # fmt: skip
+
+    def step(self, keeper: ek.Keeper) -> None:
+        struck = self.failures.strike(self.now())
+        if struck is not None:
+            self.killed += 1
+            os.kill(self.bags.cluster.launcher.pid(struck), signal.SIGKILL)  # type: ignore[attr-defined]
+        ids = self.batches[keeper.steps % len(self.batches)]
+        self.bags({"item": ids}).sum().backward()
+        self.bags.optimizer.step()
+        self.bags.optimizer.zero_grad()
+        self.executed += 1
+        self.clock.sleep(STEP_SECONDS)
+        keeper.step()
+        if keeper.cut_step == keeper.steps:
+            keeper.wait()  # seconds of writing here are less than a step of the job
+
+
+def main() -> None:
+    given = options(__file__, __doc__.splitlines()[0])
+    torch.set_num_threads(1)
+    steps = QUICK_STEPS if given.quick else STEPS
+    targets = QUICK_TARGETS if given.quick else TARGETS
+    rows, pls = [], 0.0
+    overheads: dict[tuple[float, str], float] = {}
+    for target, policy in itertools.product(targets, POLICIES):
+        run = Run(policy, target, steps, SEED).to_the_end()
+        overheads[target, policy] = run["overhead"]
+        rows.append([
+            f"PLS {target:g}", policy, f"{run['overhead']:.1%}",
+            *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
+            f"{run['pls']:.3g}", str(run["plans"]),
+        ])  # fmt: skip
+        print(
+            f"{policy}: {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
+            f"{run['last_plan']}", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        if target and policy == "closed":
+            pls = max(pls, run["pls"] / target)
+    report(
+        given,
+        config={
+            "steps": steps, "save_steps": SAVE_STEPS, "recovery_steps": RECOVERY_STEPS,
+            "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR], "servers": SHARDS,
+            "targets": targets, "seed": SEED,
+        },
+        figures={
+            "closed_loop_vs_oracle": max(
+                overheads[t, "closed"] / overheads[t, "oracle"] for t in targets
+            ),
+            "fixed_plan_vs_oracle": max(
+                overheads[t, "fixed"] / overheads[t, "oracle"] for t in targets
+            ),
+            "closed_loop_pls_of_target": pls,
+        },
+        columns=COLUMNS,
+        rows=rows,
+        notes=[NOTE],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What a trainer that is started again does with live servers of the one before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from emberkeep._types import Json
+from emberkeep.erasure.codes import Parity
+from emberkeep.errors import ConfigError
+
+OnRestart = Literal["rewind", "adopt"]
+"""Rows go back to a version with all else, or stay as they are."""
+_SAME = ("tables", "optimizer", "seed", "shards")
+
+
+def check_on_restart(on_restart: str, parity: Parity | None) -> None:
+    if on_restart not in get_args(OnRestart):
+        raise ConfigError(f"on_restart is rewind or adopt, not {on_restart!r}")
+    if on_restart == "adopt" and parity is not None:
+        raise ConfigError(
+            "the parity of a run ends with its trainer: leave out parity=, or on_restart='adopt'"
+        )
+
+
+def adoptable(statuses: Sequence[Json], about: Json) -> str | None:
+    """The run, by the id of its repository, whose rows all servers hold, if it is that of one model
+    with the one that is meant; None, with a warning where there are other rows."""
+    runs = {status.get("run", {}).get("repository", "") for status in statuses}
+    same = all(
+        status["state"] == "serving"
+        and "parity" not in status
+        and status.get("origin") == {**{key: about[key] for key in _SAME}, "shard": index}
+        for index, status in enumerate(statuses)
+    )
+    if same and len(runs) == 1 and runs != {""}:
+        return str(runs.pop())
+    if any(status["state"] == "serving" for status in statuses):
+        warnings.warn(
+            "not all servers hold rows of this model and of one run, so none are adopted: the run "
+            "goes back to its newest version",
+            stacklevel=7,
+        )
+    return None
