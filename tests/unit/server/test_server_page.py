@@ -85,14 +85,20 @@ def test_status_names_node_process_memory_run_and_step(server: Server) -> None:
     server.ask("load_table_state", {"epoch": 1, "tables": {"t": {"steps": 41, "tick": 0}}})
     server.clock.sleep(3)
     status = server.ask("status")
-    assert status["run"] == {"id": RUN, "name": "", "trainer": "node7/123", "step": 41}
+    assert status["run"] == {
+        "id": RUN,
+        "name": "",
+        "trainer": "node7/123",
+        "step": 41,
+        "repository": "",
+    }
     assert (status["rows"], status["row_nbytes"]) == (49, 49 * 16)
     assert (status["lease_age_seconds"], status["lease_seconds"]) == (3, 15)
     assert status["log"] == "/x/server-1.log"
     assert status["last_event"]["event"] == "admitted"
     server.renew(step=43, name="nightly", version=7, pls=0.5)
     assert server.ask("status")["run"] == {
-        "id": RUN, "name": "nightly", "trainer": "node7/123", "step": 43
+        "id": RUN, "name": "nightly", "trainer": "node7/123", "step": 43, "repository": ""
     }  # fmt: skip
 
 
