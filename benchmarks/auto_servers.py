@@ -35,10 +35,10 @@ STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 60.0, 2, 5
 STEP = timedelta(seconds=STEP_SECONDS)
 STEPS, QUICK_STEPS = 1600, 200
 MTBF_STEPS, FACTOR = 200, 0.25
-TARGETS, QUICK_TARGETS = (0.05,), (0.05,)
-SEED = 21
+TARGET = 0.05
+SEEDS = (21, 22, 23, 24, 25)
 COLUMNS = [
-    "target", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
+    "seed", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
     "PLS", "plans",
 ]  # fmt: skip
 
@@ -46,7 +46,8 @@ NOTE = f"""\
 Overheads are shares of the job: steps that were taken again, {SAVE_STEPS} steps for each version
 (training stands still while a state is gathered) and {RECOVERY_STEPS} for each recovery. All
 policies know the MTBF of the first half ({MTBF_STEPS} steps) and fail by the same seed; one that
-loses more time meets more failures. One run each: a ratio has an error of a tenth or so."""
+loses more time meets more failures. The target is PLS {TARGET:g}. Ratios are of the sums over all
+seeds; single runs have about twenty failures each and differ widely."""
 
 
 class SlowState:
@@ -183,14 +184,14 @@ def main() -> None:
     given = options(__file__, __doc__.splitlines()[0])
     torch.set_num_threads(1)
     steps = QUICK_STEPS if given.quick else STEPS
-    targets = QUICK_TARGETS if given.quick else TARGETS
+    seeds = SEEDS[:1] if given.quick else SEEDS
     rows, pls = [], 0.0
-    overheads: dict[tuple[float, str], float] = {}
-    for target, policy in itertools.product(targets, POLICIES):
-        run = Run(policy, target, steps, SEED).to_the_end()
-        overheads[target, policy] = run["overhead"]
+    overheads = dict.fromkeys(POLICIES, 0.0)
+    for seed, policy in itertools.product(seeds, POLICIES):
+        run = Run(policy, TARGET, steps, seed).to_the_end()
+        overheads[policy] += run["overhead"]
         rows.append([
-            f"PLS {target:g}", policy, f"{run['overhead']:.1%}",
+            str(seed), policy, f"{run['overhead']:.1%}",
             *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
             f"{run['pls']:.3g}", str(run["plans"]),
         ])  # fmt: skip
@@ -198,22 +199,18 @@ def main() -> None:
             f"{policy}: {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
             f"{run['last_plan']}", file=sys.stderr, flush=True,
         )  # fmt: skip
-        if target and policy == "closed":
-            pls = max(pls, run["pls"] / target)
+        if policy == "closed":
+            pls = max(pls, run["pls"] / TARGET)
     report(
         given,
         config={
             "steps": steps, "save_steps": SAVE_STEPS, "recovery_steps": RECOVERY_STEPS,
             "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR], "servers": SHARDS,
-            "targets": targets, "seed": SEED,
+            "target": TARGET, "seeds": seeds,
         },
         figures={
-            "closed_loop_vs_oracle": max(
-                overheads[t, "closed"] / overheads[t, "oracle"] for t in targets
-            ),
-            "fixed_plan_vs_oracle": max(
-                overheads[t, "fixed"] / overheads[t, "oracle"] for t in targets
-            ),
+            "closed_loop_vs_oracle": overheads["closed"] / overheads["oracle"],
+            "closed_loop_vs_fixed": overheads["closed"] / overheads["fixed"],
             "closed_loop_pls_of_target": pls,
         },
         columns=COLUMNS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,10 +227,12 @@ class Import:
     def _commit(self, stage: Stage, advance: Advance, *, resumed: bool) -> Imported:
         repository = self.repository
         if repository is None:
+            # Rows are refused before there is anything to remove again: what lies below the root
+            # may be somebody else's, and so may the repository by then.
+            for _ in self._joiner(stage, (), union=False).chunks():
+                pass
             repository = Repository.create(self.store, schema=self.schema)
         with ExitStack() as stack:
-            if self.repository is None:
-                stack.enter_context(_removed_if_refused(self.store))
             writer = Writer.open(repository)
             newest = repository.newest_whole()
             chain: Sequence[Manifest] = ()
@@ -238,10 +240,7 @@ class Import:
                 stack.enter_context(Hold(repository, newest))
                 chain = repository.chain(newest)
             grid = bool(chain) and grid_of(chain[-1]) is not None
-            joiner = Joiner(
-                stage, self.tables, fill=self.choice.fill, union=grid, first=not chain,
-                state=_state(self.tables, chain),
-            )  # fmt: skip
+            joiner = self._joiner(stage, chain, union=grid)
             if not chain:
                 for intake in self.intakes:  # bias corrections go on where they were
                     state = joiner.state[intake.table]
@@ -276,6 +275,12 @@ class Import:
             manifest=manifest, rows=totals.rows, new=totals.new, filled=totals.filled,
             passed_over=self.passed_over, kinds=[source.kind for source in self.sources],
             created=self.repository is None, resumed=resumed, whole=grid or before is None,
+        )  # fmt: skip
+
+    def _joiner(self, stage: Stage, chain: Sequence[Manifest], *, union: bool) -> Joiner:
+        return Joiner(
+            stage, self.tables, fill=self.choice.fill, union=union, first=not chain,
+            state=_state(self.tables, chain),
         )  # fmt: skip
 
     def _stage_held(
@@ -431,20 +436,6 @@ def _layout(before: Manifest | None, *, whole: bool) -> Json:
             if layout["layout"] not in ENDLESS:
                 layout["sizes"] = [*before.described.list_of("sizes", float), nbytes / base]
     return layout
-
-
-@contextmanager
-def _removed_if_refused(store: BlobStore) -> Iterator[None]:
-    """A repository that was made for rows that cannot be imported is not left behind."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except EmberkeepError:
-        names = sorted((blob.name for blob in store.list()), key=lambda name: name == _ROOT)
-        store.delete(names[:-1])
-        store.delete(names[-1:])
-        raise
 
 
 def _counted(chunks: Iterator[Chunk], advance: Advance) -> Iterator[Chunk]:

@@ -167,6 +167,9 @@ def schema_of(sources: Sequence[Source], choice: Choice) -> Json:
             table = choice.table or choice.tables.table_of(part.path, part.name)
             if table is not None:
                 parts.setdefault(table, []).append(part)
+    if not parts and not unsure:
+        _check_map(choice, sources)
+        raise ConfigError(f"{_files(sources)} has nothing of a table in it")
     if not parts:
         raise ConfigError(
             f"{_files(sources)} has no ids, so what is a table is not known; if one of "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,47 @@ def by_feature(
     if weights is not None:
         scales = dict(zip(keys, torch.split(weights, counts), strict=True))
     return ids, scales
+
+
+class Contents:
+    """What a batch held, to tell whether it holds the same later: loaders fill buffers again.
+
+    Lists, and tensors made in inference mode, never count as the same. Changes that torch does not
+    count, through numpy, are not seen.
+    """
+
+    def __init__(self, features: Features) -> None:
+        if isinstance(features, Mapping):
+            parts: Iterable[Any] = features.values()
+        else:
+            weights = getattr(features, "weights_or_none", lambda: None)()
+            parts = (
+                features.values(),
+                features.lengths(),
+                *(() if weights is None else (weights,)),
+            )
+        self._keys = list(features.keys())
+        self._tensors = [
+            item for part in parts for item in (part if isinstance(part, tuple) else (part,))
+        ]
+        self._versions = [_version(tensor) for tensor in self._tensors]
+
+    def is_in(self, features: Features) -> bool:
+        now = Contents(features)
+        return (
+            now._keys == self._keys
+            and len(now._tensors) == len(self._tensors)
+            and all(a is b for a, b in zip(now._tensors, self._tensors, strict=True))
+            and None not in now._versions
+            and now._versions == self._versions
+        )
+
+
+def _version(value: Any) -> int | None:
+    """How often a tensor was written to; None where nobody counts."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return None
+    return value._version
 
 
 def to_ids(given: Tensor | Sequence[int], name: str, what: str = "ids") -> I64:

@@ -47,6 +47,20 @@ def ids_and_planes(
     return ids, planes
 
 
+def steps_of(table: Table, saved: Mapping[str, Any]) -> int:
+    """The steps that a state says its rows have taken; 0 where it does not say."""
+    value = saved.get("steps", 0)
+    try:
+        steps = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise StateError(
+            f"table {table.name!r}: steps are a whole number, not {value!r}; nothing was loaded"
+        ) from error
+    if steps < 0:
+        raise StateError(f"table {table.name!r}: steps are 0 or more, not {steps}")
+    return steps
+
+
 def as_array(where: str, value: Any, shape: Sequence[Any] | None = None) -> Array:
     """A tensor of numbers in host memory; cast to the type of the plane where that is a cast that
     torch makes, too: floats to floats."""

@@ -15,8 +15,8 @@ from emberkeep._types import F32, I64, RowIds
 from emberkeep.cluster.base import Cluster, ClusterSpec
 from emberkeep.cluster.local.local_cluster import Local
 from emberkeep.errors import ConfigError, GradientError, IdError, StateError, TableFullError
-from emberkeep.nn.jagged import Features, Ids, by_feature, to_ids
-from emberkeep.nn.loaded_rows import as_array, ids_and_planes
+from emberkeep.nn.jagged import Contents, Features, Ids, by_feature, to_ids
+from emberkeep.nn.loaded_rows import as_array, ids_and_planes, steps_of
 from emberkeep.nn.row_copy import CopiedRows
 from emberkeep.nn.row_handles import RowHandles
 from emberkeep.nn.row_optimizer import RowOptimizer
@@ -153,7 +153,7 @@ class RowModule(nn.Module):
             ]
 
         handles.follow(squares)
-        self._next: list[tuple[Features, Pulled] | None] = [None]
+        self._next: list[tuple[Features, Contents, Pulled] | None] = [None]
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         raise NotImplementedError
@@ -208,10 +208,11 @@ class RowModule(nn.Module):
         on servers, they are read beside the work on the present batch. Waits for nobody; call it
         between `forward` and the step, best while an accelerator computes.
 
-        Handing the same object to `forward` then is quickest; any other batch is as right.
+        Handing the same object to `forward` then is quickest; any other batch is as right, and so
+        is the same object with other ids in it, unless they came past torch, through numpy.
         """
         pulled, _ = self._planned(features, None)
-        self._next[0] = (features, pulled)
+        self._next[0] = (features, Contents(features), pulled)
         wanted = [lookup.wanted for lookup in pulled.lookups]
         if self.cluster.reads_ahead:
             self.cluster.fetch(wanted, ahead=True)
@@ -220,8 +221,10 @@ class RowModule(nn.Module):
         self, features: Features, scales: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, ...]:
         ahead, self._next[0] = self._next[0], None
-        if ahead is not None and ahead[0] is features and not (scales or ahead[1].scaled):
-            return self._outputs_of(ahead[1], ())
+        if ahead is not None:
+            batch, contents, pulled = ahead
+            if batch is features and not (scales or pulled.scaled) and contents.is_in(features):
+                return self._outputs_of(pulled, ())
         return self._outputs_of(*self._planned(features, scales))
 
     def _planned(
@@ -422,23 +425,22 @@ class RowModule(nn.Module):
                 missing_keys.extend(at + key for key in absent)
                 if "weight" in absent:
                     continue
-            if whole and not torch.equal(saved["origin"].cpu(), self._origin(table)):
+            if whole and not torch.equal(
+                torch.as_tensor(saved["origin"]).cpu(), self._origin(table)
+            ):
                 error_msgs.append(
                     f"table {table.name!r} was saved with another seed, init or kind of rows: its "
                     "untrained rows would change; build the module as it was when it was saved"
                 )
                 continue
             try:
+                steps = steps_of(table, saved)
                 ids, planes = ids_and_planes(table, saved, shapes)
-                if not whole:
-                    planes = {**self.cluster.read(table.name, ids), **planes}
                 self._replace_rows(table.name, ids, planes)
             except (StateError, IdError, TableFullError) as error:
                 error_msgs.append(str(error))
                 continue
-            if whole:
-                steps = int(saved["steps"])
-                self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
+            self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
         self._drop_gradients()
         if strict:
             unexpected_keys.extend(
@@ -446,10 +448,11 @@ class RowModule(nn.Module):
             )
 
     def _replace_rows(self, table: str, ids: I64, planes: dict[str, Any]) -> None:
+        """Planes that are not given start as new."""
         before = self.cluster.read_all(table)
         self.cluster.delete(table, before[0])
         try:
-            self.cluster.install(table, ids, planes)
+            self.cluster.install(table, ids, {**self.cluster.read(table, ids), **planes})
         except BaseException:
             self.cluster.install(table, *before)
             raise

@@ -126,6 +126,7 @@ class Epoch:
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
         self._writes = 0
+        self._counting = threading.Lock()
         self.parity_service: ParityService | None = None
         self._repository: str | None = None
         self.left = False
@@ -262,6 +263,8 @@ class Epoch:
         elif pushed is not None and prefetched is not None:
             with self._push_lock:
                 changed = self._changed(prefetched, pushed[0])
+            if prefetched.writes != self._writes:
+                changed = []  # somebody has written meanwhile: the client pulls them again
         # A process that was stopped in here must not tell of rows that are somebody else's by now.
         self.check_serving(request.epoch)
         return self._done(request, changed)
@@ -376,10 +379,14 @@ class Epoch:
     def writing(self) -> Iterator[None]:
         """Rows are changed in the body, other than by a push: who has pulled some ahead pulls them
         again. Counted before and after: rows that are read in between may be old or new."""
-        self._writes += 1
+        self._count_write()
         try:
             yield
         finally:
+            self._count_write()
+
+    def _count_write(self) -> None:
+        with self._counting:
             self._writes += 1
 
     @contextmanager
