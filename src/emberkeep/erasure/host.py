@@ -351,7 +351,7 @@ class ParityHost:
     # -- decoding --------------------------------------------------------------------------------
 
     def begin(self, wanted: Sequence[Wanted]) -> None:
-        """Opens an accumulator for each decode; refused for parity that is being filled."""
+        """Opens an accumulator for each decode, once; refused for parity that is being filled."""
         for one in wanted:
             p = (one.group - self.index) % self.placement.n
             like = (self._records if one.layer == "records" else self._marks)[one.slab]
@@ -362,7 +362,7 @@ class ParityHost:
                         f"the parity of group {one.group} on shard {self.index} is being filled: "
                         "no row can be decoded from it yet"
                     )
-                self._decodes[one.number] = _Decode(one, p, total)
+                self._decodes.setdefault(one.number, _Decode(one, p, total))
 
     def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
         """What each decode comes to; None until every member has spoken.
@@ -396,8 +396,8 @@ class ParityHost:
 
     def _add_values(self, source: int, body: Values) -> None:
         decode = self._decodes.get(body.decode)
-        if decode is None:
-            return
+        if decode is None or body.slot in decode.unknown:
+            return  # once: a second time would take the values out of the sum again
         if body.values is not None:
             coefficient = self.code.coefficients[decode.p][body.slot]
             if coefficient == 1:
