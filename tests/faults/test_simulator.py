@@ -137,6 +137,50 @@ def test_workers_crews_and_futures_run_in_a_simulation() -> None:
     assert results == [n * n for n in range(10)] + [10]
 
 
+def test_who_has_waited_in_vain_takes_nothing_from_those_who_still_wait() -> None:
+    """A process is stopped while one of its threads waits in vain: when it goes on, another may
+    let go of the lock, or notify, before that thread has its turn."""
+    heard: list[str] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        scheduler, stopped = task.scheduler, Process("stopped")
+        lock, condition = threading.Lock(), threading.Condition()
+
+        def hold() -> None:
+            with lock:
+                scheduler.block("a moment", 1.5)
+            with condition:
+                condition.notify()
+
+        def try_lock(name: str, seconds: float) -> None:
+            if lock.acquire(timeout=seconds):
+                heard.append(f"{name} has the lock")
+                lock.release()
+
+        def listen(name: str, seconds: float) -> None:
+            with condition:
+                if condition.wait(seconds):
+                    heard.append(f"{name} is notified")
+
+        for work in (try_lock, listen):
+            scheduler.spawn("hold", hold, stopped)
+            scheduler.block("a moment", 0.1)
+            for name, seconds in (("short", 1.0), ("long", 60.0)):
+                scheduler.spawn(name, partial(work, name, seconds), stopped)
+            scheduler.block("a moment", 0.1)
+            scheduler.pause(stopped)
+            scheduler.block("a while", 3.0)
+            scheduler.resume(stopped)
+            scheduler.block("the end", 3.0)
+
+    for seed in range(20):
+        run(main, seed, preemption=0.0)
+        assert heard == ["long has the lock", "long is notified"], f"seed {seed}"
+        heard.clear()
+
+
 def test_who_waits_for_each_other_is_named() -> None:
     def main() -> None:
         first, second = threading.Lock(), threading.Lock()
