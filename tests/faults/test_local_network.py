@@ -21,6 +21,8 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.messages import Wanted, decode_numbers
+from emberkeep.erasure.stream_frames import pack_wanted
 from emberkeep.errors import DeadlineError, EpochError, PeerError, ShardLostError
 from emberkeep.repository import Repository, VersionId
 from emberkeep.runtime.clock import Progress
@@ -368,4 +370,22 @@ def test_rows_are_decoded_right_where_every_question_about_parity_comes_twice() 
     push(twin, np.random.default_rng(1), 6 * SHARDS)
     assert state(cluster) == state(twin)
     assert cluster.losses == [*range(SHARDS)]
+    cluster.close()
+
+
+def test_decodes_that_failed_are_let_go_of() -> None:
+    """A member that cannot be reached is asked again and again: each time a decode begins."""
+    network = LocalNetwork(VirtualClock())
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, parity=Parity(k=2, r=1))
+    epoch = network.servers["server-0"].epoch
+    assert epoch is not None
+    service = epoch.parity_service
+    assert service is not None
+    group = service.placement.group_on(0, 0)
+    first, second = decode_numbers(), decode_numbers()
+    for numbers in (second, *[first] * 20):
+        wanted = [Wanted(next(numbers), group, 0, "marks", np.arange(2)) for _ in range(2)]
+        service.ask({"ask": "begin", **(about := pack_wanted(wanted))[0]}, about[1])
+    assert len(service.member.host._decodes) == 4  # the last of each
     cluster.close()

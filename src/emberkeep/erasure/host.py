@@ -26,6 +26,7 @@ from emberkeep.erasure.messages import (
     Syndrome,
     Values,
     Wanted,
+    is_earlier,
 )
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
@@ -393,6 +394,12 @@ class ParityHost:
         with self.lock:
             for number in list(self._decodes) if numbers is None else numbers:
                 self._decodes.pop(number, None)
+
+    def end_earlier(self, number: int) -> None:
+        """A coordinator that makes one decode after the other begins this one: those before that
+        it did not end have failed."""
+        with self.lock:
+            self._decodes = {n: d for n, d in self._decodes.items() if not is_earlier(n, number)}
 
     def _add_values(self, source: int, body: Values) -> None:
         decode = self._decodes.get(body.decode)
