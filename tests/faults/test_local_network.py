@@ -21,6 +21,8 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.messages import Wanted, decode_numbers
+from emberkeep.erasure.stream_frames import pack_wanted
 from emberkeep.errors import DeadlineError, EpochError, PeerError, ShardLostError
 from emberkeep.repository import Repository, VersionId
 from emberkeep.runtime.clock import Progress
@@ -28,7 +30,13 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.parity_service import ParityService
 from emberkeep.tables import Adagrad, Optimizer, Table
-from emberkeep.testing.local_transport import Event, LocalNetwork, LocalServers, Rule
+from emberkeep.testing.local_transport import (
+    Event,
+    LocalChannel,
+    LocalNetwork,
+    LocalServers,
+    Rule,
+)
 from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.security import Security
@@ -310,4 +318,74 @@ def test_rows_that_never_come_back_are_not_waited_for(monkeypatch: pytest.Monkey
         cluster.rebuild()
     with pytest.raises(DeadlineError, match=r"shard 1 at .* no progress"):
         cluster.freeze(None, 1 << 20)
+    cluster.close()
+
+
+def test_decisions_about_parity_that_come_again_later_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that was attached again is not detached by what was said of the one before it."""
+    said: list[tuple[str, bytes]] = []
+    call = LocalChannel.call
+
+    def heard(channel: LocalChannel, kind: str, content: bytes, deadline: timedelta) -> Any:
+        if kind == "member":
+            said.append((channel._address, content))
+        return call(channel, kind, content, deadline)
+
+    monkeypatch.setattr(LocalChannel, "call", heard)
+    network = LocalNetwork(VirtualClock())
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, parity=Parity(k=2, r=1))
+    random, twin = np.random.default_rng(1), twin_of()
+    push(cluster, random, 3)
+    hosts.kill(0)
+    push(cluster, random, 3)
+    cluster.rebuild()
+    for address, content in reversed(said.copy()):
+        assert len(list(network.servers[address].answer_action("member", content))) == 1
+    push(cluster, random, 3)
+    cluster.rebuild()
+    assert cluster.parity is not None
+    assert cluster.parity.protected
+    hosts.kill(1)
+    push(cluster, random, 3)
+    cluster.rebuild()
+    push(twin, np.random.default_rng(1), 12)
+    assert state(cluster) == state(twin)
+    cluster.close()
+
+
+def test_rows_are_decoded_right_where_every_question_about_parity_comes_twice() -> None:
+    """A member that says twice what it has of a stripe would take it out of the sum again."""
+    network = LocalNetwork(VirtualClock(), rules=[Rule(how="repeat", kind="member")])
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, parity=Parity(k=2, r=1))
+    random, twin = np.random.default_rng(1), twin_of()
+    for shard in range(SHARDS):
+        push(cluster, random, 3)
+        hosts.kill(shard)
+        push(cluster, random, 3)
+        cluster.rebuild()
+    push(twin, np.random.default_rng(1), 6 * SHARDS)
+    assert state(cluster) == state(twin)
+    assert cluster.losses == [*range(SHARDS)]
+    cluster.close()
+
+
+def test_decodes_that_failed_are_let_go_of() -> None:
+    """A member that cannot be reached is asked again and again: each time a decode begins."""
+    network = LocalNetwork(VirtualClock())
+    hosts = LocalServers(network, SHARDS)
+    cluster = opened(network, hosts, parity=Parity(k=2, r=1))
+    epoch = network.servers["server-0"].epoch
+    assert epoch is not None
+    service = epoch.parity_service
+    assert service is not None
+    group = service.placement.group_on(0, 0)
+    first, second = decode_numbers(), decode_numbers()
+    for numbers in (second, *[first] * 20):
+        wanted = [Wanted(next(numbers), group, 0, "marks", np.arange(2)) for _ in range(2)]
+        service.ask({"ask": "begin", **(about := pack_wanted(wanted))[0]}, about[1])
+    assert len(service.member.host._decodes) == 4  # the last of each
     cluster.close()

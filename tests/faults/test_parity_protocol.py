@@ -467,6 +467,32 @@ def test_a_decode_that_began_before_a_loss_is_refused() -> None:
     machine.teardown()
 
 
+def test_a_member_is_heard_once_about_a_decode_and_a_decode_begins_once() -> None:
+    """What it has, said twice, would be taken out of the sum again: rows that never were."""
+    machine = ParityProtocol()
+    machine.start((5, 3, 2))
+    machine.draining = True
+    machine.push(Random(1), 40)
+    machine.deliver_all()
+    machine.dead = {0}
+    machine.notice()
+    machine.rebuilder.recover_marks()
+    machine.decode(0, 0, np.flatnonzero(machine.rows(0).missing[0]))
+    assert machine.decodes
+    members = machine.rebuilder.members
+    for decode in machine.decodes:
+        for member in machine.place.members(decode.wanted.group):
+            members[member].send_values([decode.wanted])
+        machine.deliver_all()
+        for host in decode.hosts:
+            members[host].host.begin([decode.wanted])
+    machine.finish()
+    assert not machine.decodes
+    assert not machine.rows(0).missing[0].any()
+    machine.rows_are_what_they_should_be()
+    machine.teardown()
+
+
 def test_a_host_that_was_filled_ahead_of_others_is_filled_again() -> None:
     """It has rows of a lost shard as they were after what the other hosts hold, and no message
     that would undo it."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, _base, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from typer.testing import CliRunner
 
 import emberkeep
 from emberkeep.cli import app
+from emberkeep.erasure.host import ParityHost
+from emberkeep.erasure.messages import Changed
+from emberkeep.rows.slab import Slab
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.crew import Crew
 from emberkeep.testing.simulation import simulate, simulated_run
 from emberkeep.testing.simulation.row_model import RowModel
-from emberkeep.testing.simulation.scenarios import SCENARIOS, run_of
+from emberkeep.testing.simulation.scenarios import SCENARIOS, run_of, scenario_of
 from emberkeep.testing.simulation.scheduler import (
     Process,
     Scheduler,
@@ -33,6 +37,7 @@ from emberkeep.testing.simulation.scheduler import (
 from emberkeep.testing.simulation.sim_network import SimulatedClock
 from emberkeep.testing.simulation.sim_options import KINDS
 from emberkeep.testing.simulation.sim_threading import SimLock, patched
+from emberkeep.testing.simulation.simulated_run import run_options
 from tests.threads import started_since
 
 # The default run tries so many seeds, the same on every machine.
@@ -130,6 +135,50 @@ def test_workers_crews_and_futures_run_in_a_simulation() -> None:
 
     run(main)
     assert results == [n * n for n in range(10)] + [10]
+
+
+def test_who_has_waited_in_vain_takes_nothing_from_those_who_still_wait() -> None:
+    """A process is stopped while one of its threads waits in vain: when it goes on, another may
+    let go of the lock, or notify, before that thread has its turn."""
+    heard: list[str] = []
+
+    def main() -> None:
+        task = current_task()
+        assert task is not None
+        scheduler, stopped = task.scheduler, Process("stopped")
+        lock, condition = threading.Lock(), threading.Condition()
+
+        def hold() -> None:
+            with lock:
+                scheduler.block("a moment", 1.5)
+            with condition:
+                condition.notify()
+
+        def try_lock(name: str, seconds: float) -> None:
+            if lock.acquire(timeout=seconds):
+                heard.append(f"{name} has the lock")
+                lock.release()
+
+        def listen(name: str, seconds: float) -> None:
+            with condition:
+                if condition.wait(seconds):
+                    heard.append(f"{name} is notified")
+
+        for work in (try_lock, listen):
+            scheduler.spawn("hold", hold, stopped)
+            scheduler.block("a moment", 0.1)
+            for name, seconds in (("short", 1.0), ("long", 60.0)):
+                scheduler.spawn(name, partial(work, name, seconds), stopped)
+            scheduler.block("a moment", 0.1)
+            scheduler.pause(stopped)
+            scheduler.block("a while", 3.0)
+            scheduler.resume(stopped)
+            scheduler.block("the end", 3.0)
+
+    for seed in range(20):
+        run(main, seed, preemption=0.0)
+        assert heard == ["long has the lock", "long is notified"], f"seed {seed}"
+        heard.clear()
 
 
 def test_who_waits_for_each_other_is_named() -> None:
@@ -305,6 +354,36 @@ def test_a_lost_push_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowModel, "take_step", take_more)
     outcome = simulate(2, ())
     assert outcome.failure.startswith(SimulationError.__name__)
+
+
+def test_parity_is_not_judged_by_half_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows change before their differences have a number: one worker often stops in between."""
+    push = Slab.push
+
+    def push_slowly(slab: Slab, *args: Any) -> None:
+        push(slab, *args)
+        task = current_task()
+        if task is not None and task.name.startswith("push of trainer-1"):
+            task.scheduler.block("a moment", 1.0)
+
+    monkeypatch.setattr(Slab, "push", push_slowly)
+    outcome = run_options(
+        replace(scenario_of("acknowledged", 1), workers="asynchronous", faults=(), steps=20)
+    )
+    assert not outcome.failure
+    assert outcome.parities > 10
+
+
+def test_wrong_parity_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ParityHost._add_changed
+
+    def add_less(host: ParityHost, source: int, part: Changed, sums: Any) -> None:
+        if host.updates < 20:
+            real(host, source, part, sums)
+
+    monkeypatch.setattr(ParityHost, "_add_changed", add_less)
+    outcome = run_options(replace(scenario_of("acknowledged", 1), faults=(), steps=20))
+    assert "says that its parity is whole" in outcome.failure
 
 
 # -- the command ---------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from emberkeep.erasure.messages import (
     Syndrome,
     Values,
     Wanted,
+    is_earlier,
 )
 from emberkeep.errors import StreamError
 from emberkeep.kernels import galois
@@ -351,7 +352,7 @@ class ParityHost:
     # -- decoding --------------------------------------------------------------------------------
 
     def begin(self, wanted: Sequence[Wanted]) -> None:
-        """Opens an accumulator for each decode; refused for parity that is being filled."""
+        """Opens an accumulator for each decode, once; refused for parity that is being filled."""
         for one in wanted:
             p = (one.group - self.index) % self.placement.n
             like = (self._records if one.layer == "records" else self._marks)[one.slab]
@@ -362,7 +363,7 @@ class ParityHost:
                         f"the parity of group {one.group} on shard {self.index} is being filled: "
                         "no row can be decoded from it yet"
                     )
-                self._decodes[one.number] = _Decode(one, p, total)
+                self._decodes.setdefault(one.number, _Decode(one, p, total))
 
     def syndromes(self, numbers: Sequence[int]) -> list[Syndrome | None]:
         """What each decode comes to; None until every member has spoken.
@@ -394,10 +395,16 @@ class ParityHost:
             for number in list(self._decodes) if numbers is None else numbers:
                 self._decodes.pop(number, None)
 
+    def end_earlier(self, number: int) -> None:
+        """A coordinator that makes one decode after the other begins this one: those before that
+        it did not end have failed."""
+        with self.lock:
+            self._decodes = {n: d for n, d in self._decodes.items() if not is_earlier(n, number)}
+
     def _add_values(self, source: int, body: Values) -> None:
         decode = self._decodes.get(body.decode)
-        if decode is None:
-            return
+        if decode is None or body.slot in decode.unknown:
+            return  # once: a second time would take the values out of the sum again
         if body.values is not None:
             coefficient = self.code.coefficients[decode.p][body.slot]
             if coefficient == 1:

@@ -7,7 +7,9 @@ whatever the source says at the same point of its history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -17,6 +19,8 @@ Layer: TypeAlias = Literal["records", "marks"]
 LAYERS: tuple[Layer, Layer] = ("records", "marks")
 State: TypeAlias = tuple[int, ...]
 PushNumber: TypeAlias = tuple[str, int]
+
+_DECODE_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,16 @@ class Wanted:
     slab: int
     layer: Layer
     stripes: I64
+
+
+def decode_numbers() -> Iterator[int]:
+    """Names for decodes that no other coordinator, nor an earlier life of this one, has used."""
+    return itertools.count(secrets.randbits(42) << _DECODE_BITS)
+
+
+def is_earlier(number: int, than: int) -> bool:
+    """Whether the same coordinator has named one decode before another."""
+    return number < than and number >> _DECODE_BITS == than >> _DECODE_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,10 @@ from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+# Asked at any time, and as often as one likes: these change nothing, or what they change they find
+# done when they come again. All others are served in the order in which they were sent.
+_ANY_TIME = frozenset(("standing", "syndromes", "unknown", "send_fill", "flush", "hurry"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,11 @@ class Peer:
 
 class PeerMember:
     """`ParityMember` of a server. A server that does not answer, or has another epoch by now, is
-    `ShardLostError`; what it refuses comes out as it is."""
+    `ShardLostError`; what it refuses comes out as it is.
+
+    What changes something is asked one after the other. If it was given up and arrives after the
+    next, it is refused by the server: a host that was attached meanwhile is not detached, say.
+    """
 
     def __init__(
         self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int], *,
@@ -62,6 +72,9 @@ class PeerMember:
         self._transport = transport
         self._connection: Connection | None = None
         self._lock = threading.Lock()
+        self._in_turn = threading.Lock()
+        self._client = f"{secrets.token_hex(8)} parity"
+        self._orders = itertools.count(1)
 
     @property
     def index(self) -> int:
@@ -72,6 +85,13 @@ class PeerMember:
     ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
         """One question to the server's member."""
         header = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
+        if what in _ANY_TIME:
+            return self._act(header, arrays)
+        with self._in_turn:
+            header["order"] = [self._client, next(self._orders)]
+            return self._act(header, arrays)
+
+    def _act(self, header: Json, arrays: Arrays | None) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
         try:
             with self._lock:
                 if self._connection is None:

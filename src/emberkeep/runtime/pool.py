@@ -305,6 +305,11 @@ class ForkLock:
             self._owner = 0
             self._lock.release()
 
+    @property
+    def held(self) -> bool:
+        """Whether anybody has it at the moment."""
+        return self._depth > 0
+
 
 _shared: Pool | None = None
 _shared_lock = threading.Lock()

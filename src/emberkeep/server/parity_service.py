@@ -7,11 +7,9 @@ part, and where their streams begin.
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
@@ -26,7 +24,7 @@ from emberkeep.erasure.coded_slabs import SlabRows, load_state, shapes_on, state
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.host import ParityHost
 from emberkeep.erasure.member import ParityMember
-from emberkeep.erasure.messages import Point
+from emberkeep.erasure.messages import Point, decode_numbers
 from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, MemberSide, Rebuilder
 from emberkeep.erasure.source import Source
@@ -124,7 +122,7 @@ class ParityService:
         )
         self._threads = transport.executor(max(1, shards - 1), "emberkeep-peer")
         self._rebuilder: Rebuilder[MemberSide] | None = None
-        self._numbers = _numbers()
+        self._numbers = decode_numbers()
         self._hurry = False
         self._rebuilds = self._new_rebuilds()
         self._asks: dict[str, Callable[[Json, Arrays], Answer]] = {
@@ -367,7 +365,10 @@ class ParityService:
         return {}, _NONE
 
     def _begin(self, header: Json, arrays: Arrays) -> Answer:
-        self._host.begin(unpack_wanted(header, arrays))
+        wanted = unpack_wanted(header, arrays)
+        if wanted:
+            self._host.end_earlier(min(decode.number for decode in wanted))
+        self._host.begin(wanted)
         return {}, _NONE
 
     def _values(self, header: Json, arrays: Arrays) -> Answer:
@@ -458,11 +459,6 @@ _SAMPLES = (
     ("messages", "parity_messages_total", "counter", "messages to parity hosts"),
     ("sent_nbytes", "parity_sent_bytes_total", "counter", "bytes of them"),
 )
-
-
-def _numbers() -> Iterator[int]:
-    """Names for decodes that no other coordinator, nor an earlier life of this one, has used."""
-    return itertools.count(secrets.randbits(42) << 20)
 
 
 def parity_service_from(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,7 +10,7 @@ from typing import Any
 
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.erasure.codes import Parity, Placement
-from emberkeep.erasure.messages import Point
+from emberkeep.erasure.messages import Point, decode_numbers
 from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
@@ -72,7 +70,7 @@ class RemoteParity:
         members = [self._protect(shard.index) for shard in shards]
         self.rebuilder: Rebuilder[PeerMember] = Rebuilder(
             self.placement, members, lambda: None, each=each,
-            numbers=itertools.count(secrets.randbits(42) << 20),
+            numbers=decode_numbers(),
         )  # fmt: skip
         trained = set()
         for member in members:

@@ -9,7 +9,7 @@ import numpy as np
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.erasure.host import ParityHost
 from emberkeep.server.parity_service import ParityService
-from emberkeep.testing.simulation.scheduler import SimulationError, undisturbed
+from emberkeep.testing.simulation.scheduler import SimulationError, current_task, undisturbed
 from emberkeep.testing.simulation.sim_network import SimulatedNetwork
 
 
@@ -17,10 +17,15 @@ from emberkeep.testing.simulation.sim_network import SimulatedNetwork
 def check_parity(network: SimulatedNetwork, cluster: FlightCluster) -> int:
     """How many hosts' parity was held against the rows; 0 where something is on its way, or a
     server says itself that it is not protected."""
+    task = current_task()
+    assert task is not None, "parity is checked between the turns of a simulation"
+    before = task.scheduler.turns
     services = [_service(network, cluster, shard) for shard in range(cluster.shard_count)]
     whole = [service for service in services if service is not None and _settled(service)]
     if len(whole) < len(services):
         return 0
+    if task.scheduler.turns != before:
+        return 0  # one that was asked waited for others, who may have changed anything
     for service in whole:
         _check(service, whole)
     return len(whole)
@@ -38,7 +43,10 @@ def _service(network: SimulatedNetwork, cluster: FlightCluster, shard: int) -> P
 
 
 def _settled(service: ParityService) -> bool:
-    """Whether a server says that all it has is protected, by hosts that hold all of it."""
+    """Whether a server says that all it has is protected, by hosts that hold all of it; and nobody
+    is half-way through a write, whose differences are numbered when all rows have changed."""
+    if service._shard.lock.held:
+        return False
     status = service.status()
     names = ("lag", "missing_rows", "unprotected_stripes", "left_out_hosts")
     source = service.member.source

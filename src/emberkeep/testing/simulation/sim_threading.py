@@ -22,7 +22,7 @@ from emberkeep.cluster.remote import remote_cluster
 from emberkeep.runtime import background, crew, pool
 from emberkeep.runtime.background_failures import BackgroundFailures
 from emberkeep.runtime.pool import be_nice
-from emberkeep.testing.simulation.scheduler import Ended, Task, current_task, here
+from emberkeep.testing.simulation.scheduler import Ended, Scheduler, Task, current_task, here
 
 # Modules that make objects for a simulation, by how their names begin.
 _OURS = ("emberkeep.", "concurrent.futures", "threading")
@@ -45,6 +45,16 @@ _real_future = Future.__init__
 _AcquireFutures: Any = getattr(_base, "_AcquireFutures")  # noqa: B009
 _futures = itertools.count()
 _idents = itertools.count(1)
+
+
+def _wake_one(scheduler: Scheduler, waiting: list[Task]) -> None:
+    """Wakes one of those who wait, by chance. One whose time is over, and who has had no turn yet
+    to say so, takes nothing from the others."""
+    waits = [task for task in waiting if task.waits]
+    if waits:
+        chosen = waits[int(scheduler.random.random() * len(waits))]
+        waiting.remove(chosen)
+        scheduler.wake(chosen)
 
 
 class SimLock:
@@ -89,10 +99,7 @@ class SimLock:
         self._depth -= 1
         if not self._depth:
             self._owner = None
-            if self._waiting:
-                scheduler = task.scheduler
-                chosen = int(scheduler.random.random() * len(self._waiting))
-                scheduler.wake(self._waiting.pop(chosen))
+            _wake_one(task.scheduler, self._waiting)
 
     def locked(self) -> bool:
         return self._owner is not None
@@ -170,8 +177,7 @@ class SimCondition:
         if task is None:
             return
         for _ in range(min(n, len(self._waiting))):
-            chosen = int(task.scheduler.random.random() * len(self._waiting))
-            task.scheduler.wake(self._waiting.pop(chosen))
+            _wake_one(task.scheduler, self._waiting)
 
     def notify_all(self) -> None:
         self.notify(len(self._waiting))
