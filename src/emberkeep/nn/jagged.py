@@ -71,11 +71,8 @@ class Contents:
             parts: Iterable[Any] = features.values()
         else:
             weights = getattr(features, "weights_or_none", lambda: None)()
-            parts = (
-                features.values(),
-                features.lengths(),
-                *(() if weights is None else (weights,)),
-            )
+            given = (features.values(), features.lengths(), weights)
+            parts = [part for part in given if part is not None]
         self._keys = list(features.keys())
         self._tensors = [
             item for part in parts for item in (part if isinstance(part, tuple) else (part,))

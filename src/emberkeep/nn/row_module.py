@@ -426,7 +426,7 @@ class RowModule(nn.Module):
                 if "weight" in absent:
                     continue
             if whole and not torch.equal(
-                torch.as_tensor(saved["origin"]).cpu(), self._origin(table)
+                torch.as_tensor(saved["origin"], device="cpu"), self._origin(table)
             ):
                 error_msgs.append(
                     f"table {table.name!r} was saved with another seed, init or kind of rows: its "

@@ -25,13 +25,13 @@ from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.contents import merged_rows
 from emberkeep.cluster.local.local_cluster import local
-from emberkeep.errors import ConfigError, DataError, EmberkeepError
+from emberkeep.errors import ConfigError, DataError, EmberkeepError, FencedError
 from emberkeep.inspect import export_tensors, row_sources, staged_rows
 from emberkeep.inspect.export_columns import to_columns
 from emberkeep.inspect.importer import Imported, look
 from emberkeep.inspect.intake import Choice
 from emberkeep.inspect.plane_names import TableMap, split_name, tensor_name
-from emberkeep.repository import Repository
+from emberkeep.repository import Repository, Writer
 from emberkeep.runtime import pool
 from emberkeep.tables import Adagrad, Adam, Table
 from tests.contracts.engine import state
@@ -660,6 +660,36 @@ def test_a_refused_import_leaves_no_repository(tmp_path: Path) -> None:
     rows = rows_of(rows=20)
     run(store, [by_safetensors(rows, tmp_path)], tmp_path / "s", init=True)
     assert_holds(store, rows)
+
+
+def test_a_refused_import_touches_nothing_below_its_root(tmp_path: Path) -> None:
+    """The root may be a directory, or a bucket, in which others have their files."""
+    root = tmp_path / "r"
+    (root / "notes").mkdir(parents=True)
+    (root / "notes" / "thesis.txt").write_text("years of work")
+    rows = rows_of(rows=20)
+    rows["id"][3] = rows["id"][4]
+    file = by_safetensors(rows, root)
+    with pytest.raises(DataError, match="comes twice"):
+        run(LocalStore(root), [file], tmp_path / "s", init=True)
+    assert file.exists()
+    assert (root / "notes" / "thesis.txt").read_text() == "years of work"
+    assert not Repository.exists(LocalStore(root))
+
+
+def test_an_import_that_is_replaced_leaves_its_successor_alone(tmp_path: Path) -> None:
+    store, rows = LocalStore(tmp_path / "r"), rows_of(rows=2000)
+    committed = []
+
+    def take_over(nbytes: int) -> None:
+        if not committed and Repository.exists(store):  # a trainer takes the new repository
+            writer = Writer.open(Repository.open(store))
+            with writer.begin() as draft:
+                committed.append(draft.commit(step=1, baseline=None, layout={}).version)
+
+    with pytest.raises(FencedError):
+        run(store, [by_safetensors(rows, tmp_path)], tmp_path / "s", init=True, advance=take_over)
+    assert list(Repository.open(store).versions()) == committed
 
 
 def test_steps_of_a_table_go_with_its_moments(tmp_path: Path) -> None:

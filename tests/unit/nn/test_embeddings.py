@@ -481,10 +481,31 @@ def test_a_prefetch_of_rows_in_memory_finds_its_unique_rows_and_changes_no_bit()
                 bags.prefetch(following)
                 planned = bags._next[0]
                 assert planned is not None
-                assert planned[1].lookups[0]._unique is not None
+                assert planned[2].lookups[0]._unique is not None
             bags.optimizer.step()
             bags.optimizer.zero_grad()
         return bags.rows("t", range(50))
 
     ahead, plain = trained(ahead=True), trained(ahead=False)
     assert all(torch.equal(ahead[name], plain[name]) for name in plain)
+
+
+def test_a_batch_that_is_filled_again_after_a_prefetch_is_looked_up_as_it_is_then() -> None:
+    bags = ek.EmbeddingBags([ek.Table("t", rows=50, dim=4)], optimizer=ek.SGD(lr=0.1))
+    fresh = {ids: bags({"t": torch.arange(ids, ids + 3)}).detach() for ids in (0, 10, 20)}
+    assert not torch.equal(fresh[0], fresh[10])
+    batch = {"t": torch.arange(3)}
+    bags.prefetch(batch)
+    batch["t"].add_(10)  # a loader's buffer
+    assert torch.equal(bags(batch), fresh[10])
+    bags.prefetch(batch)
+    batch["t"] = torch.arange(20, 23)
+    assert torch.equal(bags(batch), fresh[20])
+    values, offsets = torch.arange(3), torch.tensor([0, 1, 2])
+    bagged = {"t": (values, offsets)}
+    expected = bags({"t": (values, torch.tensor([0, 2, 2]))}).detach()
+    bags.prefetch(bagged)
+    offsets[1] = 2
+    assert torch.equal(bags(bagged), expected)
+    bags.prefetch(bagged)
+    assert torch.equal(bags(bagged), expected)  # unchanged, it is used

@@ -563,3 +563,37 @@ def test_a_state_of_the_optimizer_finds_its_groups_by_their_tables() -> None:
     third = ek.EmbeddingBags([first, ek.Table("c", rows=4, dim=2)], optimizer=ek.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="set each group's lr by hand"):
         third.optimizer.load_state_dict(one.optimizer.state_dict())
+
+
+def test_loaded_weights_do_not_train_with_the_state_of_others() -> None:
+    """What a state does not bring starts as new, on a model that was trained before as well."""
+    weight = torch.ones(10, 4)
+
+    def loaded(steps: int) -> dict[str, Any]:
+        bags = ek.EmbeddingBags([ek.Table("t", rows=10, dim=4)], optimizer=ek.Adam(lr=0.1))
+        for _ in range(steps):
+            bags({"t": torch.arange(10)}).sum().backward()
+            bags.optimizer.step()
+            bags.optimizer.zero_grad()
+        bags.load_state_dict({"rows.t.weight": weight}, strict=False)
+        bags({"t": torch.arange(10)}).sum().backward()
+        bags.optimizer.step()
+        return bags.rows("t", range(10))
+
+    fresh, trained = loaded(0), loaded(5)
+    assert all(torch.equal(fresh[name], trained[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("steps", [float("nan"), -1, "many"])
+def test_steps_that_are_none_are_refused_before_any_row_changes(steps: Any) -> None:
+    bags = ek.EmbeddingBags([ek.Table("t", rows=10, dim=4)], optimizer=ek.Adam(lr=0.1))
+    bags({"t": torch.arange(10)}).sum().backward()
+    bags.optimizer.step()
+    state, before = bags.state_dict(), bags.rows("t", range(10))
+    state["rows.t.weight"] = state["rows.t.weight"] + 1
+    state["rows.t.steps"] = steps
+    with pytest.raises(RuntimeError, match="steps are"):
+        bags.load_state_dict(state)
+    assert all(
+        torch.equal(before[name], after) for name, after in bags.rows("t", range(10)).items()
+    )
