@@ -12,7 +12,7 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.cluster.remote.processes import connect
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, ShardLostError
 from emberkeep.server.server_watch import ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table, Tier
@@ -75,6 +75,48 @@ def test_rows_stay_and_what_is_applied_twice_is_counted(
     assert again.keeper.resume().step == 12
     assert again.keeper.recoveries().samples_applied_twice == 3  # versions know of it
     again.end()
+
+
+def test_a_recovery_never_counts_on_rows_that_were_adopted_before(
+    launcher: FarmLauncher, tmp_path: Path
+) -> None:
+    left(launcher, tmp_path / "r")
+    run = Run(OnServers(launcher, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    assert run.keeper.resume(1).step == 6  # a version that is named brings rows, too
+    assert run.cluster.adopted is None
+    assert run.bits() == plain(6)
+    run.train(8)
+    launcher.kill(1)
+    with pytest.raises(ShardLostError) as lost:
+        run.train(3)
+    run.keeper.recover(lost.value)
+    assert run.keeper.steps == 12
+    assert run.bits() == plain(12)
+    run.end()
+
+
+@pytest.mark.parametrize("how", ["renew", "clear", "start over", "warm start"])
+def test_rows_are_adopted_no_more_once_they_are_gone_or_chosen(
+    farm: Farm, tmp_path: Path, how: str
+) -> None:
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r")
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    if how == "renew":
+        run.cluster.renew(*range(SHARDS))
+        run.cluster.serve(*range(SHARDS))
+    elif how == "clear":
+        run.cluster.clear()
+    elif how == "start over":
+        run.keeper.start_over()
+    else:
+        run.keeper.resume(1, partial=True)
+        assert run.bits() == plain(6)
+    assert run.cluster.adopted is None
+    run.end()
+    servers.end()
 
 
 def test_by_default_all_goes_back_with_the_same_bits(

@@ -18,7 +18,12 @@ from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE, steps_ahead, take_adopted
+from emberkeep.keeper.adopted_rows import (
+    STEPS_APPLIED_TWICE,
+    drop_adopted,
+    steps_ahead,
+    take_adopted,
+)
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
@@ -91,6 +96,7 @@ class TieredSaver(RepositorySaver):
         if step == 0:
             self._tier.forget()
             return self._cut_version(step, state, counters)
+        drop_adopted(self.subject)
         saving: Saving[Any] = self._tier.cut(step, state, counters)
         if self._version_due(step):
             self._cut_version(step, state, counters)

@@ -95,7 +95,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self.launcher = launcher
         self._on_restart = on_restart
         self.adopted: str | None = None
-        """Where live servers have kept their rows: the id of the repository of their run."""
+        """Where live servers have kept their rows, for as long as all of them have: the id of the
+        repository of their run."""
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
@@ -292,6 +293,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def renew(self, *shards: int) -> None:
         if not self.coordinates:
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
+        self.adopted = None
         self._drop_ahead()
         # All or none: of a model that goes back, no server may return with what it had.
         self._give_up(self._named(shards))
@@ -347,12 +349,17 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         if not self.lost():
             self._settle_writes()
 
+    def clear(self) -> None:
+        self.adopted = None
+        super().clear()
+
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
         """Every server reads its own rows of a version, all at once; the coordinator sees to it."""
         if not self.coordinates:
             return
+        self.adopted = None
         self._drop_ahead()
         self._present()
         self._each(
