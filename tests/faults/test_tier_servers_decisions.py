@@ -271,3 +271,30 @@ def test_a_store_that_keeps_what_is_outdated_ends_nothing(
     first.make_durable(3)
     assert [info.name for info in store.list("tiers")] == [first.tiers.durable_state()]
     first.cluster.close()
+
+
+def test_rows_stay_where_the_outcome_cannot_be_known_yet(
+    launcher: FarmLauncher, store: LocalStore, tmp_path: Path
+) -> None:
+    first = Trainer(launcher, store, on_restart="adopt")
+    first.cluster.tell(repository=Repository.open(store).id)
+    until(lambda: all(s.status()["run"]["repository"] for s in first.cluster.handles), "the run")
+    first.train(1)
+    first.make_durable(1)
+    live = first.train(2)
+    first.prepare(2)
+    first.leave()
+    away = (tmp_path / "r").rename(tmp_path / "away")
+    (tmp_path / "r").mkdir()
+    with pytest.raises(TierError, match=r"prepared batch 2, .* is not there; nothing was changed"):
+        Trainer(launcher, store, on_restart="adopt")
+    assert [shard.connect()["state"] for shard in first.cluster.handles] == ["serving"] * SHARDS
+    (tmp_path / "r").rmdir()
+    away.rename(tmp_path / "r")
+    second = Trainer(launcher, store, on_restart="adopt")
+    assert launcher.replaced == 0
+    assert second.cluster.adopted
+    assert second.tiers.batch() == 1
+    assert state(second.cluster) == live
+    second.cluster._on_restart = "rewind"
+    second.cluster.close()

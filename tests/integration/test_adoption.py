@@ -12,7 +12,8 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.cluster.remote.processes import connect
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.errors import ConfigError, ServerError, ShardLostError
 from emberkeep.server.server_watch import ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table, Tier
@@ -195,3 +196,27 @@ def test_what_cannot_be_is_refused() -> None:
         connect(["127.0.0.1:1"], on_restart="keep")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the parity of a run ends with its trainer"):
         connect(["127.0.0.1:1"] * 3, on_restart="adopt", parity=ek.Parity(k=2, r=1))
+
+
+def test_one_server_that_is_held_up_does_not_end_an_adoption(
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease of the trainer before may lapse here a moment later than there."""
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r")
+    admit, refused = RemoteShard.admit, list[int]()
+
+    def admitting(shard: RemoteShard, epoch: int, about: Any) -> None:
+        if shard.index == 1 and not refused:
+            refused.append(epoch)
+            raise ServerError("it serves another run, whose coordinator is alive")
+        admit(shard, epoch, about)
+
+    monkeypatch.setattr(RemoteShard, "admit", admitting)
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert refused
+    assert run.cluster.adopted is not None
+    assert run.keeper.resume().step == 6
+    assert run.bits()[0] == plain(9)[0]
+    run.end()
+    servers.end()

@@ -53,12 +53,7 @@ def origin_of(header: Json) -> Json:
 
 def check_rows(before: Epoch | None, header: Json) -> Epoch:
     """The epoch whose rows can be adopted; refused where they are not those that are meant."""
-    if (
-        before is None
-        or before.shard.state != "serving"
-        or before.parity_service is not None
-        or before.origin != origin_of(header)
-    ):
+    if before is None or not before.adoptable or before.origin != origin_of(header):
         raise ServerError("this server has no rows of that model that could be adopted")
     return before
 
@@ -66,16 +61,20 @@ def check_rows(before: Epoch | None, header: Json) -> Epoch:
 def adopt(before: Epoch, header: Json) -> Epoch:
     """The rows in another epoch, which does not serve yet: nothing of the old one changes them any
     more, and its pushes that were checked and not applied are dropped. What files have prepared is
-    settled first, as when they are opened."""
+    settled first, as when they are opened; if that fails, the old epoch keeps its rows."""
     shard, number = before.hand_over(), int(header["epoch"])
+    try:
+        tier_service.settle(shard)
+    except BaseException:
+        before.take_back(shard)
+        raise
     with shard.lock:
         shard.epoch, shard.state = number, "recovering"
-    tier_service.settle(shard)
     after = Epoch(
         number, shard, shards=before.shards, coordinator=str(header["coordinator"]),
         lease_seconds=float(header["lease_seconds"]),
         meeting_seconds=float(header["meeting_seconds"]), pool=before.pool, tables=before.tables,
         clock=before.clock,
     )  # fmt: skip
-    after.origin, after.repository = before.origin, before.repository
+    after.origin, after.repository, after.kept = before.origin, before.repository, True
     return after

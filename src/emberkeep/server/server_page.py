@@ -87,6 +87,7 @@ class ServerPage:
                 "repository": epoch.repository,
             },
             "origin": epoch.origin,
+            "adoptable": epoch.adoptable,
             "lease_age_seconds": epoch.silent_seconds,
             "lease_seconds": epoch.lease_seconds,
             **({} if parity is None else {"parity": parity.status()}),

@@ -282,11 +282,11 @@ class ShardService:
 
     def _adopt(self, before: Epoch, header: Json) -> None:
         """Goes on with the rows of the epoch before: what was frozen in it is let go."""
+        self._epoch = admission.adopt(before, header)
         self._cancelled.set()
         for snapshot in self._snapshots:
             snapshot.close(())
         self._snapshots = ()
-        self._epoch = admission.adopt(before, header)
 
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
