@@ -212,6 +212,10 @@ class Epoch:
             )
         return open_store(self._repository, clock=self.clock)
 
+    @property
+    def index(self) -> int:
+        return self.shard.index
+
     # -- who is heard ----------------------------------------------------------------------------
 
     def hear(self, coordinator: str, since: float) -> None:

@@ -123,7 +123,7 @@ def _prepare(epoch: Epoch, header: Json) -> Json:
     batch, nonce, home, run = (header[name] for name in ("batch", "nonce", "home", "run"))
     epoch.store(str(home))  # that of its versions, and no other
     if any(slab.saving is None or slab.saving.nonce != nonce for slab in epoch.shard.tier_slabs()):
-        settle(epoch.shard)  # its coordinator may have been cut off when it told of an outcome
+        settle(epoch.shard)  # its coordinator may have been cut off when one was decided
     with epoch.between_pushes() as pushes:
         slabs = epoch.shard.tiers()
         if any(slab.saving is None or slab.saving.nonce != nonce for slab in slabs):

@@ -164,7 +164,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         while True:
             try:
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
-                epoch = 1 + max(status["epoch"] for status in statuses)
+                epoch = 1 + max(status["last_epoch"] for status in statuses)
                 self._term = 1 + max(status["term"] for status in statuses)
                 about = {**self._about(), "begins": True}
                 if self._on_restart == "adopt":
@@ -327,7 +327,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         try:
             if status is None:
                 status = shard.connect(address or self.launcher.replace(shard.index, life))
-            shard.admit(max(known, status["epoch"]) + 1, self._about())
+            shard.admit(max(known, status["last_epoch"]) + 1, self._about())
             if self._tiered:
                 self._check_tiers()
                 shard.await_open()
