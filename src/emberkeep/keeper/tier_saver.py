@@ -281,8 +281,14 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
     def forget(self) -> None:
         """The run goes on from elsewhere: what is durable here must never come back."""
-        self.join()
+        self.settle()
         self.tiers.forget()
+
+    def settle(self) -> None:
+        """What became of the last checkpoint is known, and recorded where files are; raises why it
+        cannot be."""
+        self.join()
+        self.tiers.abandon()
 
 
 def _given_up(step: int) -> CancelledError:

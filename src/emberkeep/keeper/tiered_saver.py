@@ -170,6 +170,7 @@ class TieredSaver(RepositorySaver):
     ) -> Returned | None:
         """From the tiers where all files have the newest durable batch; else from the version,
         and that batch is given up for good."""
+        self._tier.settle()
         newest = self.repository.newest_whole()
         manifest = None if newest is None else self.repository.manifest(newest)
         batch = self._tier.resumable() if version is None else None
@@ -205,7 +206,6 @@ class TieredSaver(RepositorySaver):
         return replace(returned, counters={**returned.counters, STEPS_APPLIED_TWICE: ahead})
 
     def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
-        self._tier.join()
         there = self._tier.tiers.at_batch()
         if there is False:  # trained on since
             self._tier.tiers.reopen()
