@@ -53,7 +53,9 @@ class TieredSaver(RepositorySaver):
         self._remote: Every = strategy.remote
         clusters = _clusters(parts)
         super().__init__(store, parts.subject, strategy, on_event=on_event, clock=clock, **options)
-        self._tier = _tier_saver(clusters, parts, store, self.repository.id, on_event, clock)
+        self._tier = _tier_saver(
+            clusters, parts, store, self.repository.id, on_event, clock, self.settings.max_failures
+        )
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
         self._stopping = False
@@ -257,8 +259,9 @@ def _clusters(parts: Parts) -> Sequence[Any]:
 
 
 def _tier_saver(
-    clusters: Sequence[Any], parts: Parts, store: BlobStore, run: str, on_event: Hear, clock: Clock
-) -> TierSaver:
+    clusters: Sequence[Any], parts: Parts, store: BlobStore, run: str, on_event: Hear, clock: Clock,
+    max_failures: int,
+) -> TierSaver:  # fmt: skip
     on_servers = [cluster for cluster in clusters if isinstance(cluster, RemoteCluster)]
     if not on_servers:
         return local_saver(parts, on_event=on_event, clock=clock)
@@ -273,7 +276,9 @@ def _tier_saver(
             "that all nodes reach"
         )
     tiers = RemoteTiers(on_servers, store, run, clock)
-    return TierSaver(tiers, store, store.url, on_event=on_event, clock=clock)
+    return TierSaver(
+        tiers, store, store.url, on_event=on_event, clock=clock, max_failures=max_failures
+    )
 
 
 def check_ranks(strategy: Strategy, world: int) -> None:
