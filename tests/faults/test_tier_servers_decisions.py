@@ -15,8 +15,8 @@ import pytest
 from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
-from emberkeep.cluster.remote.remote_tiers import RemoteTiers
-from emberkeep.errors import CancelledError, EmberkeepError, ShardLostError, TierError
+from emberkeep.cluster.remote.remote_tiers import RemoteTiers, _Batch
+from emberkeep.errors import CancelledError, EmberkeepError, ShardLostError, StorageError, TierError
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from emberkeep.runtime.clock import SYSTEM_CLOCK
@@ -186,3 +186,115 @@ def test_servers_that_are_adopted_record_what_was_decided(
     assert third.tiers.batch() == 4
     assert state(third.cluster) == live
     third.cluster.close()
+
+
+def failing_once(trainer: Trainer, ask: str, error: EmberkeepError) -> None:
+    """The next such request to the last server fails, and nothing else does."""
+    real, left = trainer.tiers._ask, [error]
+
+    def asking(shard: Any, header: Any, epoch: int | None = None) -> Any:
+        if header["ask"] == ask and shard.index == SHARDS - 1 and left:
+            raise left.pop()
+        return real(shard, header, epoch)
+
+    trainer.tiers._ask = asking  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_batch_that_is_settled_twice_keeps_its_state(
+    launcher: FarmLauncher, store: LocalStore, decided: bool
+) -> None:
+    first = Trainer(launcher, store)
+    one = first.train(1)
+    first.make_durable(1)
+    two = first.train(2)
+    first.prepare(2)
+    failing_once(first, "record", TierError("it could not be written"))
+    with pytest.raises(TierError, match="could not be written"):
+        (first.tiers.commit if decided else first.tiers.abandon)()
+    first.tiers.abandon()
+    assert first.tiers.batch() == (2 if decided else 1)
+    assert [info.name for info in store.list("tiers")] == [first.tiers.durable_state()]
+    first.cluster.close()
+    second = Trainer(launcher, store)
+    assert state(second.cluster) == (two if decided else one)
+    second.cluster.close()
+
+
+@pytest.mark.parametrize("then", ["the next is made", "the next is given up"])
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_server_that_did_not_hear_of_an_outcome_finds_it(
+    launcher: FarmLauncher, store: LocalStore, decided: bool, then: str
+) -> None:
+    """It was cut off for a moment: it has its rows, and a batch that it knows no outcome of."""
+    first = Trainer(launcher, store)
+    rows = {1: first.train(1)}
+    first.make_durable(1)
+    rows[2] = first.train(2)
+    first.prepare(2)
+    failing_once(first, "record", ShardLostError((1,)))
+    (first.tiers.commit if decided else first.tiers.abandon)()
+    assert first.tiers.batch() == (2 if decided else 1)
+    assert len(decisions(store)) == 1
+    rows[3] = first.train(3)
+    if then == "the next is given up":  # before that server has heard of it
+        first.tiers._pending = _Batch(3, "ab" * 8)
+        first.tiers.abandon()
+        assert len(decisions(store)) == 2  # it waits for the first of them
+        last = 2 if decided else 1
+    else:
+        first.make_durable(3)
+        assert decisions(store) == []
+        last = 3
+    first.leave()
+    second = Trainer(launcher, store)
+    assert second.tiers.batch() == last
+    assert state(second.cluster) == rows[last]
+    second.cluster.close()
+
+
+def test_a_store_that_keeps_what_is_outdated_ends_nothing(
+    launcher: FarmLauncher, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Trainer(launcher, store)
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("the store is away")
+
+    for batch in (1, 2):
+        first.train(batch)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "delete", refuse)
+            first.make_durable(batch)
+    assert len(decisions(store)) == 2
+    first.train(3)
+    first.make_durable(3)
+    assert [info.name for info in store.list("tiers")] == [first.tiers.durable_state()]
+    first.cluster.close()
+
+
+def test_rows_stay_where_the_outcome_cannot_be_known_yet(
+    launcher: FarmLauncher, store: LocalStore, tmp_path: Path
+) -> None:
+    first = Trainer(launcher, store, on_restart="adopt")
+    first.cluster.tell(repository=Repository.open(store).id)
+    until(lambda: all(s.status()["run"]["repository"] for s in first.cluster.handles), "the run")
+    first.train(1)
+    first.make_durable(1)
+    live = first.train(2)
+    first.prepare(2)
+    first.leave()
+    away = (tmp_path / "r").rename(tmp_path / "away")
+    (tmp_path / "r").mkdir()
+    with pytest.raises(TierError, match=r"prepared batch 2, .* is not there; nothing was changed"):
+        Trainer(launcher, store, on_restart="adopt")
+    assert [shard.connect()["state"] for shard in first.cluster.handles] == ["serving"] * SHARDS
+    (tmp_path / "r").rmdir()
+    away.rename(tmp_path / "r")
+    second = Trainer(launcher, store, on_restart="adopt")
+    assert launcher.replaced == 0
+    assert second.cluster.adopted
+    assert second.tiers.batch() == 1
+    assert state(second.cluster) == live
+    second.cluster._on_restart = "rewind"
+    second.cluster.close()

@@ -12,7 +12,8 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.cluster.remote.processes import connect
-from emberkeep.errors import ConfigError
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.errors import ConfigError, ServerError, ShardLostError
 from emberkeep.server.server_watch import ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table, Tier
@@ -75,6 +76,48 @@ def test_rows_stay_and_what_is_applied_twice_is_counted(
     assert again.keeper.resume().step == 12
     assert again.keeper.recoveries().samples_applied_twice == 3  # versions know of it
     again.end()
+
+
+def test_a_recovery_never_counts_on_rows_that_were_adopted_before(
+    launcher: FarmLauncher, tmp_path: Path
+) -> None:
+    left(launcher, tmp_path / "r")
+    run = Run(OnServers(launcher, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    assert run.keeper.resume(1).step == 6  # a version that is named brings rows, too
+    assert run.cluster.adopted is None
+    assert run.bits() == plain(6)
+    run.train(8)
+    launcher.kill(1)
+    with pytest.raises(ShardLostError) as lost:
+        run.train(3)
+    run.keeper.recover(lost.value)
+    assert run.keeper.steps == 12
+    assert run.bits() == plain(12)
+    run.end()
+
+
+@pytest.mark.parametrize("how", ["renew", "clear", "start over", "warm start"])
+def test_rows_are_adopted_no_more_once_they_are_gone_or_chosen(
+    farm: Farm, tmp_path: Path, how: str
+) -> None:
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r")
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    if how == "renew":
+        run.cluster.renew(*range(SHARDS))
+        run.cluster.serve(*range(SHARDS))
+    elif how == "clear":
+        run.cluster.clear()
+    elif how == "start over":
+        run.keeper.start_over()
+    else:
+        run.keeper.resume(1, partial=True)
+        assert run.bits() == plain(6)
+    assert run.cluster.adopted is None
+    run.end()
+    servers.end()
 
 
 def test_by_default_all_goes_back_with_the_same_bits(
@@ -153,3 +196,27 @@ def test_what_cannot_be_is_refused() -> None:
         connect(["127.0.0.1:1"], on_restart="keep")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the parity of a run ends with its trainer"):
         connect(["127.0.0.1:1"] * 3, on_restart="adopt", parity=ek.Parity(k=2, r=1))
+
+
+def test_one_server_that_is_held_up_does_not_end_an_adoption(
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease of the trainer before may lapse here a moment later than there."""
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r")
+    admit, refused = RemoteShard.admit, list[int]()
+
+    def admitting(shard: RemoteShard, epoch: int, about: Any) -> None:
+        if shard.index == 1 and not refused:
+            refused.append(epoch)
+            raise ServerError("it serves another run, whose coordinator is alive")
+        admit(shard, epoch, about)
+
+    monkeypatch.setattr(RemoteShard, "admit", admitting)
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert refused
+    assert run.cluster.adopted is not None
+    assert run.keeper.resume().step == 6
+    assert run.bits()[0] == plain(9)[0]
+    run.end()
+    servers.end()

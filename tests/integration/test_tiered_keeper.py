@@ -485,3 +485,68 @@ def test_a_version_that_failed_is_made_with_the_next_batch(
     run.keeper.wait()
     assert [s["step"] for s in run.heard("saved") if s["version"]] == [0, 8]
     run.end()
+
+
+def test_a_batch_whose_outcome_is_open_is_settled_before_the_run_goes_back(
+    launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(OnServers(launcher), root / "r", OFTEN)
+    run.keeper.resume()
+    run.train(5)
+    saver: Any = run.keeper._saver
+    tiers, store = saver._tier.tiers, saver.repository.store
+    tiers.prepare(5)()
+    store.put(tiers.pending_state(), store.get(tiers.durable_state()))
+    assert tiers._decide(tiers._pending, "committed")  # and this process has not heard so
+
+    def fail(*_: object) -> None:
+        raise StorageError("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers, "_decide", fail)
+        with pytest.raises(StorageError, match="the store is away"):
+            run.keeper.resume()
+    assert run.keeper.resume(1).step == 0  # behind that batch: it must never come back
+    assert tiers.batch() is None
+    assert not [info.name for info in store.list("tiers") if "step-" in info.name]
+    run.end()
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    assert again.keeper.resume().step == 0
+    assert again.bits() == plain(0)
+    again.end()
+
+
+def test_a_store_that_is_away_for_a_batch_or_two_does_not_end_training(
+    launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(OnServers(launcher), root / "r", ek.tiered(every=2, remote=60))
+    run.keeper.resume()
+    run.train(3)
+    saver: Any = run.keeper._saver
+
+    def fail(*_: object) -> None:
+        raise StorageError("the store is away")
+
+    def train_without_store(steps: int) -> None:
+        with monkeypatch.context() as patched:
+            for call in ("put", "put_if_absent"):
+                patched.setattr(saver._tier._state, call, fail)
+            for _ in range(steps):
+                run.train(1, wait=False)
+                saver._tier.join()
+
+    with pytest.warns(UserWarning, match="saving step 6 failed: the store is away"):
+        train_without_store(4)  # that of step 4 was not given up by then
+    run.train(1)
+    assert saver._tier.whole == DurableStep(8)
+    assert run.bits() == plain(8)
+    with (
+        pytest.warns(UserWarning, match="the store is away"),
+        pytest.raises(SaveError, match="3 checkpoints in a row"),
+    ):
+        train_without_store(10)
+    run.end()
+    again = Run(OnServers(launcher), root / "r", OFTEN)
+    assert again.keeper.resume() == DurableStep(8)
+    assert again.bits() == plain(8)
+    again.end()

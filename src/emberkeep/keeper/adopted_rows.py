@@ -39,6 +39,20 @@ def take_adopted(subject: Subject, run: str) -> bool:
     return False
 
 
+def drop_adopted(subject: Subject) -> None:
+    """The run goes on from rows that it has chosen: none are adopted any more."""
+    for part in view_of(subject).parts:
+        if isinstance(part.target, RemoteCluster):
+            part.target.adopted = None
+
+
+def clear_adopted(subject: Subject) -> None:
+    """Servers that have kept their rows let them go: the run starts from elsewhere."""
+    for part in view_of(subject).parts:
+        if isinstance(part.target, RemoteCluster) and part.target.adopted is not None:
+            part.target.clear()
+
+
 def steps_ahead(subject: Subject, saved: Mapping[str, Any]) -> int:
     """So many steps rows are ahead of those that a version knows its tables to have, by name."""
     ahead = 0

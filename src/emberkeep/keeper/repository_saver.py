@@ -20,7 +20,12 @@ from emberkeep.checkpoint.widths import Widths
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
-from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE, steps_ahead, take_adopted
+from emberkeep.keeper.adopted_rows import (
+    STEPS_APPLIED_TWICE,
+    drop_adopted,
+    steps_ahead,
+    take_adopted,
+)
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
@@ -116,6 +121,7 @@ class RepositorySaver(Checkpointer):
     def cut(
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Manifest]:
+        drop_adopted(self.subject)
         return self.save(step, self._extras(state, counters), whole=whole)
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
@@ -142,6 +148,7 @@ class RepositorySaver(Checkpointer):
 
     def went_back_to(self, version: VersionId) -> None:
         """The run goes on from a version that not all of it came from."""
+        drop_adopted(self.subject)
         self.writer.resume(version)
         self.forget_chain()
 
@@ -150,6 +157,7 @@ class RepositorySaver(Checkpointer):
     ) -> Returned | None:
         if version is None and take_adopted(self.subject, self.repository.id):
             return self._beside_adopted(fits)
+        drop_adopted(self.subject)
         number = None if version is None else self.repository.named(version).number
 
         def restore(fall_back: bool) -> Restored | None:

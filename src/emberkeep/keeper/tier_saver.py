@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +32,9 @@ from emberkeep.errors import (
     EmberkeepError,
     MissingObjectError,
     NoVersionError,
+    SaveError,
     ShardLostError,
+    StorageError,
 )
 from emberkeep.keeper import tier_state
 from emberkeep.keeper.model_parts import Parts
@@ -85,7 +88,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
     `state` is the store of what belongs to their rows, under names that `tiers` give. What makes a
     checkpoint fail is raised by the next call: a file that could not be written has ended its
-    shard.
+    shard. Where `state` is another machine's, `max_failures` in a row of that store are.
     """
 
     exact = due_whole = True
@@ -93,9 +96,10 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
     def __init__(
         self, tiers: Tiers, state: BlobStore, url: str, *, on_event: Hear, clock: Clock,
-        paths: Sequence[str] = (),
+        paths: Sequence[str] = (), max_failures: int = 1,
     ) -> None:  # fmt: skip
         self.tiers = tiers
+        self._max_failures = max_failures
         self._state = state
         self._paths = paths
         self.url = url
@@ -133,7 +137,12 @@ class TierSaver(BackgroundSaver[DurableStep]):
         start = self._clock.monotonic()
         losses = Losses.from_dict(counters() if callable(counters) else counters).to_dict()
         beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
-        await_prepared = self.tiers.prepare(step)
+        try:
+            await_prepared = self.tiers.prepare(step)
+        except StorageError as error:
+            if self._max_failures == 1:
+                raise
+            await_prepared = partial(_fail, error)  # counted as that of any other
         try:
             pause = timedelta(seconds=self._clock.monotonic() - start)
             saving = Saving[DurableStep](step, pause, self._clock)
@@ -167,6 +176,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
             self._state.put(name, content)
             self.tiers.commit()
             saving.committed.set_result(DurableStep(saving.step))
+        self._failures = []
         self._tell_saved(saving, version=None, kind="tier", nbytes=nbytes)
         self.tiers.tidy()
 
@@ -177,6 +187,8 @@ class TierSaver(BackgroundSaver[DurableStep]):
     def _clean_up(self, saving: Saving[DurableStep], error: BaseException) -> None:
         with self._deciding:
             self._abandon()
+        if self._max_failures > 1 and isinstance(error, StorageError):
+            warnings.warn(f"saving step {saving.step} failed: {error}", stacklevel=1)
 
     def _abandon(self) -> None:
         with suppress(EmberkeepError):  # the next checkpoint tries again
@@ -198,9 +210,18 @@ class TierSaver(BackgroundSaver[DurableStep]):
             self._deciding.release()
 
     def check(self, least: int | None = None) -> None:
-        failures, self._failures = [*self._failures, *self._unseen()], []
-        if failures:
-            raise failures[0]
+        failures = self._failures = [*self._failures, *self._unseen()]
+        grave = [error for error in failures if not isinstance(error, StorageError)]
+        most = min(least or self._max_failures, self._max_failures)
+        if not grave and len(failures) < most:
+            return
+        self._failures = []
+        if grave or most == 1 == self._max_failures:
+            raise (grave or failures)[0]
+        raise SaveError(
+            f"{len(failures)} checkpoints in a row have failed, the last with: {failures[-1]}; the "
+            "rows are still where they live, and part of the next one"
+        ) from failures[-1]
 
     def close(self) -> DurableStep | None:
         try:
@@ -281,8 +302,18 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
     def forget(self) -> None:
         """The run goes on from elsewhere: what is durable here must never come back."""
-        self.join()
+        self.settle()
         self.tiers.forget()
+
+    def settle(self) -> None:
+        """What became of the last checkpoint is known, and recorded where files are; raises why it
+        cannot be."""
+        self.join()
+        self.tiers.abandon()
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _given_up(step: int) -> CancelledError:

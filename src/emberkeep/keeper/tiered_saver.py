@@ -18,7 +18,12 @@ from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.errors import ConfigError, ShardLostError
-from emberkeep.keeper.adopted_rows import STEPS_APPLIED_TWICE, steps_ahead, take_adopted
+from emberkeep.keeper.adopted_rows import (
+    STEPS_APPLIED_TWICE,
+    drop_adopted,
+    steps_ahead,
+    take_adopted,
+)
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
@@ -48,7 +53,9 @@ class TieredSaver(RepositorySaver):
         self._remote: Every = strategy.remote
         clusters = _clusters(parts)
         super().__init__(store, parts.subject, strategy, on_event=on_event, clock=clock, **options)
-        self._tier = _tier_saver(clusters, parts, store, self.repository.id, on_event, clock)
+        self._tier = _tier_saver(
+            clusters, parts, store, self.repository.id, on_event, clock, self.settings.max_failures
+        )
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
         self._stopping = False
@@ -91,6 +98,7 @@ class TieredSaver(RepositorySaver):
         if step == 0:
             self._tier.forget()
             return self._cut_version(step, state, counters)
+        drop_adopted(self.subject)
         saving: Saving[Any] = self._tier.cut(step, state, counters)
         if self._version_due(step):
             self._cut_version(step, state, counters)
@@ -164,6 +172,7 @@ class TieredSaver(RepositorySaver):
     ) -> Returned | None:
         """From the tiers where all files have the newest durable batch; else from the version,
         and that batch is given up for good."""
+        self._tier.settle()
         newest = self.repository.newest_whole()
         manifest = None if newest is None else self.repository.manifest(newest)
         batch = self._tier.resumable() if version is None else None
@@ -199,7 +208,6 @@ class TieredSaver(RepositorySaver):
         return replace(returned, counters={**returned.counters, STEPS_APPLIED_TWICE: ahead})
 
     def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
-        self._tier.join()
         there = self._tier.tiers.at_batch()
         if there is False:  # trained on since
             self._tier.tiers.reopen()
@@ -251,8 +259,9 @@ def _clusters(parts: Parts) -> Sequence[Any]:
 
 
 def _tier_saver(
-    clusters: Sequence[Any], parts: Parts, store: BlobStore, run: str, on_event: Hear, clock: Clock
-) -> TierSaver:
+    clusters: Sequence[Any], parts: Parts, store: BlobStore, run: str, on_event: Hear, clock: Clock,
+    max_failures: int,
+) -> TierSaver:  # fmt: skip
     on_servers = [cluster for cluster in clusters if isinstance(cluster, RemoteCluster)]
     if not on_servers:
         return local_saver(parts, on_event=on_event, clock=clock)
@@ -267,7 +276,9 @@ def _tier_saver(
             "that all nodes reach"
         )
     tiers = RemoteTiers(on_servers, store, run, clock)
-    return TierSaver(tiers, store, store.url, on_event=on_event, clock=clock)
+    return TierSaver(
+        tiers, store, store.url, on_event=on_event, clock=clock, max_failures=max_failures
+    )
 
 
 def check_ranks(strategy: Strategy, world: int) -> None:

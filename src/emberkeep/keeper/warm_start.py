@@ -13,6 +13,7 @@ from emberkeep.checkpoint.partial_load import check_renaming, load_partly, renam
 from emberkeep.checkpoint.restore import Restored, check_schema, shortened
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import ConfigError, NoVersionError
+from emberkeep.keeper.adopted_rows import clear_adopted
 from emberkeep.keeper.plain_state import unpack
 from emberkeep.keeper.repository_saver import captured_in
 from emberkeep.keeper.run_saver import Kept
@@ -103,6 +104,7 @@ def warm_start(
         check_renaming(renamed, there, state.names() | {*subject.schema()["tables"]})
         if not partial:
             state.fit(captured_in(found))
+        clear_adopted(subject)
 
     with Hold(repository, chosen):
         restored, loaded = load_partly(repository, chosen, subject, Pool(threads), renamed, fits)

@@ -86,6 +86,20 @@ class _Gone:
     index: int
     state: ClassVar[str] = "lost"
 
+    def held(self) -> tuple[int, int]:
+        return 0, 0
+
+    def nothing(self) -> int:
+        return 0
+
+    dirty_rows = steps = nothing
+
+    def tier_status(self) -> list[Any]:
+        return []
+
+    def kill(self) -> None:
+        """Not this epoch's any more."""
+
     def __getattr__(self, name: str) -> Any:
         raise ShardLostError((self.index,))
 
@@ -131,6 +145,8 @@ class Epoch:
         self._repository: str | None = None
         self.left = False
         """Whether its coordinator has ended, and wants the rows to stay for the next."""
+        self.kept = False
+        """Whether its rows are those that the epoch before has served."""
         self.origin: Json = {}
         """What the coordinator has said of the model."""
         self.repository = ""
@@ -150,6 +166,19 @@ class Epoch:
         with self._push_lock:
             shard, self.shard = self.shard, cast(Shard, _Gone(self.shard.index))
             return shard
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether it has rows that the next trainer could go on with: those of a run. One that has
+        kept them may not serve yet, since others were held up."""
+        state = self.shard.state
+        served = state == "serving" or (self.kept and state == "recovering")
+        return served and self.parity_service is None
+
+    def take_back(self, shard: Shard) -> None:
+        """Nobody else could have it: this epoch goes on."""
+        with self._push_lock:
+            self.shard = shard
 
     def serve(self, after: int, pushes: Mapping[str, int]) -> None:
         """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
@@ -183,6 +212,10 @@ class Epoch:
                 "not touched: close the cluster, and open another for another repository"
             )
         return open_store(self._repository, clock=self.clock)
+
+    @property
+    def index(self) -> int:
+        return self.shard.index
 
     # -- who is heard ----------------------------------------------------------------------------
 

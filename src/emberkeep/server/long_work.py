@@ -30,16 +30,19 @@ class LongWork:
         self._lock = threading.Lock()
         self._worker = Worker("emberkeep-job", clock=clock)
         self._progress = 0
+        self._coordinator: str | None = None
         self.job: tuple[int, Future[Json]] | None = None
         """The epoch that the last piece of work is of, and what becomes of it."""
 
     def begin(
-        self, event: str, epoch: int, about: Json, work: Callable[[], Json], *, next: bool = False
-    ) -> None:
+        self, event: str, epoch: int, about: Json, work: Callable[[], Json], *,
+        coordinator: str | None = None,
+    ) -> None:  # fmt: skip
         """Returns at once; `event` is said when the work has ended well.
 
-        Refused while another piece is under way, unless this one shall be `next`: it starts when
-        the other has ended, and nobody hears of that one any more.
+        Refused while another piece is under way, unless this one begins an epoch, of a
+        `coordinator` who alone hears of it: it starts when the other has ended, and nobody hears
+        of that one any more.
         """
         job: Future[Json] = Future()
         started = self._clock.monotonic()
@@ -59,14 +62,15 @@ class LongWork:
             self._tell(event, {**about, "seconds": seconds})
 
         with self._lock:
-            if not next and self.job is not None and not self.job[1].done():
+            if coordinator is None and self.job is not None and not self.job[1].done():
                 raise ServerError("the server is still at work on something else")
             self._worker.do(run, ended)
-            self.job = (epoch, job)
+            self.job, self._coordinator = (epoch, job), coordinator
 
-    def answer(self, epoch: int) -> Json:
+    def answer(self, epoch: int, coordinator: str | None = None) -> Json:
         """Whether the work of an epoch is done, with what it returned; raises what it raised."""
-        if self.job is None or self.job[0] != epoch:
+        owner = self._coordinator
+        if self.job is None or self.job[0] != epoch or owner not in (None, coordinator):
             raise EpochError(f"no work was started in epoch {epoch}")
         job = self.job[1]
         if job.done():

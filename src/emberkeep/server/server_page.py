@@ -11,6 +11,7 @@ from emberkeep._types import Json
 from emberkeep.runtime.background_failures import background_failures
 from emberkeep.runtime.memory import resident_nbytes
 from emberkeep.runtime.metrics import Labels, Registry, Sample, families
+from emberkeep.server.admission import Opening
 from emberkeep.server.epoch import Epoch
 from emberkeep.server.server_events import ServerEvents
 from emberkeep.server.server_metrics import Metrics
@@ -33,11 +34,13 @@ class ServerPage:
         events: ServerEvents,
         *,
         epoch: Callable[[], Epoch | None],
+        opening: Callable[[], Opening | None],
         draining: Callable[[], bool],
     ) -> None:
         self._metrics = metrics
         self._events = events
         self._epoch = epoch
+        self._opening = opening
         self._draining = draining
         self._registry: Registry | None = None
         self.log: str | None = None
@@ -47,7 +50,16 @@ class ServerPage:
 
     def status(self, header: Json) -> Json:
         """What the clients of a cluster ask for, and what an operator wants to know."""
-        epoch = self._epoch()
+        epoch, opening = self._epoch(), self._opening()
+        run: Json = {"epoch": 0, "state": "empty"}
+        if opening is not None:
+            run = opening.status()
+            run["run"] = {
+                "id": opening.coordinator, "name": self._metrics.run_name,
+                "trainer": self._metrics.trainer, "step": 0, "repository": "",
+            }  # fmt: skip
+        elif epoch is not None:
+            run = self._of_run(epoch, header)
         return {
             "node": socket.gethostname(),
             "pid": os.getpid(),
@@ -58,7 +70,7 @@ class ServerPage:
             "metrics_url": self.metrics_url,
             "last_event": self._events.last,
             "metrics": self._metrics.to_dict(),
-            **({"epoch": 0, "state": "empty"} if epoch is None else self._of_run(epoch, header)),
+            **run,
         }
 
     def _of_run(self, epoch: Epoch, header: Json) -> Json:
@@ -87,6 +99,7 @@ class ServerPage:
                 "repository": epoch.repository,
             },
             "origin": epoch.origin,
+            "adoptable": epoch.adoptable,
             "lease_age_seconds": epoch.silent_seconds,
             "lease_seconds": epoch.lease_seconds,
             **({} if parity is None else {"parity": parity.status()}),
@@ -127,6 +140,8 @@ class ServerPage:
 
     def _samples(self, epoch: Epoch | None) -> list[Sample]:
         state = "empty" if epoch is None else epoch.shard.state
+        if self._opening() is not None:
+            state = "recovering"
         samples: list[Sample] = [
             *(
                 (f"state_{name}", "gauge", f"1 while the shard is {name}", float(state == name))
@@ -158,6 +173,8 @@ class ServerPage:
         epoch = self._epoch()
         if self._draining():
             return "it is shutting down"
+        if (opening := self._opening()) is not None:
+            return f"shard {opening.index} opens its files"
         if epoch is None:
             return "it is empty: no run has taken it yet"
         if epoch.lapsed:

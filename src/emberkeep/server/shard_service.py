@@ -25,12 +25,7 @@ from emberkeep.checkpoint.version_files import write_pieces
 from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
-from emberkeep.errors import (
-    EmberkeepError,
-    EpochError,
-    ProtocolError,
-    ServerError,
-)
+from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, ServerError
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
@@ -84,15 +79,10 @@ class ShardService:
     """
 
     def __init__(
-        self,
-        *,
-        threads: int | None = None,
-        place: tuple[int, int] | None = None,
-        tier: Tier | None = None,
-        on_event: OnEvent | None = None,
-        transport: Transport = FLIGHT,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
+        self, *, threads: int | None = None, place: tuple[int, int] | None = None,
+        tier: Tier | None = None, on_event: OnEvent | None = None,
+        transport: Transport = FLIGHT, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self._place = place
         self._tier = None if tier is None else tier_service.ServerTier(tier)
         self._transport = transport
@@ -104,11 +94,13 @@ class ShardService:
         self._pool = Pool(threads)
         self.events = self._tell = ServerEvents(on_event, clock)
         self.page = ServerPage(
-            self.metrics, self.events, epoch=lambda: self._epoch, draining=lambda: self._draining
-        )
+            self.metrics, self.events, epoch=lambda: self._epoch,
+            opening=lambda: self._opening, draining=lambda: self._draining,
+        )  # fmt: skip
         self._lock = threading.RLock()
         self._epoch: Epoch | None = None
-        self._term = 0
+        self._opening: admission.Opening | None = None
+        self._term = self._last_epoch = 0
         self._order = RequestOrder()
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
@@ -216,7 +208,7 @@ class ShardService:
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
-        status["draining"] = self._draining
+        status["draining"], status["last_epoch"] = self._draining, self._last_epoch
         if self._tier is not None:
             status["tier"] = self._tier.status(self._epoch)
         yield {**status, **self.page.status(header)}, _NONE
@@ -227,35 +219,27 @@ class ShardService:
         """
         check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
-        term = int(header["term"])
         index, count = int(header["shard"]), int(header["shards"])
         admission.check_place(self._place, index, count, number)
         tables = [table_from(table) for table in header["tables"]]
         optimizer = optimizer_from(header["optimizer"])
         with self._lock:
             before = self._epoch
-            admission.check_turn(before, self._term, header)
+            admission.check_turn(self._opening or before, self._term, self._last_epoch, header)
             adopts = bool(header.get("adopt"))
             if adopts:
                 self._adopt(admission.check_rows(before, header), header)
-            self._term = term
-            if adopts:
                 before = None
             elif self._tier is None:
-                self._open(header, tables, optimizer)
+                self._epoch = self._open(header, tables, optimizer)
             else:
                 # First: files have one owner at a time. To read them takes longer than an answer.
-                self._epoch = None
-
-                def open_files() -> Json:
-                    with self._lock:
-                        opened, self._epoch = self._epoch, None  # by an admission before this one
-                    end_all(*(partial(self._drop, e) for e in (before, opened) if e is not None))
-                    self._open(header, tables, optimizer)
-                    return {"life": self.life}
-
+                self._epoch, self._opening = None, admission.Opening(header, self._clock)
+                make = partial(self._open, header, tables, optimizer)
+                work = partial(self._open_files, self._opening, before, make)
                 where = {"epoch": number, "path": self._tier.directory(index)}
-                self.long_work.begin("opened", number, where, open_files, next=True)
+                self.long_work.begin("opened", number, where, work, coordinator=coordinator)
+            self._term, self._last_epoch = int(header["term"]), number
         if before is not None and self._tier is None:
             self._drop(before)
         trainer = str(header.get("trainer", ""))
@@ -264,29 +248,44 @@ class ShardService:
         self._tell("admitted", {**about, "run": coordinator, "trainer": trainer})
         yield {"life": self.life, "opening": self._tier is not None and not adopts}, _NONE
 
-    def _open(self, header: Json, tables: Sequence[Table], optimizer: Optimizer) -> None:
-        """Begins an epoch: empty, or at the durable batch of its tier."""
+    def _open_files(
+        self, opening: admission.Opening, before: Epoch | None, make: Callable[[], Epoch]
+    ) -> Json:
+        """Begins the epoch of an admission, unless there was another one since, or a release."""
+        opened, present = None, False
+        try:
+            if before is not None:
+                self._drop(before)
+            if self._opening is opening and not opening.left:
+                opened = make()
+        finally:
+            with self._lock:
+                if self._opening is opening:
+                    present, self._opening = opened is not None and not opening.left, None
+                    self._epoch = opened if present else None
+        if present:
+            return {"life": self.life}
+        if opened is not None:
+            self._drop(opened)
+        raise EpochError(f"epoch {opening.number} was over before its files were open")
+
+    def _open(self, header: Json, tables: Sequence[Table], optimizer: Optimizer) -> Epoch:
+        """A new epoch: empty, or at the durable batch of its tier."""
         shard = tier_service.open_shard(
             self._tier, header, tables, optimizer, pool=self._pool, clock=self._clock,
             advance=self.long_work.advance,
         )  # fmt: skip
         if header.get("tracked"):
             shard.track(priority_of(header))
-        self._epoch = Epoch(
-            shard.epoch, shard, shards=int(header["shards"]),
-            coordinator=str(header["coordinator"]), lease_seconds=float(header["lease_seconds"]),
-            meeting_seconds=float(header["meeting_seconds"]), pool=self._pool,
-            tables=header["tables"], clock=self._clock,
-        )  # fmt: skip
-        self._epoch.origin = admission.origin_of(header)
+        return admission.new_epoch(shard, header, self._pool, self._clock)
 
     def _adopt(self, before: Epoch, header: Json) -> None:
         """Goes on with the rows of the epoch before: what was frozen in it is let go."""
+        self._epoch = admission.adopt(before, header)
         self._cancelled.set()
         for snapshot in self._snapshots:
             snapshot.close(())
         self._snapshots = ()
-        self._epoch = admission.adopt(before, header)
 
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
@@ -309,6 +308,12 @@ class ShardService:
     def _release(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The run is over, and the next coordinator need not wait. The rows are let go, unless they
         are to stay for that one."""
+        with self._lock:
+            if meant := self._opening is not None and self._opening.meant(header):
+                self._opening.left = True
+        if meant:
+            yield {}, _NONE
+            return
         epoch, stay = self._of(header), bool(header.get("stay"))
         epoch.hear(str(header["coordinator"]), 0.0)
         epoch.left = stay
@@ -447,10 +452,8 @@ class ShardService:
         for snapshot in self._frozen(header):
             for chunk in snapshot.chunks(int(header["rows"]), self._cancelled):
                 planes = {} if chunk.planes is None else chunk.planes
-                yield (
-                    {"table": chunk.table, "tombstones": chunk.planes is None},
-                    {"": chunk.ids, **planes},
-                )
+                about = {"table": chunk.table, "tombstones": chunk.planes is None}
+                yield about, {"": chunk.ids, **planes}
 
     def _repository(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """The id of the repository that this server finds under a URL; None if there is none.
@@ -501,11 +504,9 @@ class ShardService:
 
         target = TargetView([
             ViewPart(
-                epoch.shard,
-                {name: own for own, name in header["names"].items()},
+                epoch.shard, {name: own for own, name in header["names"].items()},
                 own_rows=own_rows,
-                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards),
-            )
+                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards))
         ])  # fmt: skip
 
         def load() -> Json:
@@ -525,7 +526,9 @@ class ShardService:
         self.long_work.begin(event, int(header["epoch"]), {"version": header["version"]}, work)
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        yield self.long_work.answer(int(header["epoch"])), _NONE
+        if (opening := self._opening) is not None and opening.meant(header):
+            opening.hear()
+        yield self.long_work.answer(int(header["epoch"]), header.get("coordinator")), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._frozen(header)

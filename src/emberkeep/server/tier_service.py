@@ -122,6 +122,8 @@ def _prepare(epoch: Epoch, header: Json) -> Json:
     """Declares the rows to be those of a batch, as they are now. The same again changes nothing."""
     batch, nonce, home, run = (header[name] for name in ("batch", "nonce", "home", "run"))
     epoch.store(str(home))  # that of its versions, and no other
+    if any(slab.saving is None or slab.saving.nonce != nonce for slab in epoch.shard.tier_slabs()):
+        settle(epoch.shard)  # its coordinator may have been cut off when one was decided
     with epoch.between_pushes() as pushes:
         slabs = epoch.shard.tiers()
         if any(slab.saving is None or slab.saving.nonce != nonce for slab in slabs):
@@ -151,7 +153,8 @@ def _prepared(epoch: Epoch, header: Json) -> Json:
 
 
 def _record(epoch: Epoch, header: Json) -> Json:
-    """Has every file record what was decided about a batch."""
+    """Has every file record what was decided about a batch. It is not recorded, too, while a file
+    waits for the outcome of another: documents must stay."""
     recorded = True
     for slab in epoch.shard.tier_slabs():
         prepared, committed = slab.log.prepared, slab.log.head.committed
@@ -160,6 +163,8 @@ def _record(epoch: Epoch, header: Json) -> Json:
                 slab.commit()
             else:
                 slab.log.unprepare()
+        elif prepared is not None:
+            recorded = False
         elif header["committed"]:
             recorded = recorded and committed is not None and committed.nonce == header["nonce"]
     return {"recorded": recorded}

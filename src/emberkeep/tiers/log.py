@@ -444,11 +444,19 @@ class RowLog:
             if not wanted():
                 return
             # The outcome of the batch before would be lost with it.
-            assert self.head.prepared is None
+            self.check_recorded()
             self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
         for segment in listed:
             self._unlisted.remove(segment)
         self._free.extend(listed)
+
+    def check_recorded(self) -> None:
+        """Raises if the file waits for the outcome of a batch: no other can be prepared then."""
+        if (waiting := self.head.prepared) is not None:
+            raise TierError(
+                f"{self.path} has prepared batch {waiting.batch} and has not recorded whether that "
+                "took place; nothing was changed, and opening the tier again does so"
+            )
 
     @property
     def prepared(self) -> Point | None:

@@ -490,6 +490,7 @@ class TieredSlab(Slab):
         with self.lock:
             self.log.check()
             self.log.check_whole()
+            self.log.check_recorded()
             if self.saving is not None:
                 raise AssertionError("a slab has one checkpoint under way at a time")
             frames = self.frames

@@ -29,14 +29,13 @@ def adoptable(statuses: Sequence[Json], about: Json) -> str | None:
     with the one that is meant; None, with a warning where there are other rows."""
     runs = {status.get("run", {}).get("repository", "") for status in statuses}
     same = all(
-        status["state"] == "serving"
-        and "parity" not in status
+        status.get("adoptable")
         and status.get("origin") == {**{key: about[key] for key in _SAME}, "shard": index}
         for index, status in enumerate(statuses)
     )
     if same and len(runs) == 1 and runs != {""}:
         return str(runs.pop())
-    if any(status["state"] == "serving" for status in statuses):
+    if any(status.get("adoptable") for status in statuses):
         warnings.warn(
             "not all servers hold rows of this model and of one run, so none are adopted: the run "
             "goes back to its newest version",

@@ -95,7 +95,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self.launcher = launcher
         self._on_restart = on_restart
         self.adopted: str | None = None
-        """Where live servers have kept their rows: the id of the repository of their run."""
+        """Where live servers have kept their rows, for as long as all of them have: the id of the
+        repository of their run."""
         self.timing = timing or Timing()
         self.security = security or Security()
         self.coordinates = coordinate
@@ -163,7 +164,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         while True:
             try:
                 statuses = self._each([partial(self._reach, shard) for shard in self.handles])
-                epoch = 1 + max(status["epoch"] for status in statuses)
+                epoch = 1 + max(status["last_epoch"] for status in statuses)
                 self._term = 1 + max(status["term"] for status in statuses)
                 about = {**self._about(), "begins": True}
                 if self._on_restart == "adopt":
@@ -292,6 +293,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def renew(self, *shards: int) -> None:
         if not self.coordinates:
             raise ConfigError("shards are renewed by the process that coordinates the cluster")
+        self.adopted = None
         self._drop_ahead()
         # All or none: of a model that goes back, no server may return with what it had.
         self._give_up(self._named(shards))
@@ -325,7 +327,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         try:
             if status is None:
                 status = shard.connect(address or self.launcher.replace(shard.index, life))
-            shard.admit(max(known, status["epoch"]) + 1, self._about())
+            shard.admit(max(known, status["last_epoch"]) + 1, self._about())
             if self._tiered:
                 self._check_tiers()
                 shard.await_open()
@@ -347,12 +349,17 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         if not self.lost():
             self._settle_writes()
 
+    def clear(self) -> None:
+        self.adopted = None
+        super().clear()
+
     def load_version(
         self, repository: Repository, chain: Sequence[Manifest], names: Mapping[str, str]
     ) -> None:
         """Every server reads its own rows of a version, all at once; the coordinator sees to it."""
         if not self.coordinates:
             return
+        self.adopted = None
         self._drop_ahead()
         self._present()
         self._each(

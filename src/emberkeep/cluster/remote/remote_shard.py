@@ -159,12 +159,14 @@ class RemoteShard:
         answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
         self._given_up, self._opening = False, bool(answer.get("opening"))
+        self._coordinator = str(about["coordinator"])
 
     def await_open(self) -> None:
         """Waits until a server that was admitted has opened the files of its tier, and is at the
         batch that is durable there. Raises why it cannot."""
         if self._opening:
-            self._await_work(self._open(), {"epoch": self.epoch}, "open its files")
+            header = {"epoch": self.epoch, "coordinator": self._coordinator}
+            self._await_work(self._open(), header, "open its files")
 
     @property
     def newly_lost(self) -> bool:

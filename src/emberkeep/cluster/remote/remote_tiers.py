@@ -61,7 +61,7 @@ class RemoteTiers:
         self._clock = clock
         self._pending: _Batch | None = None
         self._durable: _Batch | None = None
-        self._outdated: list[str] = []
+        self._outdated: set[str] = set()
         self._look()
         for cluster in clusters:
             cluster.keeps_batches = True
@@ -75,7 +75,7 @@ class RemoteTiers:
         listed = [info.name for info in self._store.list(RUN_DIRECTORY.rstrip("/"))]
         kept = None if self._durable is None else self._durable.state_name
         # Servers that are there have recorded whatever was decided before they were admitted.
-        self._outdated = [name for name in listed if name != kept]
+        self._outdated = {name for name in listed if name != kept}
 
     def _shards(self) -> list[tuple[tuple[int, int], RemoteShard]]:
         return [
@@ -239,12 +239,12 @@ class RemoteTiers:
     def _settle(self, pending: _Batch, *, committed: bool) -> int:
         """Has every server record what was decided, and counts those that have; one that is lost
         does so when it opens its files again, and the document waits for that."""
-        if committed:
+        if not committed:
+            self._outdated.add(pending.state_name)
+        elif self._durable is not pending:  # else an attempt before has come so far
             if self._durable is not None:
-                self._outdated.append(self._durable.state_name)
+                self._outdated.add(self._durable.state_name)
             self._durable = pending
-        else:
-            self._outdated.append(pending.state_name)
         header = {"ask": "record", "nonce": pending.nonce, "committed": committed}
         recorded, errors, shards = 0, list[EmberkeepError](), self._shards()
         for key, shard in shards:
@@ -257,12 +257,18 @@ class RemoteTiers:
         if errors:
             raise errors[0]
         self._pending = None
-        self._outdated.append(f"{RUN_DIRECTORY}decision-{pending.number}-{pending.nonce}.json")
+        self._outdated.add(f"{RUN_DIRECTORY}decision-{pending.number}-{pending.nonce}.json")
         if recorded == len(shards):
             # Whatever else a file has prepared, it has recorded before.
-            outdated, self._outdated = self._outdated, []
-            self._store.delete(outdated)
+            self._drop_outdated()
         return recorded
+
+    def _drop_outdated(self) -> None:
+        """Drops what no server needs any more; what the store does not let go of goes later."""
+        kept = set() if self._durable is None else {self._durable.state_name}
+        with suppress(EmberkeepError):
+            self._store.delete(sorted(self._outdated - kept))
+            self._outdated.clear()
 
     def _ask(self, shard: RemoteShard, header: Json, epoch: int | None = None) -> Json:
         """Beside training: on a connection of its own. Lost is also a shard that has another
