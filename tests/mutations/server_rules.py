@@ -30,13 +30,13 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S1-lease", "a server that has not heard of its coordinator goes on", EPOCH,
-        "        return self.silent_seconds > self.lease_seconds\n", "        return False\n",
-        SIMULATOR,
+        "        return self.left or self.silent_seconds > self.lease_seconds\n",
+        "        return self.left\n", SIMULATOR,
     ),
     Mutation(
         "S1-renewal", "a renewal that is read late renews the lease", EPOCH,
-        "        self.heard = max(self.heard, min(since, self._clock.monotonic()))\n",
-        "        self.heard = self._clock.monotonic()\n", SIMULATOR,
+        "        self.heard = max(self.heard, min(since, self.clock.monotonic()))\n",
+        "        self.heard = self.clock.monotonic()\n", SIMULATOR,
     ),
     Mutation(
         "S1-empty", "a server serves before it was given its rows", EPOCH,
