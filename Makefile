@@ -6,7 +6,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-WORKERS ?= 2
+# Tests wait for servers and disks now and then: two cores have work for three.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

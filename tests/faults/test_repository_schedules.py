@@ -42,7 +42,13 @@ def test_a_store_that_cannot_decide_between_two_writers_is_refused() -> None:
     assert Repository.create(Overwriting(), schema={}, exclusive=True)
 
 
-@pytest.mark.parametrize("pair", BESIDE_THE_WRITER, ids=name)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=name(pair), marks=[pytest.mark.soak] if at % 2 else [])
+        for at, pair in enumerate(BESIDE_THE_WRITER)
+    ],
+)
 def test_processes_that_stop_right_before_they_change_something(pair: Pair) -> None:
     # A successor's opening changes little and decides all: there one stop more.
     for case in interleavings.changes_of(pair, 3 if interleavings.opens in pair[1] else 2):

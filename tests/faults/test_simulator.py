@@ -41,7 +41,7 @@ from emberkeep.testing.simulation.simulated_run import run_options
 from tests.threads import started_since
 
 # The default run tries so many seeds, the same on every machine.
-SEEDS = 30
+SEEDS = 20
 SOAK_SEEDS = int(os.environ.get("EMBERKEEP_SEEDS", "2000"))
 FIRST_SOAK_SEED = int(os.environ.get("EMBERKEEP_FIRST_SEED", "100000"))
 

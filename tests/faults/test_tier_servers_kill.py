@@ -120,7 +120,7 @@ def check(nursery: Nursery, farm: Farm, where: Path, kills: int, **settings: str
 
 
 def test_servers_and_trainer_are_killed(nursery: Nursery, farm: Farm, tmp_path: Path) -> None:
-    check(nursery, farm, tmp_path, 20, tables="")
+    check(nursery, farm, tmp_path, 6, tables="")
 
 
 @pytest.mark.soak

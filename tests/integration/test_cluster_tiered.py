@@ -104,6 +104,7 @@ class _InProcess(EngineContract):
         return local(threads=1).open(tables, optimizer, seed=seed)
 
 
+@pytest.mark.soak
 class TestOneTieredServer(OnServers, EngineContract):
     """With memory for a batch, and for everything."""
 

@@ -285,6 +285,7 @@ def test_real_servers_are_killed_on_the_clock_of_the_job(kind: str) -> None:
     _check_partial(kind)
 
 
+@pytest.mark.soak
 def test_servers_that_are_killed_lose_what_shards_of_this_process_do() -> None:
     _check_partial("servers")
 

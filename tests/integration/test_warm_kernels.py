@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import importlib, json, pkgutil, sys, warnings
 from pathlib import Path
@@ -69,6 +71,7 @@ print(json.dumps({"kernels": len(before), "late": sorted(late), "cold": sorted(c
 """
 
 
+@pytest.mark.soak
 def test_no_command_compiles_after_warm(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -94,6 +95,7 @@ def lives(
     return [nursery.wait(rank) for rank in ranks], [log.read_text() for log in logs]
 
 
+@pytest.mark.soak
 def test_two_ranks_start_from_a_run_of_one(nursery: Nursery, farm: Farm, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     old = save_old(tmp_path / "job" / "old")
@@ -114,6 +116,7 @@ def test_two_ranks_start_from_a_run_of_one(nursery: Nursery, farm: Farm, tmp_pat
         assert "table 'new' is not in the version: it starts as it is" in one["skipped"]
 
 
+@pytest.mark.soak
 def test_what_one_rank_refuses_ends_all(nursery: Nursery, farm: Farm, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     save_old(tmp_path / "job" / "old")
