@@ -136,7 +136,9 @@ class Mirror:
         self.grace = _PATIENCE
         self._source: Repository | None = None
         self._has: VersionId | None = None  # of the source, the newest that is in the mirror
-        self._forced = False  # the next copy is made whether it is due or not
+        # How often a copy was asked for whether it is due or not, and up to which it was made. One
+        # that is asked for beside a copy of an older version is not answered by that.
+        self._asked = self._answered = 0
         self._start()
         self._fenced: FencedError | None = None
         self._copied_at: float | None = None
@@ -153,7 +155,7 @@ class Mirror:
     def _wake(self, *, forced: bool = False) -> None:
         if self._ended:  # a run that was closed goes on: a shard was lost at its very end
             self._start()
-        self._forced = self._forced or forced
+        self._asked += forced
         self._worker.wake()
 
     @property
@@ -301,20 +303,22 @@ class Mirror:
 
     def _copy_newest(self) -> float | None:
         assert self._source is not None
-        newest, given_up = self._newest(), self._given_up
+        asked, given_up = self._asked, self._given_up  # before the newest version is looked up
+        newest = self._newest()
         if newest is None or self._fenced is not None or given_up.is_set():
             return None
         started = self._clock.monotonic()
         before = self._writer.newest
         try:
             self._writer.check()
-            if not self._forced and not self._due(self._source.manifest(newest).step):
+            if asked == self._answered and not self._due(self._source.manifest(newest).step):
                 self._in_a_row = 0
                 return None
             copied = copy_version(
                 self._source, newest, self._writer, cancelled=given_up,
                 passing=partial(self._bandwidth.passing, cancelled=given_up),
             )  # fmt: skip
+            self._answered = asked
             self._note(newest, copied, before, started)
             self._collector.collect()
         except CancelledError:
@@ -337,7 +341,7 @@ class Mirror:
             self._copied += copied.version != before
             self._copied_nbytes += nbytes
             self._step, self._copied_at, self._in_a_row = copied.step, started, 0
-            self._has, self._forced = version, False
+            self._has = version
             self._worker.changed.notify_all()
         if copied.version == before:
             return

@@ -254,6 +254,25 @@ def test_the_end_of_a_run_does_not_wait_for_ever_for_a_mirror() -> None:
     again.keeper.close()
 
 
+def test_the_last_version_is_copied_though_an_older_one_is_on_its_way(tmp_path: Path) -> None:
+    """The end of a run asks for a copy that is not due, while that of an older version ends."""
+    life = Life(tmp_path / "run", MemoryStore(), mirror_every="100 steps").train(2).settle()
+    mirror, noted = life.mirror, life.mirror._note
+
+    def note(*args: Any) -> None:
+        mirror._note = noted  # type: ignore[method-assign]
+        life.train(3)
+        life.keeper.save()
+        life.keeper.wait()
+        mirror._wake(forced=True)  # as the end of the run does, with version 3 committed
+        noted(*args)
+
+    mirror._note = note  # type: ignore[method-assign]
+    mirror._wake(forced=True)
+    life.wait_for(lambda: mirror._step == 3)
+    life.keeper.close()
+
+
 def test_a_run_does_not_start_beside_a_mirror_that_it_cannot_see(tmp_path: Path) -> None:
     """The mirror may hold a newer version: training on from an older one would waste it, and where
     the disk is gone the run would start over."""
