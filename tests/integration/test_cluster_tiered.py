@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,19 +20,16 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, TierError
 from emberkeep.runtime import pool
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
-from tests.contracts.cluster import ClusterContract, push
+from tests.contracts.cluster import push
 from tests.contracts.engine import (
-    OPTIMIZERS,
-    EngineContract,
-    Reference,
     state,
     tables,
     wanted_of,
 )
+from tests.contracts.servers import Clusters, OneServerContract, ServersContract
 from tests.servers import Farm, FarmLauncher
 
 SECOND = timedelta(seconds=1)
-QUICK = ("adagrad",)
 ALL = 1 << 20
 
 
@@ -45,67 +41,33 @@ def root() -> Iterator[Path]:
         yield Path(path)
 
 
-class Clusters:
-    """Opens clusters over servers that are used again: those of the cluster opened longest ago."""
-
+class TieredClusters(Clusters):
     def __init__(self, farm: Farm, root: Path) -> None:
-        self.farm, self.root = farm, root
+        super().__init__(farm)
+        self.root = root
         self._numbers = itertools.count()
-        self._free: dict[tuple[int, int, int], list[FarmLauncher]] = {}
-        self._open: deque[tuple[FlightCluster, FarmLauncher]] = deque()
 
-    def launcher(self, shards: int, threads: int = 1, memory: int = ALL) -> FarmLauncher:
+    def launcher(
+        self, shards: int, threads: int = 1, memory: int = ALL, **more: Any
+    ) -> FarmLauncher:
         tier = Tier(self.root / str(next(self._numbers)), memory=memory)
-        return FarmLauncher(self.farm, shards, threads, tier=tier)
+        return super().launcher(shards, threads, tier=tier, **more)
 
-    def open(
-        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0,
-        threads: int = 1, memory: int = ALL,
-    ) -> FlightCluster:  # fmt: skip
-        while len(self._open) >= 3:
-            cluster, hosts = self._open.popleft()
-            cluster.close()
-            assert hosts.tier is not None
-            self._free.setdefault((hosts.count, hosts.threads, hosts.tier.memory), []).append(hosts)
-        free = self._free.get((shards, threads, memory))
-        hosts = free.pop() if free else self.launcher(shards, threads, memory)
-        cluster = FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))
+    def open(self, *args: Any, **given: Any) -> FlightCluster:
+        cluster = super().open(*args, **given)
         assert cluster.tiered
-        self._open.append((cluster, hosts))
         return cluster
-
-    def close(self) -> None:
-        for cluster, _ in self._open:
-            cluster.close()
-        in_use = [hosts for _, hosts in self._open]
-        for hosts in itertools.chain(in_use, *self._free.values()):
-            hosts.end()
 
 
 @pytest.fixture(scope="module")
-def clusters(farm: Farm, root: Path) -> Iterator[Clusters]:
-    opened = Clusters(farm, root)
+def clusters(farm: Farm, root: Path) -> Iterator[TieredClusters]:
+    opened = TieredClusters(farm, root)
     yield opened
     opened.close()
 
 
-class OnServers:
-    @pytest.fixture(autouse=True)
-    def _clusters(self, clusters: Clusters) -> None:
-        type(self).clusters = clusters
-
-    clusters: Clusters
-
-
-class _InProcess(EngineContract):
-    def open(
-        self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
-    ) -> Any:
-        return local(threads=1).open(tables, optimizer, seed=seed)
-
-
 @pytest.mark.soak
-class TestOneTieredServer(OnServers, EngineContract):
+class TestOneTieredServer(OneServerContract):
     """With memory for a batch, and for everything."""
 
     needs: ClassVar[dict[str, tuple[int, ...]]] = {
@@ -123,37 +85,17 @@ class TestOneTieredServer(OnServers, EngineContract):
             tables, optimizer, shards=1, seed=seed, threads=threads, memory=next(self.memories)
         )
 
-    @pytest.mark.parametrize(
-        "optimizer",
-        [
-            pytest.param(spec, id=name, marks=() if name in QUICK else pytest.mark.soak)
-            for name, spec in OPTIMIZERS.items()
-        ],
-    )
-    def test_any_history_equals_the_reference_bit_for_bit(self, optimizer: Optimizer) -> None:
-        """Unchanged; most of the optimizers are left to the long tests."""
-        super().test_any_history_equals_the_reference_bit_for_bit(optimizer=optimizer)
 
-    def reference(self, cluster: Any) -> Reference:
-        """Initial values are asked in process: they are the same, and this is quicker."""
-        return _InProcess().reference(cluster)
-
-
-class TestTieredServers(OnServers, ClusterContract):
-    def open(
-        self, tables: Sequence[Table], optimizer: Optimizer, *, shards: int, seed: int = 0
-    ) -> FlightCluster:
-        return self.clusters.open(tables, optimizer, shards=shards, seed=seed)
-
-    def kill(self, cluster: FlightCluster, *shards: int) -> None:
-        for shard in shards:
-            cluster.launcher.kill(shard)
+class TestTieredServers(ServersContract):
+    pass
 
 
 # -- what is theirs alone ------------------------------------------------------------------------
 
 
-def test_rows_that_are_trained_are_read_once_and_evaluation_admits_none(clusters: Clusters) -> None:
+def test_rows_that_are_trained_are_read_once_and_evaluation_admits_none(
+    clusters: TieredClusters,
+) -> None:
     """A pull that training announces brings its rows to memory: the push finds them there."""
     cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=1, memory=7_000)
     twin = local().open(tables(), Adagrad(lr=0.1), seed=0)
@@ -186,7 +128,7 @@ def test_rows_that_are_trained_are_read_once_and_evaluation_admits_none(clusters
     assert state(cluster) == state(twin)
 
 
-def test_each_shard_has_a_directory_of_its_own(clusters: Clusters) -> None:
+def test_each_shard_has_a_directory_of_its_own(clusters: TieredClusters) -> None:
     cluster = clusters.open(tables(), Adagrad(lr=0.1), shards=3)
     push(cluster, np.random.default_rng(0))
     tier = cluster.launcher.tier
