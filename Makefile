@@ -9,6 +9,9 @@ PYTHON ?= python3
 # Tests wait for servers and disks now and then: two cores have work for three.
 WORKERS ?= 3
 
+# Tests start hundreds of processes: compiled once, the sources are not compiled again by each.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.emberkeep-ready
@@ -26,8 +29,9 @@ help: ## list the targets
 demo: $(READY) ## train over 8 shards, kill two of them, recover; about two minutes
 	@$(BIN)/emberkeep demo
 
-check: lint ## what to run before each commit: ruff, mypy and the unit tests
-	@$(PYTEST) -m "not soak and not processes" tests/unit tests/test_*.py
+check: lint ## what to run before each commit: ruff, mypy and the unit tests that take no second
+	@$(PYTEST) -n 2 --hypothesis-profile=check -m "not soak and not processes and not long" \
+	    tests/unit tests/test_*.py
 
 test: $(READY) ## run all tests but the long ones
 	@$(PYTEST) -m "not soak" tests

@@ -48,6 +48,8 @@ settings.register_profile(
     print_blob=True,
     database=None,
 )
+# `make check`: a quarter of the examples.
+settings.register_profile("check", settings.get_profile("emberkeep"), max_examples=10)
 settings.load_profile("emberkeep")
 
 

@@ -1,6 +1,8 @@
-"""Hooks of pytest: the seed of a nightly run is drawn once, printed, and can be given.
+"""Hooks of pytest: how many examples hypothesis draws, and the seed of a nightly run, which is
+drawn once, printed, and can be given.
 
-`--hypothesis-profile=nightly` draws examples that nobody has seen before, and more of them.
+`--hypothesis-profile=nightly` draws examples that nobody has seen before, and more of them;
+`--hypothesis-profile=check` draws few, for the inner loop.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ import secrets
 
 import pytest
 
-_nightly = False
+_SHARES = {"nightly": 1, "check": 12}
+_BY_DAY = 3
+_share = _BY_DAY
 
 
 def examples(count: int) -> int:
-    """So many examples by night; by day a third, which are the same every day."""
-    return count if _nightly else -(-count // 3)
+    """So many examples by night; by day a third, which are the same every day; a twelfth in
+    `make check`."""
+    return -(-count // _share)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Draws the seed of a nightly run; its processes share it, by the environment."""
-    global _nightly
-    _nightly = config.getoption("--hypothesis-profile") == "nightly"
-    if _nightly and config.getoption("--hypothesis-seed") is None:
+    global _share
+    profile = config.getoption("--hypothesis-profile")
+    _share = _SHARES.get(profile, _BY_DAY)
+    if profile == "nightly" and config.getoption("--hypothesis-seed") is None:
         drawn = os.environ.setdefault("EMBERKEEP_NIGHTLY_SEED", str(secrets.randbits(64)))
         config.option.hypothesis_seed = drawn
 

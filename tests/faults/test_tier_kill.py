@@ -17,7 +17,7 @@ def check(nursery: Nursery, where: Path, kills: int) -> None:
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
-    check(nursery, tmp_path, 12)
+    check(nursery, tmp_path, 8)
 
 
 @pytest.mark.soak

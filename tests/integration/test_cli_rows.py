@@ -118,7 +118,10 @@ def test_options_of_a_new_repository_need_one(shell: Shell, root: Path, file: Pa
     assert "add --init" in shell.err
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)],
+)
 def test_a_command_that_is_ended_goes_on_when_it_is_typed_again(how: int, tmp_path: Path) -> None:
     rows = 30_000
     tensors = {"user/id": torch.arange(rows) * 7, "user/weight": torch.ones(rows, 16)}

@@ -204,6 +204,7 @@ def test_a_lost_shard_gets_the_newest_saved_value_of_every_row(layout: Any, kind
         assert got == expected[table.name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])

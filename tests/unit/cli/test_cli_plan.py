@@ -52,6 +52,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert printed["strategies"]["full"]["cost"] > 0
 
 
+@pytest.mark.long
 def test_a_record_of_failures_and_a_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -314,6 +314,7 @@ def real_rows() -> Path | None:
     return path if path.is_file() else None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(real_rows() is None, reason="no rows of Criteo's logs on this machine")
 def test_real_rows_are_read_whole() -> None:
     path = real_rows()

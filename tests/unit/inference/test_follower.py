@@ -273,6 +273,7 @@ def test_views_stay_as_they_are_and_memory_does_not_grow() -> None:
     assert slots[-1] == slots[20]
 
 
+@pytest.mark.long
 def test_readers_in_threads_see_whole_versions() -> None:
     """Every version sets all rows of both tables to one number; no lookup may see two."""
     tables = [Table("a", rows=3000, dim=4), Table("b", rows=None, capacity=3000, dim=4)]

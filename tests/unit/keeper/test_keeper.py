@@ -173,6 +173,7 @@ def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(list(KINDS)),

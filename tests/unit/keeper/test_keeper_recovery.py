@@ -285,6 +285,7 @@ def test_a_call_that_turns_into_a_full_recovery_is_given_up_with_its_step(
     assert model.bits() == uninterrupted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [FULL, PARTIAL, RANKED], ids=["full", "partial", "ranked"])
 @pytest.mark.parametrize("operation", ["put", "get"])
 def test_shards_die_at_every_operation_of_the_store(

@@ -69,6 +69,7 @@ def keeper_of(where: Path, bags: Any, clock: Any, events: list[Any], **given: An
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_plans_itself_and_its_versions_say_why(tmp_path: Path) -> None:
     clock, events = VirtualClock(), []
     bags = bags_on(clock)
@@ -99,6 +100,7 @@ def test_a_run_plans_itself_and_its_versions_say_why(tmp_path: Path) -> None:
         assert decisions(repository)[-1] == planned[-1]
 
 
+@pytest.mark.long
 def test_what_was_seen_survives_the_process(tmp_path: Path) -> None:
     clock, events = VirtualClock(), []
     bags = bags_on(clock)
@@ -161,6 +163,7 @@ def test_a_tier_refuses_to_be_planned(tmp_path: Path) -> None:
         ek.Keeper(None, bags, bags.optimizer, strategy=ek.auto())
 
 
+@pytest.mark.long
 def test_a_run_that_starts_from_another_one_counts_its_own_steps(tmp_path: Path) -> None:
     clock, events = VirtualClock(), []
     bags = bags_on(clock)
@@ -290,6 +293,7 @@ def test_every_process_that_ended_counts_also_without_a_version(tmp_path: Path) 
         pytest.fail("no version was taken")
 
 
+@pytest.mark.long
 def test_restores_of_all_processes_count_for_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +319,7 @@ def test_restores_of_all_processes_count_for_bits(
         keeper._release()  # the process ends without closing anything
 
 
+@pytest.mark.long
 def test_nothing_is_planned_at_the_end(tmp_path: Path) -> None:
     clock, events = VirtualClock(), []
     bags = bags_on(clock)

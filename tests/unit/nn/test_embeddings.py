@@ -355,6 +355,7 @@ class Net(nn.Module):
         return self.top(self.bags(batch).flatten(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_a_compiled_model_equals_the_eager_one(backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:

@@ -162,6 +162,7 @@ POINTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_estimates_predict_the_mean_of_simulated_jobs_and_recommend_well() -> None:
     """In points of job time, or in percent where overheads are large; the whole grid is in
     benchmarks/planning.py."""

@@ -90,6 +90,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_machine_and_a_store_are_measured(tmp_path: Path) -> None:
     store = tmp_path / "store"
     found = measure(demo(TINY), store=str(store), steps=20)

@@ -51,6 +51,7 @@ def imported_at_once(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_extras_are_imported_where_they_are_used() -> None:
     found = {
         module: sorted(EXTRAS & imported_at_once(path))

@@ -75,6 +75,7 @@ def every_page() -> dict[str, Page]:
     }
 
 
+@pytest.mark.long
 def test_pages_are_whole_and_need_nothing_else() -> None:
     again = every_page()
     for name, page in every_page().items():
