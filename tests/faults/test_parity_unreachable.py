@@ -67,3 +67,23 @@ def test_a_host_that_no_server_reaches_is_not_needed() -> None:
         run.push()
         run.check()
         _check_whole(run)
+
+
+def test_of_two_hosts_in_trouble_neither_is_left_out_for_the_sake_of_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene(shards=3, k=1, r=2) as run:
+        run.push()
+        service = run.services()[LOST]
+        streams, rows = service._streams, service._rows
+        senders = list(streams._senders.values())
+        monkeypatch.setattr(streams, "_silent", lambda: [s for s in senders if s.trouble])
+        rows._missing_GK[0, 0] = 1
+        for sender in senders:
+            sender.trouble = "cut off"
+        streams._leave_out_silent(asking=True)
+        assert streams.status()["left_out_hosts"] == 0
+        senders[1].trouble = ""
+        streams._leave_out_silent(asking=True)
+        assert streams.status()["left_out_hosts"] == 1
+        rows._missing_GK[0, 0] = 0
