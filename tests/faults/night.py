@@ -250,7 +250,7 @@ class Rank:
         """A full recovery ends both ranks; they resume together."""
         assert self.keeper is not None
         while lost := self.cluster.lost():
-            self.keeper.join()
+            self.keeper.learn_outcome()
             whole = self.keeper.whole
             decided = plan(
                 Recovery(scope="partial" if self.strategy == "partial" else "full"), self.losses,

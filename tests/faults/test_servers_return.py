@@ -412,8 +412,9 @@ def test_a_server_leaves_no_host_out_that_its_rows_are_to_come_back_from(
     streams, rows = service._streams, service._rows
     monkeypatch.setattr(streams, "_silent", lambda: list(streams._senders.values()))
     rows._missing_GK[0, 0] = 1
-    streams._leave_out_silent()
-    assert streams.status()["left_out_hosts"] == 0
+    for asking in (False, True):
+        streams._leave_out_silent(asking=asking)
+        assert streams.status()["left_out_hosts"] == 0
     rows._missing_GK[0, 0] = 0
     streams._leave_out_silent()
     assert streams.status()["left_out_hosts"] == len(service.placement.hosts(0))

@@ -186,9 +186,10 @@ def recover_partially(
 
     The steps of tables go on with the survivors', since those count the pushes of the job; without
     any survivor they are the version's. Raises `ShardLostError` if a shard dies meanwhile: then
-    start over.
+    start over. A caller that counts what is lost learns the outcome of failed saves before.
     """
     cluster = home.cluster
+    checkpointer.learn_outcome()
     # First, so that what the caller has counted as lost is: none of them returns from here on.
     cluster.renew(*lost)
     manifest = load_shards(checkpointer, home, lost, steps_of(cluster))

@@ -104,6 +104,10 @@ class BackgroundSaver(Generic[_K]):
         saving.ended.require(what, self._patience)
         return True
 
+    def learn_outcome(self) -> None:
+        """Returns when it is known what became of every save."""
+        self.join()
+
     def wait(self) -> _K | None:
         """Waits for the save under way; returns what it made. Raises if it failed."""
         if self._saving is None:

@@ -291,12 +291,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
     def _write_version(self, save: Save) -> Manifest:
         saving, extras, since = save.saving, save.extras, save.since
-        settled = self.writer.settle()
-        if settled is not None:
-            # A save that was reported as failed took place: what comes next builds on it. Its rows
-            # have stayed changed, so they are part of this version, too.
-            self._follow(settled)
-            self._tell("settled", {"version": settled.version.number, "step": settled.step})
+        self._learn_outcome()
         chain = self._chain
         needs: list[VersionId] = []
         if since is not None and not save.in_grid:
@@ -349,6 +344,19 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._write_seconds_per_byte = seconds / max(1, manifest.nbytes)
         self._increment_nbytes = manifest.nbytes
         return manifest
+
+    def learn_outcome(self) -> None:
+        """Returns when it is known what became of every save. One that was reported as failed may
+        have taken place, and the next builds on it: no shard may go back behind it alone."""
+        super().learn_outcome()
+        self._learn_outcome()
+
+    def _learn_outcome(self) -> None:
+        settled = self.writer.settle()
+        if settled is not None:
+            # Its rows have stayed changed, so they are part of the next version, too.
+            self._follow(settled)
+            self._tell("settled", {"version": settled.version.number, "step": settled.step})
 
     def _follow(self, manifest: Manifest) -> None:
         """The chain after a version."""

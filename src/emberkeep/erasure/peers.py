@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,11 +52,14 @@ class PeerMember:
 
     What changes something is asked one after the other. If it was given up and arrives after the
     next, it is refused by the server: a host that was attached meanwhile is not detached, say.
+
+    A server that cannot be reached is asked by way of another, the next one of `through` each time,
+    until that one does not reach it either. A question that arrives both ways is taken once.
     """
 
     def __init__(
         self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int], *,
-        transport: Transport = FLIGHT,
+        transport: Transport = FLIGHT, through: Callable[[], Sequence[PeerMember]] = lambda: (),
     ) -> None:  # fmt: skip
         self.peer = peer
         self.host = PeerHost(self, stripes)
@@ -70,6 +73,9 @@ class PeerMember:
         self._security = security
         self._deadline = deadline
         self._transport = transport
+        self._through = through
+        self._relay: PeerMember | None = None
+        self._relays_tried = 0
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._in_turn = threading.Lock()
@@ -86,12 +92,38 @@ class PeerMember:
         """One question to the server's member."""
         header = {**(header or {}), "epoch": self.peer.epoch, "ask": what}
         if what in _ANY_TIME:
-            return self._act(header, arrays)
+            return self._reach(header, arrays)
         with self._in_turn:
             header["order"] = [self._client, next(self._orders)]
-            return self._act(header, arrays)
+            return self._reach(header, arrays)
 
-    def _act(self, header: Json, arrays: Arrays | None) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+    def _reach(
+        self, header: Json, arrays: Arrays | None
+    ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+        """Asks straight or, where that was in vain, by way of the server that served last."""
+        relay = self._relay
+        if relay is None:
+            try:
+                return self.pass_on(header, arrays)
+            except ShardLostError:
+                others = [m for m in self._through() if m.index != self.index]
+                if not others:
+                    raise
+                relay = others[self._relays_tried % len(others)]
+                self._relays_tried += 1
+        question = {"ask": "relay", "to": self.peer.to_json(), "question": header}
+        try:
+            reply = relay.pass_on({**question, "epoch": relay.peer.epoch}, arrays, hops=2)
+        except ShardLostError:
+            self._relay = None
+            raise ShardLostError((self.index,)) from None
+        self._relay = relay
+        return reply
+
+    def pass_on(
+        self, header: Json, arrays: Arrays | None, *, hops: int = 1
+    ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
+        """Asks straight."""
         try:
             with self._lock:
                 if self._connection is None:
@@ -99,7 +131,7 @@ class PeerMember:
                         self.peer.address, self._security, transport=self._transport
                     )
                 connection = self._connection
-            return connection.act("member", header, arrays, deadline=self._deadline)
+            return connection.act("member", header, arrays, deadline=hops * self._deadline)
         except ServerError:
             self.close()
             raise ShardLostError((self.index,)) from None

@@ -22,7 +22,7 @@ import numpy as np
 from emberkeep._types import I64, Bools, Words
 from emberkeep.erasure.codes import Code, Placement, products
 from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
-from emberkeep.errors import ParityLossError, StreamError
+from emberkeep.errors import ParityLossError, ShardLostError, StreamError
 from emberkeep.kernels import galois
 from emberkeep.runtime.pool import ForkLock
 
@@ -167,12 +167,15 @@ class Rebuilder(Generic[AnyMember]):
         standings = self._standings(lost)
         return [index for index, standing in standings.items() if any(standing.lost_K)]
 
-    def _standings(self, lost: Collection[int] = ()) -> dict[int, Standing]:
-        """How all members stand that are not lost. A host that a stream goes on without is not
-        complete, whatever it believes."""
+    def _standings(
+        self, lost: Collection[int] = (), *, silent: bool = False
+    ) -> dict[int, Standing]:
+        """How all members stand that are not lost; some may be `silent`. A host that a stream goes
+        on without is not complete, whatever it believes."""
         living = [member for member in self.members if member.index not in lost]
-        found = self._each([member.standing for member in living])
-        standings = {m.index: standing for m, standing in zip(living, found, strict=True)}
+        asked = [partial(_unless_silent, m) if silent else m.standing for m in living]
+        found = zip(living, self._each(asked), strict=True)
+        standings = {m.index: standing for m, standing in found if standing is not None}
         for shard in range(self.placement.n):
             for host in self._left_out(shard, standings):
                 standings[host] = dataclasses.replace(standings[host], complete=False)
@@ -196,6 +199,23 @@ class Rebuilder(Generic[AnyMember]):
         """The numbers of a group's parity rows that are whole."""
         hosts = [self.placement.host(group, p) for p in range(self.placement.r)]
         return [p for p, host in enumerate(hosts) if host in standings and standings[host].complete]
+
+    def spares(self, shard: int, hosts: Collection[int]) -> bool:
+        """Whether all rows that a shard has lost can be decoded without some hosts."""
+        standings = self._standings(silent=True)
+        for group, own in self.placement.groups(shard):
+            lost = [
+                member not in standings or standings[member].lost_K[slot]
+                for slot, member in enumerate(self.placement.members(group))
+            ]
+            left = [
+                p
+                for p in self._parities(group, standings)
+                if self.placement.host(group, p) not in hosts
+            ]
+            if lost[own] and sum(lost) > len(left):
+                return False
+        return True
 
     def _late(self, shard: int, standings: dict[int, Standing]) -> list[int]:
         """The hosts whose stream of a lost shard began after what others hold of it: they were
@@ -285,13 +305,16 @@ class Rebuilder(Generic[AnyMember]):
         return self.start_all([(group, slab, layer, stripes)])[0]
 
     def start_all(self, parts: Sequence[LostStripes]) -> list[Decode]:
-        """`start` for several groups at once: each host and each member is asked once."""
-        standings = self._standings()
+        """`start` for several groups at once: each host and each member is asked once. A host that
+        does not answer is not needed where others hold parity of the same rows."""
+        standings = self._standings(silent=True)
         decodes = []
         started: dict[int, list[Wanted]] = defaultdict(list)
         spoken: dict[int, list[Wanted]] = defaultdict(list)
         for group, slab, layer, stripes in parts:
             members = self.placement.members(group)
+            if silent := [member for member in members if member not in standings]:
+                raise ShardLostError(silent)
             most = sum(standings[member].lost_K[slot] for slot, member in enumerate(members))
             parities = self._parities(group, standings)[:most]
             if len(parities) < most:
@@ -443,6 +466,13 @@ class Rebuilder(Generic[AnyMember]):
             sent = self._each(calls)
             self._deliver()
             return sum(map(int, sent))
+
+
+def _unless_silent(member: MemberSide) -> Standing | None:
+    try:
+        return member.standing()
+    except ShardLostError:
+        return None
 
 
 def _patterns(unknown: Mapping[int, Bools]) -> Iterator[tuple[list[int], I64]]:

@@ -219,7 +219,7 @@ class Recoverer:
                     raise lost_in or ShardLostError(sorted(lost))
                 try:
                     # A version under way may still be committed, and less would be lost.
-                    self._saver.join()
+                    self._saver.learn_outcome()
                     if decided.scope == "partial":
                         decided = self._plan(start)
                         if decided.scope == "full":

@@ -121,6 +121,10 @@ class RunSaver(Protocol):
 
     def join(self, timeout: timedelta | None = None) -> bool: ...
 
+    def learn_outcome(self) -> None:
+        """Returns when it is known what became of every save, also of one under way and of one
+        that was reported as failed."""
+
     def wait(self) -> Kept | None: ...
 
     def close(self) -> Kept | None: ...

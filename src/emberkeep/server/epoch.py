@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -331,6 +331,10 @@ class Epoch:
         )  # fmt: skip
         if request.kind != CHECK:
             with self._push_lock:
+                if request.number > self._applied_together:
+                    # Another rank, which has had no answer to the step, has met this one with a
+                    # check alone: rows that this rank pulls next must hold the step.
+                    return self._one(replace(request, kind=APPLY), part, session)
                 self._ledger.note(request.incarnation, request.number)
         return done
 

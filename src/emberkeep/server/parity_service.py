@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from emberkeep.erasure.stream_frames import (
     unpack_wanted,
 )
 from emberkeep.errors import (
+    EmberkeepError,
     EpochError,
     PeerError,
     ProtocolError,
@@ -109,8 +111,8 @@ class ParityService:
         self._streams = ParityStreams(
             self._source, spec, self.placement, lock=shard.lock,
             leave_out=lambda host: self.member.leave_out(host), needs_hosts=self._rows.lost,
-            security=security,
-            deadline=deadline, transport=transport, clock=clock, tell=tell,
+            spares=self._spares, security=security, deadline=deadline, transport=transport,
+            clock=clock, tell=tell,
         )  # fmt: skip
         self.member = ParityMember(
             source=self._source,
@@ -141,6 +143,7 @@ class ParityService:
             "send_fill": self._send_fill,
             "install": self._install,
             "unknown": self._unknown,
+            "relay": self._relay,
             "reveal": self._reveal,
             "flush": self._flush_all,
             "hurry": self._hurry_up,
@@ -316,8 +319,30 @@ class ParityService:
 
     def _peer_member(self, peer: Peer) -> PeerMember:
         return PeerMember(
-            peer, self._security, self._deadline, self._host.stripes, transport=self._transport
-        )
+            peer, self._security, self._deadline, self._host.stripes, transport=self._transport,
+            through=self._peers,
+        )  # fmt: skip
+
+    def _peers(self) -> list[PeerMember]:
+        members = () if self._rebuilder is None else self._rebuilder.members
+        return [member for member in members if isinstance(member, PeerMember)]
+
+    def _spares(self, hosts: Collection[int]) -> bool:
+        """Whether the rows that are lost come back without some hosts."""
+        rebuilder = self._rebuilder
+        if rebuilder is None:
+            return False
+        with suppress(EmberkeepError, RuntimeError):  # or this service is being closed
+            return rebuilder.spares(self._shard.index, hosts)
+        return False
+
+    def _relay(self, header: Json, arrays: Arrays) -> Answer:
+        """A question to a server that the one who asks cannot reach, and its answer."""
+        to = Peer.from_json(header["to"])
+        for member in self._peers():
+            if member.peer == to:
+                return member.pass_on(header["question"], arrays)
+        raise ServerError(f"shard {self._shard.index} does not know where shard {to.index} is")
 
     def _each(self, calls: Calls) -> list[Any]:
         """Makes all calls, each in a thread; raises the first error once all have ended."""

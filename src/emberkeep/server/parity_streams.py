@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -44,7 +44,8 @@ class ParityStreams:
     A host that holds nothing for the deadline is left out by `leave_out`, unless the run shall stop
     then: training does not wait for it, and what waits to be sent does not grow without bound.
     What it would hold is unprotected; `tell` hears of it, and the status says since when. The
-    cluster attaches it again when it answers.
+    cluster attaches it again when it answers. Rows that are to come back from hosts (`needs_hosts`)
+    may need this one: it is left out if the others are enough (`spares`), which they are asked.
 
     `lock` is the shard's: messages are posted, and hosts attached and left out, with it held.
     """
@@ -58,6 +59,7 @@ class ParityStreams:
         lock: ForkLock,
         leave_out: Callable[[int], object],
         needs_hosts: Callable[[], bool] = lambda: False,
+        spares: Callable[[Collection[int]], bool] = lambda _: False,
         security: Security,
         deadline: timedelta,
         transport: Transport = FLIGHT,
@@ -69,8 +71,8 @@ class ParityStreams:
         self._placement = placement
         self._lock = lock
         self._leave_out = leave_out
-        # Whether rows are to come back from the hosts: one that was left out would be of no use.
         self._needs_hosts = needs_hosts
+        self._spares = spares
         self._security = security
         self._deadline = deadline
         self._transport = transport
@@ -203,7 +205,7 @@ class ParityStreams:
                 self._moved.notify_all()
 
     def _stuck(self, sender: Sender) -> None:
-        self._leave_out_silent()
+        self._leave_out_silent(asking=True)
         with self._moved:
             self._moved.notify_all()
 
@@ -214,11 +216,16 @@ class ParityStreams:
         senders = list(self._senders.values())
         return [s for s in senders if s.trouble and s.silent_seconds > deadline]
 
-    def _leave_out_silent(self) -> None:
-        """Goes on without hosts that hold nothing for the deadline. With no lock held."""
-        if self._spec.unprotected == "stop" or self._needs_hosts():
-            return
-        for sender in self._silent():
+    def _leave_out_silent(self, *, asking: bool = False) -> None:
+        """Goes on without hosts that hold nothing for the deadline. With no lock held, and
+        `asking` others by a thread for which nobody waits."""
+        silent = [] if self._spec.unprotected == "stop" else self._silent()
+        if silent and self._needs_hosts():
+            # All that are in trouble: each of two might be left out for the sake of the other.
+            troubled = {s.peer.index for s in list(self._senders.values()) if s.trouble}
+            if not asking or not self._spares(troubled):
+                return
+        for sender in silent:
             host, cause = sender.peer.index, sender.trouble or "it does not answer"
             since = self._clock.now().timestamp() - sender.silent_seconds
             with self._lock:

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from emberkeep._types import Json
 from emberkeep.errors import EpochError
 
-# So many clients are remembered with what they have sent last.
-_CLIENTS = 256
-
 
 @dataclass(slots=True, eq=False)
 class _Way:
@@ -23,11 +20,20 @@ class _Way:
 
 
 class RequestOrder:
-    """The order of requests that change a shard other than by pushes, which have numbers."""
+    """The order of requests that change a shard other than by pushes, which have numbers.
+
+    No client of the present epoch is forgotten: there are a few for each worker, and one for each
+    life of another server. What is meant for an earlier epoch is refused for that.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ways: dict[str, _Way] = {}
+        self._ways: dict[tuple[int, str], _Way] = {}
+
+    def begin(self, epoch: int) -> None:
+        """Forgets the clients of earlier epochs."""
+        with self._lock:
+            self._ways = {key: way for key, way in self._ways.items() if key[0] >= epoch}
 
     @contextmanager
     def of(self, header: Json) -> Iterator[None]:
@@ -37,12 +43,9 @@ class RequestOrder:
         if order is None:
             yield
             return
-        client, number = str(order[0]), int(order[1])
+        client, number = (int(header["epoch"]), str(order[0])), int(order[1])
         with self._lock:
-            way = self._ways.pop(client, None) or _Way()
-            self._ways[client] = way
-            if len(self._ways) > _CLIENTS:
-                del self._ways[next(iter(self._ways))]
+            way = self._ways.setdefault(client, _Way())
         with way.lock:
             if number <= way.last:
                 raise EpochError("a later request of this client has arrived before: this is late")

@@ -105,6 +105,7 @@ class ShardService:
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
+        self._writing = ("", self._cancelled)
         self._draining = False
         self._at_work = 0
         self._idle = threading.Condition()
@@ -240,6 +241,7 @@ class ShardService:
                 where = {"epoch": number, "path": self._tier.directory(index)}
                 self.long_work.begin("opened", number, where, work, coordinator=coordinator)
             self._term, self._last_epoch = int(header["term"]), number
+            self._order.begin(number)
         if before is not None and self._tier is None:
             self._drop(before)
         trainer = str(header.get("trainer", ""))
@@ -489,7 +491,8 @@ class ShardService:
                 )  # fmt: skip
             return {"files": [file.to_json() for file in files.written]}
 
-        self._begin("wrote", header, write)
+        self.long_work.begin("wrote", epoch.number, {"version": header["version"]}, write)
+        self._writing = (str(header["nonce"]), cancelled)
         yield {}, _NONE
 
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -518,12 +521,8 @@ class ShardService:
                 )  # fmt: skip
             return {}
 
-        self._begin("loaded", header, load)
+        self.long_work.begin("loaded", epoch.number, {"version": header["version"]}, load)
         yield {}, _NONE
-
-    def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
-        """Long work in a thread of its own; `work` tells what became of it."""
-        self.long_work.begin(event, int(header["epoch"]), {"version": header["version"]}, work)
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         if (opening := self._opening) is not None and opening.meant(header):
@@ -531,8 +530,10 @@ class ShardService:
         yield self.long_work.answer(int(header["epoch"]), header.get("coordinator")), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._frozen(header)
-        self._cancelled.set()
+        """Gives a version up that is being written: the one which is named, never a later one."""
+        nonce, cancelled = self._writing
+        if header["nonce"] == nonce:
+            cancelled.set()
         yield {}, _NONE
 
     def _close(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

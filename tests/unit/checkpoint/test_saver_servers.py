@@ -19,6 +19,7 @@ from emberkeep.errors import CancelledError, SaveError
 from emberkeep.repository import Repository
 from emberkeep.repository.policies import LAYOUTS
 from emberkeep.runtime.pool import Pool
+from emberkeep.server import shard_service
 from emberkeep.tables import Adagrad
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -110,3 +111,68 @@ def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
     assert keeper.wait() is not None
     keeper.close()
     assert not started_since(before, "emberkeep-save")
+
+
+def test_a_late_cancel_does_not_cancel_the_next_save(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent for a save that has ended since, and arrives when the rows of the next one are
+    frozen, before they are written and while they are."""
+    cluster = job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    keeper = Checkpointer(repository, cluster)
+    late: list[dict[str, Any]] = []
+    write, write_pieces = RemoteRows.write, shard_service.write_pieces
+
+    def cancel_earlier() -> None:
+        for header in late:
+            for service in job.network.servers.values():
+                list(service.act("cancel", header, {}))
+
+    def noted(rows: RemoteRows, draft: Any, *given: Any, **named: Any) -> None:
+        cancel_earlier()
+        write(rows, draft, *given, **named)
+        late.append({"epoch": rows._epoch, "nonce": draft.nonce, "version": str(draft.version)})
+
+    def cancelled_late(*given: Any, **named: Any) -> None:
+        cancel_earlier()
+        write_pieces(*given, **named)
+
+    monkeypatch.setattr(RemoteRows, "write", noted)
+    monkeypatch.setattr(shard_service, "write_pieces", cancelled_late)
+    for step in (1, 2):
+        push(cluster, np.random.default_rng(step), 3)
+        keeper.save(step)
+        saved = keeper.wait()
+        assert saved is not None
+        late = late[:SHARDS]  # those of the first save
+    keeper.close()
+    expected = state(cluster)
+    cluster.clear()
+    load(repository, saved.version, cluster, Pool(1))
+    assert state(cluster) == expected
+
+
+def test_servers_give_a_cancelled_version_up(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    keeper = Checkpointer(repository, cluster)
+    push(cluster, np.random.default_rng(1), 3)
+    heard: list[bool] = []
+
+    def write_pieces(*_: Any, cancelled: threading.Event, **__: Any) -> None:
+        heard.append(cancelled.wait(20))
+        raise CancelledError("given up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_service, "write_pieces", write_pieces)
+        keeper.save(1)
+        keeper.cancel()
+        with pytest.raises(CancelledError):
+            keeper.wait()
+    assert heard == [True] * SHARDS
+    keeper.save(2)
+    assert keeper.wait() is not None
+    keeper.close()

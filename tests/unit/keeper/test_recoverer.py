@@ -1,14 +1,26 @@
-"""How long a recovery is tried."""
+"""How long a recovery is tried, and what it goes back to."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from emberkeep.errors import RecoveryError, ShardLostError
-from emberkeep.keeper.recoverer import Recoverer
+from emberkeep.blobs import Buffer, MemoryStore
+from emberkeep.blobs.wrapper import WrapperStore
+from emberkeep.checkpoint import SaveSettings
+from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.restore import load
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.errors import RecoveryError, ShardLostError, StorageError
+from emberkeep.keeper.recoverer import Recoverer, make_recoverer
+from emberkeep.keeper.repository_saver import RepositorySaver
+from emberkeep.runtime.pool import Pool
+from emberkeep.strategies import partial
+from emberkeep.tables import Adagrad, Table
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.contracts.engine import state, wanted_of
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
@@ -45,3 +57,64 @@ def test_a_server_that_refuses_at_once_is_not_asked_without_pause(
     assert tried[1] - tried[0] < 0.1, "the first attempt may have met what is over by now"
     assert len(tried) < 1000
     assert tried[-1] > 15 * 60
+
+
+class Deaf(WrapperStore):
+    """Does what it is asked for and, while it is deaf, does not say so."""
+
+    deaf = False
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        created = super().put_if_absent(name, data)
+        self._answer()
+        return created
+
+    def get(self, name: str) -> bytes:
+        self._answer()
+        return super().get(name)
+
+    def _answer(self) -> None:
+        if self.deaf:
+            raise StorageError("the store does not answer")
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_a_shard_does_not_go_back_behind_a_version_whose_commit_was_not_heard() -> None:
+    """The next version builds on it: rows that had changed in it, and are older on the shard that
+    came back, would be missing there."""
+    tables = [Table("t", rows=40, dim=2)]
+    cluster = local(shards=2, threads=1).open(tables, Adagrad(lr=0.1), seed=3)
+    store, steps = Deaf(MemoryStore()), 0
+    saver = RepositorySaver(
+        store, cluster, partial(every=1, priority=None, layout="consecutive", keep="all"),
+        about={}, settings=SaveSettings(threads=1, max_failures=9), exclusive=False,
+        must_exist=False, on_event=lambda *_: None, clock=VirtualClock(),
+    )  # fmt: skip
+    recoverer = make_recoverer(
+        partial(every=1, priority=None), [Home(cluster, {"t": "t"})], saver, total_steps=9,
+        steps=lambda: steps, go_back=None, tell=lambda *_: None, clock=VirtualClock(),
+    )  # fmt: skip
+    assert recoverer is not None
+
+    def train(ids: list[int]) -> None:
+        nonlocal steps
+        wanted = wanted_of(cluster, {"t": ids})
+        cluster.push(wanted, [np.ones((w.ids.size, 2), np.float32) for w in wanted], lr=0.1)
+        steps += 1
+        saver.cut(steps, None, recoverer.counters)
+        saver.join()
+
+    train(list(range(40)))
+    store.deaf = True
+    train([1, 2, 3, 4])
+    store.deaf = False
+    cluster.kill(1)
+    made = recoverer.recover()
+    assert made is not None
+    assert (made.scope, made.version, made.pls) == ("partial", 2, 0.0)
+    train([7, 8])
+    found = local(shards=2, threads=1).open(tables, Adagrad(lr=0.1), seed=3)
+    assert saver.whole is not None
+    load(saver.repository, saver.whole.version, found, Pool(1))
+    assert saver.whole.version.number == 3
+    assert state(found) == state(cluster)

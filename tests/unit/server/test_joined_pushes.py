@@ -1,7 +1,8 @@
-"""A step of several ranks that came back from parity is done for each rank that asks again."""
+"""A step of several ranks that some of them send again, after their server was lost."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import ProtocolError
+from emberkeep.errors import ProtocolError, RankError
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import ParityService
 from emberkeep.tables import Adagrad, Table
-from emberkeep.wire.protocol import APPLY, CHECK, Request, settled_of
+from emberkeep.wire.protocol import APPLY, CHECK, PUSH, Request, settled_of
+from tests.waiting import until
 
 TABLE = Table("t", rows=None, capacity=50, dim=2)
 WANTED = [RowIds(np.arange(3), np.array([0, 3]))]
@@ -38,7 +40,7 @@ class FromParity:
 def request(kind: int, number: int, rank: int) -> Request:
     return Request(
         kind=kind, epoch=1, incarnation=7 + rank, number=number, rank=rank, world=2, lr=0.1,
-        wanted=WANTED if kind == CHECK else (), grads=GRADS if kind == CHECK else (),
+        wanted=() if kind == APPLY else WANTED, grads=() if kind == APPLY else GRADS,
     )  # fmt: skip
 
 
@@ -68,3 +70,29 @@ def test_a_step_that_came_back_from_parity_is_not_checked_and_not_applied_again(
 def test_a_step_that_did_not_come_back_has_to_be_checked_again(epoch: Epoch) -> None:
     with pytest.raises(ProtocolError, match="not checked"):
         epoch.push(request(APPLY, 20, 0), Session())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_that_one_rank_sends_again_and_another_checks_is_applied_when_the_first_goes_on(
+    epoch: Epoch, waits: bool
+) -> None:
+    """Rank 0 had its answer before the server was lost, so it pushes; rank 1 had none. Rank 0 pulls
+    rows next, and must not find them without the step."""
+    if waits:
+        epoch.meeting_seconds = 60
+        pushing = threading.Thread(target=epoch.push, args=(request(PUSH, 20, 0), Session()))
+        pushing.start()
+        until(lambda: epoch._meeting and 0 in epoch._meeting._step.parts, "the part of rank 0")
+        epoch.push(request(CHECK, 20, 1), Session())
+        pushing.join(60)
+    else:
+        with pytest.raises(RankError):
+            epoch.push(request(PUSH, 20, 0), Session())  # its part stays
+        epoch.push(request(CHECK, 20, 1), Session())
+        epoch.push(request(PUSH, 20, 0), Session())
+    expected = np.ones((3, 2), np.float32)
+    assert np.array_equal(epoch.shard.read("t", np.arange(3))["accumulator"], expected)
+    for rank, kind in ((1, APPLY), (0, PUSH), (1, APPLY)):
+        epoch.push(request(kind, 20, rank), Session())
+    assert np.array_equal(epoch.shard.read("t", np.arange(3))["accumulator"], expected)
+    assert not epoch._held

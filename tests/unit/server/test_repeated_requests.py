@@ -48,8 +48,8 @@ def test_a_push_that_comes_again_before_the_first_is_applied_is_applied_once(
     assert epoch.applied(7) == 1
 
 
-def ordered(client: str, number: int) -> dict[str, Any]:
-    return {"order": [client, number]}
+def ordered(client: str, number: int, epoch: int = 1) -> dict[str, Any]:
+    return {"order": [client, number], "epoch": epoch}
 
 
 def test_a_slow_request_of_one_client_holds_up_no_other() -> None:
@@ -92,3 +92,27 @@ def test_requests_of_one_client_are_served_in_turn_and_late_ones_refused() -> No
     with pytest.raises(EpochError, match="this is late"):
         serve(1)
     assert seen == [2, 3]
+
+
+def test_no_client_of_an_epoch_is_forgotten() -> None:
+    """Each server of a large cluster has hundreds of others as clients."""
+    order = RequestOrder()
+    for client in range(2_000):
+        with order.of(ordered(f"{client} parity", 2)):
+            pass
+    for client in range(2_000):
+        late = ordered(f"{client} parity", 1)
+        with pytest.raises(EpochError, match="this is late"), order.of(late):
+            pass
+
+
+def test_clients_of_earlier_epochs_are_forgotten() -> None:
+    order = RequestOrder()
+    for epoch in range(1, 50):
+        order.begin(epoch)
+        for client in range(5):
+            with order.of(ordered(f"{client} rows", 2, epoch)):
+                pass
+        assert len(order._ways) == 5
+    with pytest.raises(EpochError, match="this is late"), order.of(ordered("4 rows", 1, 49)):
+        pass

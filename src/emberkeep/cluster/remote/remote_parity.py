@@ -137,9 +137,10 @@ class RemoteParity:
         self.recoveries += len(lost)
 
     def _recover_marks(self) -> None:
-        """A host that a replacement cannot reach is left out after a deadline: until then, what
-        fails for that reason is asked for again."""
-        until = self._clock.monotonic() + 2 * self._timing.deadline.total_seconds()
+        """A host that a replacement cannot reach is left out after a deadline, and one more to find
+        out whether the other hosts are enough: until then, what fails is asked for again."""
+        deadlines = 2 * self.spec.r  # the only host of some rows is not left out
+        until = self._clock.monotonic() + deadlines * self._timing.deadline.total_seconds()
         while True:
             try:
                 self.rebuilder.recover_marks()

@@ -180,6 +180,21 @@ def _parted(random: Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _apart(random: Random) -> dict[str, Any]:
+    """A server dies, and its replacement does not reach one of the others, or only at first."""
+    at, k = random.uniform(1, 8), random.choice((1, 2))
+    other, later = random.randint(1, k + 1), random.choice((0.0, 0.0, random.uniform(0, 4)))
+    seconds = _LEASE * random.choice((0.5, 1.5, 4, 7))
+    cut = Fault(
+        at=at + later, kind=random.choice(("part", "cut")), target=0, other=other, seconds=seconds,
+        inward=random.random() < 0.2,
+    )  # fmt: skip
+    return _parity(
+        random, k=k, r=2, steps=random.choice((12, 24)), background=random.random() < 0.4,
+        faults=tuple(sorted((cut, _kill(at, 0, inward=random.random() < 0.3)), key=lambda f: f.at)),
+    )  # fmt: skip
+
+
 def _tight(random: Random) -> dict[str, Any]:
     """Pushes are refused, while others that were acknowledged are held by no host yet."""
     at = random.uniform(3, 8)
@@ -223,6 +238,7 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "together": _together,
     "unchanged": _unchanged,
     "parted": _parted,
+    "apart": _apart,
     "tight": _tight,
     "ahead": _ahead,
     "ranks": _ranks,

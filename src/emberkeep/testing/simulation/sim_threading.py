@@ -99,7 +99,8 @@ class SimLock:
         self._depth -= 1
         if not self._depth:
             self._owner = None
-            _wake_one(task.scheduler, self._waiting)
+            if self._waiting:  # seldom, and this is called more often than anything else
+                _wake_one(task.scheduler, self._waiting)
 
     def locked(self) -> bool:
         return self._owner is not None
