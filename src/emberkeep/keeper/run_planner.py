@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.failure_history import FailureHistory
 from emberkeep.checkpoint.recovery import Recovery
-from emberkeep.checkpoint.run_plan import FailureHistory, Measured, RunPlan, plan_run
+from emberkeep.checkpoint.run_plan import Measured, RunPlan, plan_run
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.errors import DamageError
 from emberkeep.keeper.costs import Ledger
@@ -48,7 +49,7 @@ class RunPlanner:
         self._partial = self._shards > 1 and self._total is not None
         self._clock = clock
         self._lock = threading.Lock()
-        self._history = FailureHistory.believed(self._target)
+        self._history = FailureHistory.expected(self._target.mtbf, self._target.together)
         self._counted_at = clock.monotonic()
         self._writes: deque[float] = deque(maxlen=_RECENT)
         self._loads: deque[float] = deque(maxlen=_RECENT)
