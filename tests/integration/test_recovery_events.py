@@ -17,6 +17,7 @@ from emberkeep._types import Json
 from emberkeep.cli._progress import Lines
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Optimizer, Table
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers
@@ -133,7 +134,7 @@ def test_a_loss_is_said_once_and_the_next_one_again(
     bags = bags_on(servers if place == "servers" else ek.local(shards=3, failures=failures))
     keeper = ek.Keeper(
         tmp_path, bags, bags.optimizer, strategy=ek.auto(first="1h"), total_steps=10,
-        on_event=events, clock=servers.clock,
+        on_event=events, clock=servers.clock if place == "servers" else SYSTEM_CLOCK,
     )  # fmt: skip
     keeper.resume()
     for until in (3, 6):
