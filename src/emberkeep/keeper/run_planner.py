@@ -64,6 +64,8 @@ class RunPlanner:
         self._began = 0
         self.plan: RunPlan | None = None
         self.decisions: list[Json] = []
+        self.news = False
+        """Whether something has failed since the last review: the next step is one."""
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -86,6 +88,7 @@ class RunPlanner:
             elif event == "recovered":
                 lost = len(details["shards"])
                 self._history = self._passed().failed(lost if lost < self._shards else None)
+                self.news = True
                 if details["scope"] != "parity":
                     self._loads.append(max(0.0, details["seconds"]))
 
@@ -177,7 +180,7 @@ class RunPlanner:
         """Plans what is left, if what was seen has moved, and tells of it as "planned"; not before
         a version was measured, or a recovery, and not at the end."""
         with self._lock:
-            self._stepped = True
+            self._stepped, self.news = True, False
             made = self._plan(step)
             if made is None or made is self.plan:
                 return
