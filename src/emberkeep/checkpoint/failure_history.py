@@ -124,9 +124,9 @@ class FailureHistory:
 
     @property
     def cautious_mtbf(self) -> timedelta:
-        """What to plan for: a deviation on the bad side. Who plans for too few failures spends what
-        may be lost before knowing better, and all later failures are full recoveries; who plans for
-        too many takes some versions more."""
+        """A deviation on the bad side: what to plan for where something may be lost. Who plans for
+        too few failures has spent that before knowing better, and all later failures are full
+        recoveries; who plans for too many takes some versions more."""
         mean, deviation = self._rate()
         return max(1 / (mean + _CAUTION * deviation), 1e-6) * _HOUR
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.failure_history import FailureHistory
@@ -53,10 +53,10 @@ class Target:
         if self.pls is not None and self.accuracy_loss is not None:
             raise ConfigError("give a target PLS or a target accuracy loss, not both")
         if self.pls is not None and not 0 <= self.pls <= 1:
-            raise ConfigError(f"a PLS lies between 0 and 1, not {self.pls:g}")
+            raise ConfigError(f"target PLS must lie between 0 and 1, not {self.pls:g}")
         given = self.accuracy_loss
         if given is not None and not 0 <= given <= 1:
-            raise ConfigError(f"a loss of accuracy lies between 0 and 1, not {given:g}")
+            raise ConfigError(f"target accuracy loss must lie between 0 and 1, not {given:g}")
         if self.slope is not None and not (math.isfinite(self.slope) and self.slope > 0):
             raise ConfigError(f"slope must be above 0, not {self.slope:g}")
         if self.slope is not None and given is None:
@@ -177,17 +177,18 @@ def plan_run(
     # A share of what is left is a smaller share of the job.
     rest = max(1.0 - seen.done, 1e-6)
     left = min(1.0, max(0.0, most_pls - seen.pls) / rest) if partial else 0.0
-    verdict = _verdict(
-        left=_rounded(max(seen.left, timedelta(seconds=1)), 8),
-        mtbf=_rounded(seen.failures.cautious_mtbf),
-        shards=seen.shards,
-        together=min(seen.failures.together, seen.shards),
-        save=_rounded(max(seen.stall, timedelta(milliseconds=1))),
-        restart=_rounded(seen.load + target.reschedule),
-        pls=_floored(left),
-        total_losses=round(20 * seen.failures.total_losses) / 20,
-        max_interval=target.max_interval,
-    )
+    common: dict[str, Any] = {
+        "left": _rounded(max(seen.left, timedelta(seconds=1)), 8),
+        "shards": seen.shards,
+        "together": min(seen.failures.together, seen.shards),
+        "save": _rounded(max(seen.stall, timedelta(milliseconds=1))),
+        "restart": _rounded(seen.load + target.reschedule),
+        "pls": _floored(left),
+        "total_losses": round(20 * seen.failures.total_losses) / 20,
+        "max_interval": target.max_interval,
+    }
+    planned_for = seen.failures.cautious_mtbf
+    verdict = _verdict(mtbf=_rounded(planned_for), **common)
     pays = verdict.pays
     if current is not None and (current.scope == "partial") != pays and left > 0:
         # Of two that cost about the same the present one stays.
@@ -196,6 +197,12 @@ def plan_run(
             pays = current.scope == "partial"
     scope: Literal["full", "partial"] = "partial" if pays else "full"
     stays = "" if pays == verdict.pays else f"; {scope} recovery stays, for so small a difference"
+    if not pays:
+        # What full recovery costs is proportional to the rate: the mean is best, and no caution.
+        planned_for = seen.failures.mtbf
+        verdict = _verdict(mtbf=_rounded(planned_for), **common)
+        if verdict.pays:
+            stays = "; full recovery all the same, for failures may be more frequent than that"
     interval = verdict.partial_interval if pays else verdict.full_interval
     layout, why_layout = _layout(seen, interval, current)
     chosen = verdict.partial if pays else verdict.full
@@ -211,7 +218,7 @@ def plan_run(
         reason=(
             f"{target.text}, {seen.pls:.3g} lost so far; a failure every "
             f"{_time(seen.failures.mtbf)} ({seen.failures.seen} seen), planned for one every "
-            f"{_time(seen.failures.cautious_mtbf)}; {_time(seen.stall)} of stall a version, "
+            f"{_time(planned_for)}; {_time(seen.stall)} of stall a version, "
             f"{_time(seen.load)} to load: {verdict.reason}{stays}"
             + "".join(f"; {why}" for why in (why_layout, why_bits) if why)
         ),

@@ -60,11 +60,12 @@ def run(drift: Drift, policy: Policy, *, seed: int) -> Drifted:
 
 
 def compare(
-    drift: Drift, *, jobs: int, progress: Callable[[], object] = lambda: None
+    drift: Drift, *, jobs: int, first: int = 0, progress: Callable[[], object] = lambda: None
 ) -> dict[Policy, list[Drifted]]:
+    """So many jobs under each policy, by the seeds from `first` on."""
     policies: tuple[Policy, ...] = ("closed", "fixed", "oracle")
     found: dict[Policy, list[Drifted]] = {policy: [] for policy in policies}
-    for seed in range(jobs):
+    for seed in range(first, first + jobs):
         for policy in policies:
             found[policy].append(run(drift, policy, seed=seed))
         progress()
