@@ -325,9 +325,9 @@ def _spending(
     part = np.clip(place - low, 0.0, 1.0)
     weight = (1 - total_losses) * weight
     cells = (np.arange(_CELLS)[:, None] * _CELLS + low).ravel()
-    moves = np.bincount(cells, (weight * (1 - part)).ravel(), _CELLS**2)
-    moves += np.bincount(cells + 1, (weight * part).ravel(), _CELLS**2)
-    moves = moves.reshape(_CELLS, _CELLS) + total_losses * np.eye(_CELLS)
+    moved: F64 = np.bincount(cells, (weight * (1 - part)).ravel(), _CELLS**2).astype(np.float64)
+    moved += np.bincount(cells + 1, (weight * part).ravel(), _CELLS**2)
+    moves = moved.reshape(_CELLS, _CELLS) + total_losses * np.eye(_CELLS)
     rate = np.maximum(np.ceil(1 / each - 1e-9) - 1, 0.0)
     rate[each < widest] = 1 / each[each < widest]
     state = np.zeros(_CELLS)
