@@ -3,18 +3,21 @@
 Real servers are killed (SIGKILL) at seeded moments of a training, and half-way failures become four
 times as frequent. One run plans itself (`ek.auto`), one keeps the plan that it made at the start,
 and one knows how often servers fail from then on. Versions, recoveries and repeated steps are real;
-time is that of a job, which counts a minute for each step, whatever else the machine is doing.
+time is that of a job, which counts two minutes for each step, whatever else the machine is doing.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,32 +25,41 @@ import numpy as np
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("EMBERKEEP_QUIET", "1")
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import torch
 
 import emberkeep as ek
 from _common import options, report
-from emberkeep.checkpoint.run_plan import FailureHistory
+from emberkeep.checkpoint.failure_history import FailureHistory
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.runtime.pool import Pool
+from emberkeep.tables import Optimizer, Table
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.servers import Farm, FarmLauncher
 
 POLICIES = ("closed", "fixed", "oracle")
 SHARDS, ROWS, DIM, BATCH = 4, 20_000, 8, 64
-STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 60.0, 2, 5
+STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 120.0, 1, 2.5
 STEP = timedelta(seconds=STEP_SECONDS)
-STEPS, QUICK_STEPS = 1600, 200
-MTBF_STEPS, FACTOR = 200, 0.25
+MTBF_STEPS, FACTOR = 100, 0.25
 TARGET = 0.05
-SEEDS = (21, 22, 23, 24, 25)
+# A job of a hundred failures, and one of twenty.
+LENGTHS = {"long": 4000, "short": 800}
+QUICK_STEPS = 100
+SEEDS = (31, 32, 33)
+LONGEST = 4  # jobs, of the longest that failures are drawn for
 COLUMNS = [
-    "seed", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
+    "job", "seed", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
     "PLS", "plans",
 ]  # fmt: skip
 
 NOTE = f"""\
-Overheads are shares of the job: steps that were taken again, {SAVE_STEPS} steps for each version
+Overheads are shares of the job: steps that were taken again, {SAVE_STEPS} step for each version
 (training stands still while a state is gathered) and {RECOVERY_STEPS} for each recovery. All
-policies know the MTBF of the first half ({MTBF_STEPS} steps) and fail by the same seed; one that
-loses more time meets more failures. The target is PLS {TARGET:g}. Ratios are of the sums over all
-seeds; single runs have about twenty failures each and differ widely."""
+policies know the MTBF of the first half ({MTBF_STEPS} steps), and servers are killed at the same
+moments of the job's clock; who loses more time meets more of them. The target is PLS {TARGET:g}.
+Ratios are of the sums over all seeds; their intervals (90%) are of seeds drawn again and again."""
 
 
 class SlowState:
@@ -65,48 +77,64 @@ class SlowState:
 
 
 class Failures:
-    """When servers are killed, in steps of the job's clock."""
+    """When which server is killed, in steps of the job's clock: drawn before the job, so that all
+    policies meet the same failures at the same moments, for as long as each needs."""
 
     def __init__(self, steps: int, seed: int) -> None:
-        self._random = np.random.default_rng([seed, 3])
+        random = np.random.default_rng([seed, 3])
         self._change = steps / 2
-        self.next = self._draw(0.0)
+        before = _arrivals(random, MTBF_STEPS, self._change)
+        after = self._change + _arrivals(random, MTBF_STEPS * FACTOR, LONGEST * steps)
+        self._times = [*before.tolist(), *after.tolist()]
+        self._shards = random.integers(SHARDS, size=len(self._times)).tolist()
 
     def mtbf(self, now: float) -> float:
         return MTBF_STEPS * (FACTOR if now >= self._change else 1.0)
 
-    def _draw(self, now: float) -> float:
-        left = float(self._random.exponential())
-        until = max(0.0, self._change - now) / self.mtbf(now)
-        if left < until or now >= self._change:
-            return now + left * self.mtbf(now)
-        return self._change + (left - until) * self.mtbf(self._change)
-
     def strike(self, now: float) -> int | None:
         """The server that dies now, if one does."""
-        if now < self.next:
+        if now < self._times[0]:
             return None
-        self.next = self._draw(now)
-        return int(self._random.integers(SHARDS))
+        del self._times[0]
+        return int(self._shards.pop(0))
+
+
+def _arrivals(random: np.random.Generator, mean: float, until: float) -> Any:
+    """Moments at random, `mean` apart on average."""
+    gaps = random.exponential(mean, size=int(2 * until / mean) + 50)
+    times = np.cumsum(gaps)
+    assert times[-1] > until, "too few were drawn"
+    return times[times < until]
+
+
+class Servers:
+    """`cluster=` on servers that are forked from one process: a hundred are killed in each run."""
+
+    def __init__(self, farm: Farm) -> None:
+        self.launcher = FarmLauncher(farm, SHARDS)
+
+    def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
+        return FlightCluster(tables, optimizer, self.launcher, seed=seed, pool=Pool(1))
 
 
 class Run:
     """One training under one policy."""
 
-    def __init__(self, policy: str, target: float, steps: int, seed: int) -> None:
+    def __init__(self, policy: str, target: float, steps: int, seed: int, farm: Farm) -> None:
         self.policy, self.steps = policy, steps
         self.clock, self.began = VirtualClock(), 0.0
         self.failures = Failures(steps, seed)
         self.versions = self.plans = self.killed = self.executed = 0
+        self.servers = Servers(farm)
         self.bags = ek.EmbeddingBags(
             [ek.Table("item", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=0.1),
-            cluster=ek.servers(shards=SHARDS, spares=1, threads=1), seed=seed,
+            cluster=self.servers, seed=seed,
         )  # fmt: skip
         random = np.random.default_rng([seed, 4])
         self.batches = torch.from_numpy(random.integers(0, ROWS, (64, BATCH)))
         self.strategy = ek.auto(
             target=f"PLS {target:g}", mtbf=MTBF_STEPS * STEP,
-            first=40 * STEP,
+            first=20 * STEP,
         )  # fmt: skip
 
     def now(self) -> float:
@@ -131,10 +159,9 @@ class Run:
         if self.policy == "fixed":
             planner.review = lambda step: review(step) if planner.plan is None else None
         if self.policy != "closed":
-            planner._passed = lambda: FailureHistory(
-                hours=self.failures.mtbf(self.now() if self.policy == "oracle" else 0.0)
-                * STEP_SECONDS / 3600, count=1.0, shards=1.0, seen=self.killed,
-            )  # fmt: skip
+            planner._passed = lambda: FailureHistory.known(
+                self.failures.mtbf(self.now() if self.policy == "oracle" else 0.0) * STEP
+            )
 
     def to_the_end(self) -> dict[str, Any]:
         started = time.monotonic()
@@ -151,12 +178,13 @@ class Run:
                     self.step(keeper)
                 if not changed and self.now() >= self.steps / 2:
                     changed = True
-                    keeper._planner.review(keeper.steps)  # type: ignore[union-attr]
+                    keeper._planner.news = True  # type: ignore[union-attr]
             overhead, made = self.now() / self.steps - 1, keeper.recoveries()
             assert made is not None
             plan = keeper._planner.plan  # type: ignore[union-attr]
             keeper.close()
         self.bags.cluster.close()
+        self.servers.launcher.end()
         return {
             "overhead": overhead, "versions": self.versions, "failures": self.killed,
             "again": self.executed - self.steps, "full": made.full, "partial": made.partial,
@@ -168,7 +196,7 @@ class Run:
         struck = self.failures.strike(self.now())
         if struck is not None:
             self.killed += 1
-            os.kill(self.bags.cluster.launcher.pid(struck), signal.SIGKILL)  # type: ignore[attr-defined]
+            self.servers.launcher.kill(struck)
         ids = self.batches[keeper.steps % len(self.batches)]
         self.bags({"item": ids}).sum().backward()
         self.bags.optimizer.step()
@@ -180,39 +208,72 @@ class Run:
             keeper.wait()  # seconds of writing here are less than a step of the job
 
 
+def runs(
+    chosen: list[tuple[int, str]], steps: int
+) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
+    """Side by side, each in a process of its own: their clocks are their own, too."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1), context) as pool:
+        made = [pool.submit(run_one, policy, steps, seed) for seed, policy in chosen]
+        for which, future in zip(chosen, made, strict=True):
+            yield which, future.result()
+
+
+def run_one(policy: str, steps: int, seed: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    farm = Farm()
+    try:
+        return Run(policy, TARGET, steps, seed, farm).to_the_end()
+    finally:
+        farm.close()
+
+
+def ratio(ones: list[float], others: list[float]) -> tuple[float, float, float]:
+    """Of the sums, and the interval that nine in ten draws of the seeds lie in."""
+    random = np.random.default_rng(0)
+    drawn = random.integers(len(ones), size=(10_000, len(ones)))
+    sums = np.array(ones)[drawn].sum(axis=1) / np.array(others)[drawn].sum(axis=1)
+    low, high = np.quantile(sums, (0.05, 0.95))
+    return sum(ones) / sum(others), float(low), float(high)
+
+
 def main() -> None:
     given = options(__file__, __doc__.splitlines()[0])
-    torch.set_num_threads(1)
-    steps = QUICK_STEPS if given.quick else STEPS
+    lengths = {"long": QUICK_STEPS} if given.quick else LENGTHS
     seeds = SEEDS[:1] if given.quick else SEEDS
-    rows, pls = [], 0.0
-    overheads = dict.fromkeys(POLICIES, 0.0)
-    for seed, policy in itertools.product(seeds, POLICIES):
-        run = Run(policy, TARGET, steps, seed).to_the_end()
-        overheads[policy] += run["overhead"]
-        rows.append([
-            str(seed), policy, f"{run['overhead']:.1%}",
-            *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
-            f"{run['pls']:.3g}", str(run["plans"]),
-        ])  # fmt: skip
-        print(
-            f"{policy}: {run['overhead']:.1%}, PLS {run['pls']:.3g}, {run['seconds']:.0f} s; "
-            f"{run['last_plan']}", file=sys.stderr, flush=True,
-        )  # fmt: skip
-        if policy == "closed":
-            pls = max(pls, run["pls"] / TARGET)
+    rows, figures = [], {}
+    for length, steps in lengths.items():
+        overheads: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+        pls = []
+        for (seed, policy), run in runs(list(itertools.product(seeds, POLICIES)), steps):
+            overheads[policy].append(run["overhead"])
+            rows.append([
+                length, str(seed), policy, f"{run['overhead']:.1%}",
+                *(str(run[key]) for key in ("versions", "failures", "again", "full", "partial")),
+                f"{run['pls']:.3g}", str(run["plans"]),
+            ])  # fmt: skip
+            print(
+                f"{length} {seed} {policy}: {run['overhead']:.1%}, PLS {run['pls']:.3g}, "
+                f"{run['failures']} failures, {run['seconds']:.0f} s; {run['last_plan']}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            if policy == "closed":
+                pls.append(run["pls"] / TARGET)
+        first = "" if length == "long" else f"{length}_"
+        for other in ("oracle", "fixed"):
+            found, low, high = ratio(overheads["closed"], overheads[other])
+            figures[f"{first}closed_loop_vs_{other}"] = found
+            figures[f"{first}closed_loop_vs_{other}_low"] = low
+            figures[f"{first}closed_loop_vs_{other}_high"] = high
+        figures[f"{first}closed_loop_pls_of_target"] = max(pls)
     report(
         given,
         config={
-            "steps": steps, "save_steps": SAVE_STEPS, "recovery_steps": RECOVERY_STEPS,
-            "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR], "servers": SHARDS,
-            "target": TARGET, "seeds": seeds,
+            "steps": lengths, "step_seconds": STEP_SECONDS, "save_steps": SAVE_STEPS,
+            "recovery_steps": RECOVERY_STEPS, "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR],
+            "servers": SHARDS, "target": TARGET, "seeds": seeds,
         },
-        figures={
-            "closed_loop_vs_oracle": overheads["closed"] / overheads["oracle"],
-            "closed_loop_vs_fixed": overheads["closed"] / overheads["fixed"],
-            "closed_loop_pls_of_target": pls,
-        },
+        figures=figures,
         columns=COLUMNS,
         rows=rows,
         notes=[NOTE],

@@ -150,6 +150,11 @@ def test_what_cannot_be_emulated(changes: dict[str, Any], words: str) -> None:
         replace(SPEC, **changes)
 
 
+def test_random_runs_are_at_least_one() -> None:
+    with pytest.raises(ConfigError, match="1 random run or more, not 0"):
+        sweeps.over_random_runs(SPEC, runs=0)
+
+
 def test_names() -> None:
     assert named("CPR-SSU") == "cpr_ssu"
     with pytest.raises(ConfigError, match=r"strategies are full, partial, cpr, .*, not 'magic'"):

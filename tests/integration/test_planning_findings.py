@@ -6,7 +6,9 @@ Each test is a finding about an earlier planner, through commands and public fun
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 import emberkeep as ek
 from emberkeep.cli import app
+from emberkeep.rows import snapshot
 from emberkeep.train.run_config import demo
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -88,6 +91,43 @@ def test_restores_are_not_what_a_version_costs(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["job"]["save_hours"] * 3600 < 0.04
+
+
+def test_rows_that_steps_copy_for_a_version_are_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that changes rows of a version under way copies them first, and takes longer."""
+    stepped = threading.Event()
+    take, chunks = snapshot.row_copies.take_before_write, snapshot.Snapshot.chunks
+
+    def slow_take(*given: Any) -> int:
+        time.sleep(0.3)
+        return take(*given)
+
+    def late_chunks(self: Any, *given: Any) -> Iterator[Any]:
+        assert stepped.wait(60)
+        yield from chunks(self, *given)
+
+    monkeypatch.setattr(snapshot.row_copies, "take_before_write", slow_take)
+    monkeypatch.setattr(snapshot.Snapshot, "chunks", late_chunks)
+    bags = bags_of(1)
+    strategy = ek.incremental(every=99, keep="all")
+    with ek.Keeper(tmp_path, bags, bags.optimizer, strategy=strategy) as keeper:
+        for _ in range(2):
+            stepped.clear()
+            keeper.save()
+            bags({"item": torch.arange(8)}).sum().backward()
+            bags.optimizer.step()
+            stepped.set()
+            keeper.step()
+            keeper.wait()
+    done = CliRunner().invoke(
+        app,
+        ["plan", "--duration", "56h", "--shards", "8", "--mtbf", "28h", "--json",
+         "--repository", str(tmp_path)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["job"]["save_hours"] * 3600 > 0.14
 
 
 def test_rounded_rows_are_not_what_was_lost() -> None:

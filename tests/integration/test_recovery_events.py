@@ -17,6 +17,7 @@ from emberkeep._types import Json
 from emberkeep.cli._progress import Lines
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Optimizer, Table
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers
@@ -113,9 +114,36 @@ def test_a_full_recovery_names_every_loss_and_counts_the_time_to_notice(
     assert (made.failures, made.full) == (2, 1)
     assert made.seconds >= TIMING.lease.total_seconds()  # a replacement may not serve before
     assert made.seconds == pytest.approx(stood_still, rel=0.2)
+    assert [details["shards"] for details in events.of("lost")] == [[0, 2]]
     silent = events.of("silent")
     assert silent
     assert {details["until"] for details in silent} == {15.0}
     assert "has been silent for" in capsys.readouterr().err
+    keeper.close(save=False)
+    bags.cluster.close()
+
+
+@pytest.mark.parametrize("place", ["process", "servers"])
+def test_a_loss_is_said_once_and_the_next_one_again(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lookup is a call in a call, and both meet the loss: it was said twice where everything
+    goes back, as at the start of a run that plans itself."""
+    servers, events = Servers(), Events()
+    failures = [ek.fail_at(1, step=4), ek.fail_at(1, step=7)]
+    bags = bags_on(servers if place == "servers" else ek.local(shards=3, failures=failures))
+    keeper = ek.Keeper(
+        tmp_path, bags, bags.optimizer, strategy=ek.auto(first="1h"), total_steps=10,
+        on_event=events, clock=servers.clock if place == "servers" else SYSTEM_CLOCK,
+    )  # fmt: skip
+    keeper.resume()
+    for until in (3, 6):
+        train(bags, keeper, until)
+        if place == "servers":
+            servers.launcher.kill(1)
+    train(bags, keeper, 9)
+    assert [details["scope"] for details in events.of("recovered")] == ["full", "full"]
+    assert [details["shards"] for details in events.of("lost")] == [[1], [1]]
+    assert capsys.readouterr().err.count("shard 1 lost, recovering") == 2
     keeper.close(save=False)
     bags.cluster.close()

@@ -176,6 +176,8 @@ def _remainder(gaps: Gaps, cycle: float, start: float) -> float:
     """The mean of what is left of a gap, less `start`, when whole cycles are taken away."""
     if cycle == math.inf:
         return float(gaps.tail(np.array(start)))
+    if gaps.kind == "exponential" and cycle >= 1e-3:
+        return math.exp(-start) * (1 - cycle / math.expm1(min(cycle, 100.0)))
     if cycle < 1e-3:
         return float(gaps.survival(np.array(start))) * cycle / 2
     ends: F64 = start + cycle * np.arange(1, 2 + math.ceil(60 / cycle), dtype=np.float64)
@@ -313,17 +315,19 @@ def _spending(
     over = since * share > left[:, None] + 1e-12
     fully = total_losses + (1 - total_losses) * over
     again = (since * weight * fully).sum(axis=1)
-    again *= [_in_bursts(job, float(t), save) for t in each]
-    counted = np.array([_share_left(job, float(t), failures) for t in each])
+    # Most lines have the same interval.
+    different, place_of = np.unique(each, return_inverse=True)
+    again *= np.array([_in_bursts(job, float(t), save) for t in different])[place_of]
+    counted = np.array([_share_left(job, float(t), failures) for t in different])[place_of]
     after = np.where(over, used[:, None], used[:, None] + since * share * counted[:, None])
     place = after / most_pls * (_CELLS - 1) if most_pls else np.zeros_like(after)
     low = np.minimum(place.astype(np.int64), _CELLS - 2)
     part = np.clip(place - low, 0.0, 1.0)
-    moves = total_losses * np.eye(_CELLS)
     weight = (1 - total_losses) * weight
-    rows = np.broadcast_to(np.arange(_CELLS)[:, None], low.shape)
-    np.add.at(moves, (rows, low), weight * (1 - part))
-    np.add.at(moves, (rows, low + 1), weight * part)
+    cells = (np.arange(_CELLS)[:, None] * _CELLS + low).ravel()
+    moved: F64 = np.bincount(cells, (weight * (1 - part)).ravel(), _CELLS**2).astype(np.float64)
+    moved += np.bincount(cells + 1, (weight * part).ravel(), _CELLS**2)
+    moves = moved.reshape(_CELLS, _CELLS) + total_losses * np.eye(_CELLS)
     rate = np.maximum(np.ceil(1 / each - 1e-9) - 1, 0.0)
     rate[each < widest] = 1 / each[each < widest]
     state = np.zeros(_CELLS)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.failure_history import FailureHistory
 from emberkeep.checkpoint.overheads import Job, Verdict, partial_pays
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository.policies import RESTORES_OF_BITS, Layout
 
 DEFAULT_PLS = 0.1
-DEFAULT_MTBF = timedelta(hours=24)
-"""Of a job nobody knows anything of: the middle of what the CPR paper saw in production."""
 ASSUMED_SLOPE = 0.02
 """Accuracy (AUC) lost per PLS of 1 where it was not measured: more than the emulator's own task
 loses (0.0185), whose short run is more sensitive than a job."""
@@ -34,8 +32,6 @@ _GAIN = 0.1
 _BUSY = 0.5
 # Of a baseline: increments that are larger save nothing worth a chain.
 _NEARLY_ALL = 0.6
-# Failures that an estimate remembers are about 1 / (1 - this).
-_MEMORY = 0.85
 
 _TARGET = re.compile(r"(accuracy loss|pls)\s+(?:of\s+)?([0-9.]+(?:e-?\d+)?)\s*(%?)", re.IGNORECASE)
 
@@ -57,10 +53,10 @@ class Target:
         if self.pls is not None and self.accuracy_loss is not None:
             raise ConfigError("give a target PLS or a target accuracy loss, not both")
         if self.pls is not None and not 0 <= self.pls <= 1:
-            raise ConfigError(f"a PLS lies between 0 and 1, not {self.pls:g}")
+            raise ConfigError(f"target PLS must lie between 0 and 1, not {self.pls:g}")
         given = self.accuracy_loss
         if given is not None and not 0 <= given <= 1:
-            raise ConfigError(f"a loss of accuracy lies between 0 and 1, not {given:g}")
+            raise ConfigError(f"target accuracy loss must lie between 0 and 1, not {given:g}")
         if self.slope is not None and not (math.isfinite(self.slope) and self.slope > 0):
             raise ConfigError(f"slope must be above 0, not {self.slope:g}")
         if self.slope is not None and given is None:
@@ -108,73 +104,6 @@ def target_from(text: str) -> dict[str, float]:
         )
     value = value / 100 if found[3] else value
     return {"pls" if found[1].lower() == "pls" else "accuracy_loss": value}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureHistory:
-    """Failures as they were seen, the recent ones with more weight; part of every version.
-
-    The time since the last failure counts as it passes: a long quiet is news, too.
-    """
-
-    hours: float
-    """In which `count` failures were seen, each fading as others come."""
-    count: float
-    shards: float
-    """That they took where some were left, fading alike."""
-    seen: int = 0
-    """Failures in all, faded or not."""
-    total: float = 0.0
-    """Failures that left no shard, such as the end of a process, fading alike."""
-
-    @classmethod
-    def believed(cls, target: Target) -> FailureHistory:
-        """Before anything was seen: as if one failure had been."""
-        mtbf = target.mtbf or DEFAULT_MTBF
-        return cls(hours=mtbf / timedelta(hours=1), count=1.0, shards=float(target.together))
-
-    def passed(self, time: timedelta) -> FailureHistory:
-        return replace(self, hours=self.hours + time / timedelta(hours=1))
-
-    def failed(self, shards: int | None) -> FailureHistory:
-        """After a failure that took so many shards; None: all, and nothing goes on."""
-        return FailureHistory(
-            hours=_MEMORY * self.hours,
-            count=_MEMORY * self.count + 1,
-            shards=_MEMORY * self.shards + (shards or 0),
-            seen=self.seen + 1,
-            total=_MEMORY * self.total + (shards is None),
-        )
-
-    @property
-    def mtbf(self) -> timedelta:
-        return max(self.hours / self.count, 1e-6) * timedelta(hours=1)
-
-    @property
-    def together(self) -> int:
-        """Shards that a failure takes where some are left."""
-        return max(1, round(self.shards / max(self.count - self.total, 1e-6)))
-
-    @property
-    def total_losses(self) -> float:
-        """The share of the failures that leave no shard."""
-        return min(1.0, self.total / self.count)
-
-    def to_dict(self) -> Json:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, float]) -> FailureHistory:
-        try:
-            return cls(
-                hours=float(document["hours"]),
-                count=float(document["count"]),
-                shards=float(document["shards"]),
-                seen=int(document["seen"]),
-                total=float(document.get("total", 0.0)),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamageError(f"the counters of a version are damaged: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,17 +177,18 @@ def plan_run(
     # A share of what is left is a smaller share of the job.
     rest = max(1.0 - seen.done, 1e-6)
     left = min(1.0, max(0.0, most_pls - seen.pls) / rest) if partial else 0.0
-    verdict = _verdict(
-        left=_rounded(max(seen.left, timedelta(seconds=1)), 8),
-        mtbf=_rounded(seen.failures.mtbf),
-        shards=seen.shards,
-        together=min(seen.failures.together, seen.shards),
-        save=_rounded(max(seen.stall, timedelta(milliseconds=1))),
-        restart=_rounded(seen.load + target.reschedule),
-        pls=_floored(left),
-        total_losses=round(20 * seen.failures.total_losses) / 20,
-        max_interval=target.max_interval,
-    )
+    common: dict[str, Any] = {
+        "left": _rounded(max(seen.left, timedelta(seconds=1)), 8),
+        "shards": seen.shards,
+        "together": min(seen.failures.together, seen.shards),
+        "save": _rounded(max(seen.stall, timedelta(milliseconds=1))),
+        "restart": _rounded(seen.load + target.reschedule),
+        "pls": _floored(left),
+        "total_losses": round(20 * seen.failures.total_losses) / 20,
+        "max_interval": target.max_interval,
+    }
+    planned_for = seen.failures.cautious_mtbf
+    verdict = _verdict(mtbf=_rounded(planned_for), **common)
     pays = verdict.pays
     if current is not None and (current.scope == "partial") != pays and left > 0:
         # Of two that cost about the same the present one stays.
@@ -267,6 +197,12 @@ def plan_run(
             pays = current.scope == "partial"
     scope: Literal["full", "partial"] = "partial" if pays else "full"
     stays = "" if pays == verdict.pays else f"; {scope} recovery stays, for so small a difference"
+    if not pays:
+        # What full recovery costs is proportional to the rate: the mean is best, and no caution.
+        planned_for = seen.failures.mtbf
+        verdict = _verdict(mtbf=_rounded(planned_for), **common)
+        if verdict.pays:
+            stays = "; full recovery all the same, for failures may be more frequent than that"
     interval = verdict.partial_interval if pays else verdict.full_interval
     layout, why_layout = _layout(seen, interval, current)
     chosen = verdict.partial if pays else verdict.full
@@ -281,8 +217,9 @@ def plan_run(
         overhead=chosen.total,
         reason=(
             f"{target.text}, {seen.pls:.3g} lost so far; a failure every "
-            f"{_time(seen.failures.mtbf)} ({seen.failures.seen} seen), {_time(seen.stall)} of "
-            f"stall a version, {_time(seen.load)} to load: {verdict.reason}{stays}"
+            f"{_time(seen.failures.mtbf)} ({seen.failures.seen} seen), planned for one every "
+            f"{_time(planned_for)}; {_time(seen.stall)} of stall a version, "
+            f"{_time(seen.load)} to load: {verdict.reason}{stays}"
             + "".join(f"; {why}" for why in (why_layout, why_bits) if why)
         ),
         step=step,

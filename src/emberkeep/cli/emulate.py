@@ -95,11 +95,12 @@ def emulate(
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.emulator import Emulation, small_task
     from emberkeep.planning.sweeps import SHORT
-    from emberkeep.report.page import write
+    from emberkeep.report.page import prepare, write
     from emberkeep.report.plots import check_available
     from emberkeep.train.run_config import load
 
     check_available()
+    prepare(report, reads=(config, failures))
     length = read_time("--duration", duration)
     between, fit, taken = _failing(length, mtbf, failures, count, shards)
     job = Job(

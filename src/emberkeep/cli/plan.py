@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 @command
 def plan(
+    context: typer.Context,
     duration: Annotated[str, option("--duration", "Length of the job: 56h, 3d, 1h 30min.")],
     shards: Annotated[
         int | None, option("--shards", "Shards that hold the tables; needed without --tier.", "N")
@@ -162,6 +163,11 @@ def plan(
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.planning.advisor import Question, advise
 
+    _refuse_others(context, tier=tier)
+    if page is not None:
+        from emberkeep.report.page import prepare
+
+        prepare(page, reads=(failures, measured))
     if tier:
         from emberkeep.cli import _plan_tier
 
@@ -253,6 +259,24 @@ def plan(
         _print(found, log, fitted)
 
 
+# Of the two questions, memory or files (--tier) and how to recover: what is for one of them alone.
+_TIER_ALONE = frozenset({"row_bytes", "skew", "lookups", "step_time", "cache", "memory_machine",
+                         "tier_machine"})  # fmt: skip
+_BOTH = frozenset({"duration", "table_gb", "tier", "as_json"})
+
+
+def _refuse_others(context: typer.Context, *, tier: bool) -> None:
+    """What would be read by nobody is refused: an answer must not look as if it had been."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name in ("DEFAULT", "DEFAULT_MAP") or name in _BOTH:
+            continue
+        if tier != (name in _TIER_ALONE):
+            what = "is not for --tier: leave out one of them" if tier else "is for --tier alone"
+            raise ConfigError(f"{parameter.opts[0]} {what}")
+
+
 def _nbytes(gigabytes: float) -> int:
     if not (math.isfinite(gigabytes) and gigabytes > 0):
         raise ConfigError(f"--table-gb must be above 0, not {gigabytes:g}")
@@ -307,7 +331,8 @@ def _fitted(
         say(line)
     fitted = fits(log.gaps_hours, log.censored_hours)
     if nodes is None:
-        named = f" ({log.nodes} machines are named there)" if log.nodes else ""
+        machines = "1 machine is" if log.nodes == 1 else f"{log.nodes} machines are"
+        named = f" ({machines} named there)" if log.nodes else ""
         say(f"its MTBF is taken for that of the job{named}; --failures-nodes N would scale it")
         return log, fitted, log.mtbf
     return log, fitted, scaled_mtbf(log.mtbf, nodes=nodes, to=shards)

@@ -172,6 +172,8 @@ class Cluster:
         serve."""
         self.losses: list[int] = []
         """The shards whose rows were lost, each time that one was."""
+        self._said_lost: dict[int, int] = {}
+        """The epoch of each shard that was last said to be lost."""
         self._forgot = False
         self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
         self._is_dynamic = {table.name: np.array([table.dynamic]) for table in self.tables}
@@ -236,8 +238,16 @@ class Cluster:
         return lost
 
     def _bring_back(self, lost: ShardLostError) -> bool:
-        """Whether lost shards serve again; with no lock held."""
-        self._say("lost", shards=list(lost.shards))
+        """Whether lost shards serve again; with no lock held.
+
+        Several calls may meet one loss, each inside of another or in a thread of its own: it is
+        said once.
+        """
+        epochs = {shard: self.handles[shard].epoch for shard in lost.shards}
+        news = [shard for shard, epoch in epochs.items() if self._said_lost.get(shard) != epoch]
+        self._said_lost.update(epochs)
+        if news:
+            self._say("lost", shards=news)
         return self._from_parity() or (self.on_loss is not None and self.on_loss(lost))
 
     def _from_parity(self) -> bool:

@@ -190,14 +190,15 @@ class Keeper(RunReport):
             if self._saver is not None:
                 self._saver.check()
                 due = due and not self._saver.busy
-            asked, due_for_all = self._ranks.largest(
-                [self._termination.asked, due and self._ranks.leads]
+            news = self._planner is not None and self._planner.news
+            asked, due_for_all, news_for_all = self._ranks.largest(
+                [self._termination.asked, due and self._ranks.leads, news]
             )
             if asked:
                 self._stop(asked)
             if due_for_all:
                 self._save(whole=False)
-            if due_for_all or self._pace.looks(self.steps):
+            if due_for_all or news_for_all or self._pace.looks(self.steps):
                 if self._planner is not None:
                     self._planner.review(self.steps)
                 self._pace.look_ahead(self.steps)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.failure_history import FailureHistory
 from emberkeep.checkpoint.recovery import Recovery
-from emberkeep.checkpoint.run_plan import FailureHistory, Measured, RunPlan, plan_run
+from emberkeep.checkpoint.run_plan import Measured, RunPlan, plan_run
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.errors import DamageError
 from emberkeep.keeper.costs import Ledger
@@ -48,7 +49,7 @@ class RunPlanner:
         self._partial = self._shards > 1 and self._total is not None
         self._clock = clock
         self._lock = threading.Lock()
-        self._history = FailureHistory.believed(self._target)
+        self._history = FailureHistory.expected(self._target.mtbf, self._target.together)
         self._counted_at = clock.monotonic()
         self._writes: deque[float] = deque(maxlen=_RECENT)
         self._loads: deque[float] = deque(maxlen=_RECENT)
@@ -63,6 +64,8 @@ class RunPlanner:
         self._began = 0
         self.plan: RunPlan | None = None
         self.decisions: list[Json] = []
+        self.news = False
+        """Whether something has failed since the last review: the next step is one."""
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -85,6 +88,7 @@ class RunPlanner:
             elif event == "recovered":
                 lost = len(details["shards"])
                 self._history = self._passed().failed(lost if lost < self._shards else None)
+                self.news = True
                 if details["scope"] != "parity":
                     self._loads.append(max(0.0, details["seconds"]))
 
@@ -176,7 +180,7 @@ class RunPlanner:
         """Plans what is left, if what was seen has moved, and tells of it as "planned"; not before
         a version was measured, or a recovery, and not at the end."""
         with self._lock:
-            self._stepped = True
+            self._stepped, self.news = True, False
             made = self._plan(step)
             if made is None or made is self.plan:
                 return

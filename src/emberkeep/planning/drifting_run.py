@@ -7,13 +7,14 @@ what a keeper would have measured. All three meet the same failures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import numpy as np
 
-from emberkeep.checkpoint.run_plan import FailureHistory, Measured, RunPlan, Target, plan_run
+from emberkeep.checkpoint.failure_history import FailureHistory
+from emberkeep.checkpoint.run_plan import Measured, RunPlan, Target, plan_run
 
 HOUR = timedelta(hours=1)
 Policy = Literal["closed", "fixed", "oracle"]
@@ -59,11 +60,12 @@ def run(drift: Drift, policy: Policy, *, seed: int) -> Drifted:
 
 
 def compare(
-    drift: Drift, *, jobs: int, progress: Callable[[], object] = lambda: None
+    drift: Drift, *, jobs: int, first: int = 0, progress: Callable[[], object] = lambda: None
 ) -> dict[Policy, list[Drifted]]:
+    """So many jobs under each policy, by the seeds from `first` on."""
     policies: tuple[Policy, ...] = ("closed", "fixed", "oracle")
     found: dict[Policy, list[Drifted]] = {policy: [] for policy in policies}
-    for seed in range(jobs):
+    for seed in range(first, first + jobs):
         for policy in policies:
             found[policy].append(run(drift, policy, seed=seed))
         progress()
@@ -76,8 +78,7 @@ class _Run:
         self.now = self.work = self.saved = self.pls = self.pls_saved = 0.0
         self.recovered = np.zeros(drift.shards)
         self.recovered_saved = self.recovered.copy()
-        believed = (drift.believed or drift.mtbf) * HOUR
-        self.history = FailureHistory.believed(replace(drift.target, mtbf=believed))
+        self.history = FailureHistory.expected((drift.believed or drift.mtbf) * HOUR)
         self.counted_at = 0.0
         self.stalls: list[float] = []
         self.plans = 0
@@ -168,9 +169,11 @@ class _Run:
         self._pass(self.now)
         save = float(np.median(self.stalls[-_RECENT:])) if self.stalls else drift.save
         history = self.history
-        if self.policy == "oracle":
+        if self.policy == "fixed":  # what is believed is taken for certain
+            history = FailureHistory.known((drift.believed or drift.mtbf) * HOUR)
+        elif self.policy == "oracle":
             save = drift.save_at(self.now)
-            history = FailureHistory(hours=drift.mtbf_at(self.now), count=1.0, shards=1.0)
+            history = FailureHistory.known(drift.mtbf_at(self.now) * HOUR)
         seen = Measured(
             left=max(drift.hours - self.work, 1e-3) * HOUR,
             done=self.work / drift.hours,

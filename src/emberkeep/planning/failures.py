@@ -19,6 +19,8 @@ HOUR = timedelta(hours=1)
 
 Scaling = Literal["linear", "independent"]
 
+# Of their mean: gaps that differ by less are not those of failures.
+_REGULAR = 0.01
 # Streams of one seed: when failures strike says nothing of what they take.
 _TIMES, _SHARDS = 1, 2
 
@@ -98,6 +100,11 @@ def fits(gaps_hours: F64, censored_hours: F64 | None = None) -> tuple[Fit, ...]:
 
     if len(gaps) < FEWEST or gaps[0] <= 0 or not np.all(np.isfinite(gaps)):
         raise DataError(f"a fit needs {FEWEST} gaps or more, finite and longer than no time")
+    if gaps.std() < _REGULAR * gaps.mean():
+        raise DataError(
+            f"all gaps are about {gaps.mean():.3g} h: what comes as regularly is planned, or its "
+            "times are rounded, and no distribution fits it; give --mtbf"
+        )
     observed = observed_survival(gaps, censored)
     data = stats.CensoredData(uncensored=gaps, right=censored) if censored.size else gaps
     found = []

@@ -219,6 +219,10 @@ def _place(store: str | None, given: RunConfig) -> Iterator[str]:
             shutil.rmtree(directory, ignore_errors=True)
         return
     place = f"{url.rstrip('/')}-measured-{uuid.uuid4().hex[:8]}"
+    # A store that cannot be written is found now, not after a training.
+    probe = open_store(f"{place}/exact")
+    probe.put("probe", b"")
+    probe.delete(["probe"])
     try:
         yield place
     finally:

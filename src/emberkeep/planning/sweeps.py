@@ -11,6 +11,7 @@ import numpy as np
 
 from emberkeep._types import F64
 from emberkeep.checkpoint.overheads import interval_for_pls, partial_pays
+from emberkeep.errors import ConfigError
 from emberkeep.planning.emulator import Emulation, Name, Outcome, Progress, Task, run_all
 
 TARGETS = (0.02, 0.1, 0.2)
@@ -125,6 +126,8 @@ def over_random_runs(
     """Figures 11 and 12: PLS against accuracy, over runs with 1 to 32 failures that take 6.25% to
     50% of the shards, and an interval for an expected PLS of 0 to 1. Every strategy goes through
     the same failures with the same interval."""
+    if runs < 1:
+        raise ConfigError(f"there must be 1 random run or more, not {runs}")
     specs = [_random_run(spec, run, seeds) for run in range(runs)]
     alone_specs = {case.settings.run.seed: case for case in specs}
     cases = [Task(spec=case, strategy=name) for name in strategies for case in specs]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep import __version__
-from emberkeep.errors import StorageError
+from emberkeep.errors import ConfigError, StorageError
 from emberkeep.report.plots import Plot
 
 _STYLE = """
@@ -106,11 +106,36 @@ class Page:
         )
 
 
+def prepare(path: Path, *, reads: Sequence[Path | None] = ()) -> None:
+    """Refuses a page that could not be written, before the work and not after it; also one beside
+    which data would be written over a file that the work `reads`."""
+    page = _place(path)
+    for made in (page, page.with_suffix(".json"), page.with_suffix(".csv")):
+        for given in reads:
+            if given is not None and made.exists() and given.exists() and made.samefile(given):
+                raise ConfigError(
+                    f"{page} comes with {made.name} beside it, which would replace {given}: give "
+                    "the page another name"
+                )
+    there = page.exists()
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.open("a", encoding="utf-8").close()
+        if not there:
+            page.unlink()
+    except OSError as error:
+        raise StorageError(f"{page} cannot be written: {error.strerror}") from error
+
+
+def _place(path: Path) -> Path:
+    return path if path.suffix == ".html" else path / "report.html"
+
+
 def write(
     path: Path, page: Page, data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
 ) -> Path:
     """Writes the page, and beside it the data as JSON and, as a table, as CSV."""
-    path = path if path.suffix == ".html" else path / "report.html"
+    path = _place(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page.html(), encoding="utf-8")

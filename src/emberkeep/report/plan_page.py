@@ -38,9 +38,11 @@ def plan_page(
         summary=f"Recommended: {TITLES[plan.recommended]}. {plan.reason[0].upper()}"
         f"{plan.reason[1:]}.",
     )
+    count = job.failing_together
+    failing = "1 fails" if count == 1 else f"{count} fail together"
     page.text(
         f"A job of {time_text(job.duration)} on {job.shards} shards, of which "
-        f"{job.failing_together} fail together every {time_text(job.mtbf)} on average. A version "
+        f"{failing} every {time_text(job.mtbf)} on average. A version "
         f"takes {time_text(job.save)} of training, loading one {time_text(job.load)}, a new "
         f"machine {time_text(job.reschedule)}."
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from emberkeep.checkpoint.failure_history import FailureHistory
 from emberkeep.checkpoint.run_plan import (
-    FailureHistory,
     Measured,
     RunPlan,
     Target,
@@ -28,11 +28,11 @@ TARGET = Target(pls=0.05, mtbf=10 * HOUR)
 def seen(**changes: Any) -> Measured:
     given: dict[str, Any] = {
         "left": 200 * HOUR, "done": 0.0, "shards": 8, "pls": 0.0, "stall": 2 * MINUTE,
-        "write": 3 * MINUTE, "load": 3 * MINUTE, "failures": FailureHistory.believed(TARGET),
+        "write": 3 * MINUTE, "load": 3 * MINUTE, "failures": FailureHistory.known(10 * HOUR),
     }  # fmt: skip
     mtbf = changes.pop("mtbf", None)
     if mtbf is not None:
-        given["failures"] = FailureHistory(hours=mtbf, count=1.0, shards=1.0, seen=9)
+        given["failures"] = FailureHistory.known(mtbf * HOUR)
     return Measured(**{**given, **changes})
 
 
@@ -110,17 +110,15 @@ def test_bits_are_those_of_the_check_n_run_paper(
 
 
 def test_recent_failures_count_more_and_a_long_quiet_is_news() -> None:
-    history = FailureHistory.believed(TARGET)
+    history = FailureHistory.expected(TARGET.mtbf)
     for _ in range(30):
         history = history.passed(10 * HOUR).failed(1)
-    # The moment after a failure is not any moment: one looks back on more time on average.
-    assert history.mtbf / HOUR < 10
-    assert history.passed(10 * HOUR).mtbf / HOUR == pytest.approx(10, rel=0.05)
-    for _ in range(8):
+    assert history.mtbf / HOUR == pytest.approx(10, rel=0.05)
+    for _ in range(14):
         history = history.passed(2.5 * HOUR).failed(4)
     assert 2 < history.mtbf / HOUR < 5
-    assert history.together == 3
-    assert history.seen == 38
+    assert history.together == 4
+    assert history.seen == 44
     assert history.passed(100 * HOUR).mtbf / HOUR > 10
     assert FailureHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
     with pytest.raises(DamageError, match="damaged"):
@@ -173,7 +171,7 @@ def test_what_is_no_target(text: Any) -> None:
 def test_failures_that_leave_no_shard_are_counted_separately() -> None:
     """The end of a process counted as a failure of all shards, and partial recovery was planned as
     if every failure took half of them."""
-    history = FailureHistory.believed(TARGET)
+    history = FailureHistory.expected(TARGET.mtbf)
     for number in range(40):
         history = history.passed(10 * HOUR).failed(None if number % 4 == 0 else 1)
     assert history.together == 1

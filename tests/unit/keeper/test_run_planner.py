@@ -329,3 +329,20 @@ def test_nothing_is_planned_at_the_end(tmp_path: Path) -> None:
     planned = [details["step"] for name, details in events if name == "planned"]
     assert planned
     assert max(planned) < STEPS
+
+
+def test_a_failure_is_planned_for_at_the_next_step(tmp_path: Path) -> None:
+    """It was at half of the time to the next version: what failed meanwhile was lost by the plan
+    of before."""
+    clock, events = VirtualClock(), []
+    bags = bags_on(clock)
+    with keeper_of(tmp_path / "r", bags, clock, events) as keeper:
+        keeper.resume()
+        train(bags, keeper, clock, 40)
+        while keeper._pace.looks(keeper.steps + 3):
+            train(bags, keeper, clock, keeper.steps + 1)
+        before = len([details for name, details in events if name == "planned"])
+        fails = keeper.steps + 1
+        train(bags, keeper, clock, fails + 2, {fails: 1})
+    planned = [details["step"] for name, details in events if name == "planned"]
+    assert planned[before:] == [fails]

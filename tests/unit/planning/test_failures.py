@@ -43,6 +43,14 @@ def test_what_cannot_be_fitted(gaps: list[float]) -> None:
         fits(np.array(gaps))
 
 
+def test_what_comes_by_the_clock_is_no_failure() -> None:
+    """A log with a line a day ended in a traceback of the solver."""
+    with pytest.raises(DataError, match=r"all gaps are about 24 h: .* give --mtbf"):
+        fits(np.array([24.0] * 7))
+    nearly = fits(24.0 + np.random.default_rng(0).normal(0, 0.5, 50))
+    assert all(np.isfinite(fit.aic) for fit in nearly)
+
+
 def test_draws_follow_from_the_seed_and_keep_the_mean() -> None:
     best = fits(np.random.default_rng(3).gamma(0.7, 20.0, 2000))[0]
     drawn = [best.draw(1000 * HOUR, seed=seed) for seed in range(40)]

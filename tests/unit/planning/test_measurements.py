@@ -14,8 +14,9 @@ import emberkeep as ek
 from emberkeep._types import RowIds
 from emberkeep.blobs import open_store
 from emberkeep.cluster.local.local_cluster import local
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.keeper.costs import Ledger
+from emberkeep.planning import measure_run
 from emberkeep.planning.measure_run import measure
 from emberkeep.planning.measurements import save_time
 from emberkeep.repository import Repository
@@ -114,6 +115,15 @@ def test_a_machine_and_a_store_are_measured(tmp_path: Path) -> None:
 
 def settings(*changes: str) -> RunConfig:
     return demo([*TINY, "checkpoint.path=r", *changes])
+
+
+@pytest.mark.parametrize("store", ["ftp://there", "/proc/emberkeep"])
+def test_a_store_that_cannot_be_used_is_refused_before_anything_is_trained(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_run, "_train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(EmberkeepError):
+        measure(demo(TINY), store=store)
 
 
 def test_a_job_in_toml() -> None:

@@ -198,3 +198,25 @@ def test_what_is_missing_or_wrong_is_named(
 ) -> None:  # fmt: skip
     assert run(monkeypatch, *arguments) == ConfigError("").exit_code
     assert message in capsys.readouterr().err
+
+
+RECOVERY = ["--duration", "56h", "--shards", "8", "--mtbf", "28h", "--save-time", "5min",
+            "--load-time", "2min", "--jobs", "0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--tier", *ASKED, "--page", "x.html"], "--page is not for --tier"),
+        (["--tier", *ASKED, "--mtbf", "3h"], "--mtbf is not for --tier"),
+        ([*RECOVERY, "--skew", "retail"], "--skew is for --tier alone"),
+        ([*RECOVERY, "--cache", "5GB"], "--cache is for --tier alone"),
+    ],
+)
+def test_what_would_be_read_by_nobody_is_refused(
+    asked: list[str], words: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """`plan --tier --page` wrote no page and said nothing."""
+    assert run(monkeypatch, *asked) == ConfigError.exit_code
+    assert words in capsys.readouterr().err

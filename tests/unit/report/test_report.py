@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from emberkeep.checkpoint import Job
-from emberkeep.errors import StorageError
+from emberkeep.errors import ConfigError, StorageError
 from emberkeep.planning.emulator import (
     STRATEGIES,
     Emulated,
@@ -25,7 +25,7 @@ from emberkeep.planning.emulator import (
 )
 from emberkeep.planning.sweeps import Point, lines
 from emberkeep.report import emulation_page as pages
-from emberkeep.report.page import Page, strict, write
+from emberkeep.report.page import Page, prepare, strict, write
 from emberkeep.report.plots import drawing, stacked_bars
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -204,3 +204,26 @@ def test_lost_shards_in_plain_english(together: int, words: str) -> None:
     for text in lost:
         assert words in text
         assert re.search(r": shard \d is lost|: shards \d(, \d)? and \d are lost", text)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    """An emulation of an hour ended with "cannot be written"."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        prepare(tmp_path / "file" / "plan.html")
+    prepare(tmp_path / "new" / "plan.html")
+    assert not (tmp_path / "new" / "plan.html").exists()
+    (tmp_path / "plan.html").write_text("before")
+    prepare(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.json"])
+def test_what_a_plan_reads_is_not_written_over(tmp_path: Path, name: str) -> None:
+    """`plan --failures trace.csv --page trace.html` replaced the log by its own table."""
+    log = tmp_path / name
+    log.write_text("hours\n1\n")
+    with pytest.raises(ConfigError, match=rf"{name} beside it, which would replace"):
+        prepare(tmp_path / "trace.html", reads=(None, log))
+    prepare(tmp_path / "other.html", reads=(None, log, tmp_path / "absent"))
+    assert log.read_text() == "hours\n1\n"
