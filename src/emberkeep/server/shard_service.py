@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, U8, Json
-from emberkeep.checkpoint.restore import load_shard
-from emberkeep.checkpoint.target_view import TargetView, ViewPart
+from emberkeep._types import U8, Json
 from emberkeep.checkpoint.version_files import write_pieces
 from emberkeep.cluster.shard import Shard
-from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
-from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, ServerError
+from emberkeep.errors import (
+    DamageError,
+    EmberkeepError,
+    EpochError,
+    ProtocolError,
+    ServerError,
+)
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
@@ -42,6 +45,7 @@ from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
+from emberkeep.server.version_load import load_rows
 from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -163,7 +167,16 @@ class ShardService:
                     return epoch.push(request, session)
         except EmberkeepError as error:
             self.metrics.refused += 1
+            if isinstance(error, DamageError) and epoch is not None and epoch.tiered:
+                error = self._lose(epoch, error)
             return refusal(error, 0 if epoch is None else epoch.number)
+
+    def _lose(self, epoch: Epoch, error: DamageError) -> EpochError:
+        """Rows that cannot be read are lost with their shard: the next admission opens its files
+        again, and knows what to do about them."""
+        self._tell("tier_damaged", {"epoch": epoch.number, "error": str(error)})
+        self.let_go(epoch)
+        return EpochError(f"shard {epoch.index} has lost rows: {error}")
 
     def _hear(self, blob: U8, epoch: Epoch | None) -> U8:
         """What another shard tells the host of its parity."""
@@ -231,7 +244,11 @@ class ShardService:
                 self._adopt(admission.check_rows(before, header), header)
                 before = None
             elif self._tier is None:
+                kept = admission.keep(before, header)
+                if kept is not None:
+                    self._unfreeze()
                 self._epoch = self._open(header, tables, optimizer)
+                self._epoch.set_aside(kept)
             else:
                 # First: files have one owner at a time. To read them takes longer than an answer.
                 self._epoch, self._opening = None, admission.Opening(header, self._clock)
@@ -273,7 +290,7 @@ class ShardService:
         """A new epoch: empty, or at the durable batch of its tier."""
         shard = tier_service.open_shard(
             self._tier, header, tables, optimizer, pool=self._pool, clock=self._clock,
-            advance=self.long_work.advance,
+            advance=self.long_work.advance, tell=self.events,
         )  # fmt: skip
         if header.get("tracked"):
             shard.track(priority_of(header))
@@ -282,6 +299,10 @@ class ShardService:
     def _adopt(self, before: Epoch, header: Json) -> None:
         """Goes on with the rows of the epoch before: what was frozen in it is let go."""
         self._epoch = admission.adopt(before, header)
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        """Lets go of what is frozen: what had changed before has changed still."""
         self._cancelled.set()
         for snapshot in self._snapshots:
             snapshot.close(())
@@ -291,7 +312,8 @@ class ShardService:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
         service = epoch.parity_service
-        end_all(*([] if service is None else [service.close]), epoch.shard.kill)
+        ends = [epoch.drop_aside, epoch.shard.kill]
+        end_all(*([] if service is None else [service.close]), *ends)
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)
@@ -396,9 +418,10 @@ class ShardService:
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
-        shard = self._owned(header, arrays[""])
-        with self._checked(header).writing_alone():
-            shard.install(header["table"], arrays[""], planes)
+        self._owned(header, arrays[""])
+        (epoch := self._checked(header)).spoil()  # until a push says that all are there
+        with epoch.writing_alone():
+            epoch.shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -419,7 +442,8 @@ class ShardService:
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        with (epoch := self._checked(header)).writing_alone():
+        (epoch := self._checked(header)).spoil()
+        with epoch.writing_alone():
             epoch.shard.clear()
         yield {}, _NONE
 
@@ -428,8 +452,9 @@ class ShardService:
         yield {}, _NONE
 
     def _forget_changes(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        keep = bool(header["keep_since_baseline"])
-        self._checked(header).shard.forget_changes(keep_since_baseline=keep)
+        keep, epoch = bool(header["keep_since_baseline"]), self._checked(header)
+        epoch.versions.forget()
+        epoch.shard.forget_changes(keep_since_baseline=keep)
         yield {}, _NONE
 
     # -- versions --------------------------------------------------------------------------------
@@ -470,6 +495,7 @@ class ShardService:
         """Begins to write the frozen rows as pieces of a version, straight to the store."""
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
+        epoch.versions.writes(VersionId.parse(header["version"]))
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
         bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
         files = CountedWriter(
@@ -496,28 +522,10 @@ class ShardService:
         """Begins to replace all rows by this shard's part of a version."""
         epoch = self._checked(header)
         repository = Repository.open(epoch.store(header["url"]), clock=self._clock)
-        version = VersionId.parse(header["version"])
-
-        def own_rows(table: str, ids: I64) -> I64:
-            self.long_work.advance()
-            return epoch.own(table, ids)
-
-        target = TargetView([
-            ViewPart(
-                epoch.shard, {name: own for own, name in header["names"].items()},
-                own_rows=own_rows,
-                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards))
-        ])  # fmt: skip
-
-        def load() -> Json:
-            with epoch.writing():
-                target.clear()
-                load_shard(
-                    repository, version, target, epoch.shard.index,
-                    lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
-                )  # fmt: skip
-            return {}
-
+        load = partial(
+            load_rows, epoch, repository, VersionId.parse(header["version"]), header["names"],
+            self._pool, self.long_work.advance,
+        )  # fmt: skip
         self._begin("loaded", header, load)
         yield {}, _NONE
 
@@ -541,6 +549,8 @@ class ShardService:
             self._snapshots = ()
         for snapshot in snapshots:
             snapshot.close(header["advanced"])
+        if (epoch := self._epoch) is not None and epoch.number == int(header["epoch"]):
+            epoch.versions.closed(header["advanced"])
         yield {"held_seconds": sum(snapshot.held_seconds for snapshot in snapshots)}, _NONE
 
     def _frozen(self, header: Json) -> Sequence[FrozenRows]:
