@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session, priority_of
-from emberkeep.server.long_work import LongWork
+from emberkeep.server.long_work import LongWork, Requests
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
@@ -99,7 +98,7 @@ class ShardService:
         self.events = self._tell = ServerEvents(on_event, clock)
         self.page = ServerPage(
             self.metrics, self.events, epoch=lambda: self._epoch,
-            opening=lambda: self._opening, draining=lambda: self._draining,
+            opening=lambda: self._opening, draining=lambda: self._requests.draining,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._epoch: Epoch | None = None
@@ -109,10 +108,8 @@ class ShardService:
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
-        self._draining = False
-        self._at_work = 0
-        self._idle = threading.Condition()
-        self.long_work = LongWork(self.events, self._working, clock)
+        self._requests = Requests(clock)
+        self.long_work = LongWork(self.events, self._requests.working, clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -154,7 +151,7 @@ class ShardService:
         if is_frame(blob):
             return self._hear(blob, epoch)
         try:
-            with self._working():
+            with self._requests.working():
                 if epoch is None:
                     raise EpochError("this server was given no epoch: it has no rows to serve")
                 request = unpack_request(blob, epoch.shape)
@@ -181,7 +178,7 @@ class ShardService:
     def _hear(self, blob: U8, epoch: Epoch | None) -> U8:
         """What another shard tells the host of its parity."""
         try:
-            with self._working():
+            with self._requests.working():
                 if epoch is None or epoch.parity_service is None:
                     raise EpochError("this server holds no parity: it was given none, or replaced")
                 epoch.check(epoch.number)
@@ -213,7 +210,7 @@ class ShardService:
         if action is None:
             raise ProtocolError(f"there is no action {kind!r}"[:100])
         always = kind in ("status", "work", "close", "cancel")
-        with self._working(always=always), self._order.of(header):
+        with self._requests.working(always=always), self._order.of(header):
             try:
                 yield from action(header, arrays)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -221,7 +218,7 @@ class ShardService:
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
-        status["draining"], status["last_epoch"] = self._draining, self._last_epoch
+        status["draining"], status["last_epoch"] = self._requests.draining, self._last_epoch
         if self._tier is not None:
             status["tier"] = self._tier.status(self._epoch)
         yield {**status, **self.page.status(header)}, _NONE
@@ -562,23 +559,8 @@ class ShardService:
 
     def drain(self, patience_seconds: float) -> bool:
         """Refuses what comes, waits for what is under way; whether it ended in time."""
-        self._draining = True
         self._tell("draining", {})
-        with self._idle:
-            return self._clock.wait_for(self._idle, lambda: self._at_work == 0, patience_seconds)
-
-    @contextmanager
-    def _working(self, *, always: bool = False) -> Iterator[None]:
-        if self._draining and not always:
-            raise ServerError("the server is shutting down")
-        with self._idle:
-            self._at_work += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._at_work -= 1
-                self._idle.notify_all()
+        return self._requests.drain(patience_seconds)
 
     # -- details ---------------------------------------------------------------------------------
 
