@@ -21,7 +21,7 @@ import numpy.typing as npt
 from emberkeep._types import I64, U8, Json
 from emberkeep.checkpoint.restore import load_shard
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
-from emberkeep.checkpoint.version_files import write_pieces
+from emberkeep.checkpoint.version_files import write_apart
 from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
@@ -29,9 +29,7 @@ from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, ServerEr
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
-from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service
 from emberkeep.server.counted_writer import CountedWriter
@@ -470,8 +468,6 @@ class ShardService:
         """Begins to write the frozen rows as pieces of a version, straight to the store."""
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
-        pool = Pool(int(header["threads"]), nice=int(header["nice"]))
-        bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
         files = CountedWriter(
             epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
             part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
@@ -482,12 +478,15 @@ class ShardService:
 
         def write() -> Json:
             with files:
-                write_pieces(
-                    files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
-                    nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
-                    bandwidth=bandwidth, cores=CoreTime(),
+                core_seconds = write_apart(
+                    files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
+                    threads=int(header["threads"]), nice=int(header["nice"]),
+                    piece_nbytes=int(header["piece_nbytes"]),
+                    most_mb_per_second=header.get("most_mb_per_second"),
+                    background_share=header.get("background_share"), clock=self._clock,
                 )  # fmt: skip
-            return {"files": [file.to_json() for file in files.written]}
+            written = [file.to_json() for file in files.written]
+            return {"files": written, "core_seconds": core_seconds}
 
         self._begin("wrote", header, write)
         yield {}, _NONE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import Checkpointer, VersionSpec, load
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteRows
 from emberkeep.errors import CancelledError, SaveError
@@ -110,3 +112,36 @@ def test_when_a_server_cannot_write_the_others_are_given_up_and_awaited(
     assert keeper.wait() is not None
     keeper.close()
     assert not started_since(before, "emberkeep-save")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads")
+def test_servers_write_in_threads_that_yield_and_say_what_that_took(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    events: list[Any] = []
+    keeper = Checkpointer(
+        repository, cluster, settings=SaveSettings(nice=7),
+        on_event=lambda *event: events.append(event),
+    )  # fmt: skip
+    push(cluster, np.random.default_rng(1), 3)
+    priorities: list[int] = []
+    put = LocalStore.put
+
+    def watched(store: LocalStore, name: str, data: Any) -> int:
+        if name.startswith("data/"):
+            me = threading.get_native_id()
+            priorities.append(os.getpriority(os.PRIO_PROCESS, me))
+        return put(store, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", watched)
+    keeper.save(1)
+    keeper.wait()
+    own = keeper._cores.seconds
+    keeper.close()
+    assert len(priorities) >= SHARDS
+    assert min(priorities) >= 7
+    (saved,) = [details for name, details in events if name == "saved"]
+    assert saved["core_seconds"] > own
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 7
