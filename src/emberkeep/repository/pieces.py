@@ -96,7 +96,7 @@ class Piece:
                     frames.append(_batch(schema, small).serialize())
                     small = []
                 message = _batch(schema, [(*record[:-1], _STAND_IN)]).serialize()
-                view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+                view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 before, after = large_message(message, view, at + sum(map(len, frames)))
                 frames.append(before)
                 at += sum(map(len, frames)) + len(view)
