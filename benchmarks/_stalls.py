@@ -1,13 +1,14 @@
 """What a checkpoint takes from training that runs beside it, for every contender alike.
 
 The stall is the wall time of the steps from the request to the commit, less as many undisturbed
-steps: their median just before and just after. Contenders take turns, round after round. Processor
-time is that of a save with nothing beside it, of all threads and processes, and of the whole
-machine, where writing back pages is somebody else's.
+steps: their median just before and just after. Contenders take turns, round after round, so that
+rounds are pairs. Processor time is that of a save with nothing beside it, of all threads and
+processes, and of the whole machine, where writing back pages is somebody else's.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -26,11 +27,16 @@ import torch
 import torch.distributed as dist
 
 from _common import timed
-from emberkeep.blobs.direct_file import DirectFile
-from emberkeep.blobs.system_disk import Disk
+from emberkeep.blobs import direct_file
+from emberkeep.blobs.direct_file import BUFFER_NBYTES
+from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.checkpoint import SaveSettings, VersionSpec
+from emberkeep.codecs import Quantized
 from emberkeep.keeper import Keeper
 from emberkeep.repository import KeepLast
+from emberkeep.repository.digests import Digester
+from emberkeep.rows.row_source import Arrays
+from emberkeep.runtime.memory import recycled
 from emberkeep.strategies import Every, Strategy
 
 UNDISTURBED = 10  # steps before a request and after a commit
@@ -70,10 +76,15 @@ class Contender:
 class Ours(Contender):
     """A version, through `Keeper`; an increment holds what changed since the version before."""
 
-    def __init__(self, model: Model, place: Path, *, bits: int | None, increment: bool) -> None:
+    def __init__(
+        self, model: Model, place: Path, *, bits: int | None, increment: bool,
+        share: float | None = None,
+    ) -> None:  # fmt: skip
         self.name = f"emberkeep, {'increment' if increment else 'full'}"
         self.name += "" if bits is None else f", {bits} bits"
+        self.name += "" if share is None else f", background_share={share}"
         self._model, self._place, self._increment = model, place, increment
+        self._settings = SaveSettings(grace=timedelta(0), background_share=share)
         layout: Any = "consecutive" if increment else "full"
         self._spec = VersionSpec(layout=layout, bits=bits)
         self._keeper: Keeper | None = None
@@ -102,7 +113,7 @@ class Ours(Contender):
                 strategy=Strategy(
                     spec=self._spec, schedule=Every(steps=10**9), retention=KeepLast(n=1)
                 ),
-                settings=SaveSettings(grace=timedelta(0)),
+                settings=self._settings,
             )  # fmt: skip
             if self._increment:
                 self._keeper.save()
@@ -282,7 +293,29 @@ class Stalls:
         return statistics.median(self.seconds)
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({min(self.seconds):.2f} to {max(self.seconds):.2f})"
+        low, high = interval(lambda rounds: float(np.median(np.array(self.seconds)[rounds])), self)
+        return f"{self.median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def interval(figure: Callable[[Any], float], of: Stalls) -> tuple[float, float]:
+    """The 95% interval of a figure of some rounds, by drawing rounds again; what is compared is
+    drawn together, as it was measured."""
+    random = np.random.default_rng(0)
+    count = len(of.seconds)
+    drawn = [figure(random.integers(0, count, count)) for _ in range(2000)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def beside_best(ours: Stalls, theirs: Iterable[Stalls]) -> tuple[float, float, float]:
+    """Our stall as a part of that of the best of them, medians; and its 95% interval."""
+    peers = list(theirs)
+
+    def ratio(rounds: Any) -> float:
+        best = min(float(np.median(np.array(peer.seconds)[rounds])) for peer in peers)
+        return float(np.median(np.array(ours.seconds)[rounds])) / best
+
+    return ratio(np.arange(len(ours.seconds))), *interval(ratio, ours)
 
 
 def stall(contender: Contender, step: Callable[[], None]) -> tuple[float, float]:
@@ -337,17 +370,63 @@ def processor_time(contender: Contender) -> ProcessorTime:
     return ProcessorTime(_own_seconds() - own, _machine_seconds() - machine)
 
 
+class Split:
+    """Where the processor time of our saves goes, while it is entered: the functions that move
+    bytes are timed by the thread that runs them, and what is left is Python and the rest."""
+
+    _PARTS = (
+        ("copy", Arrays, "take"),
+        ("copy", direct_file, "copy_bytes"),
+        ("encode", Quantized, "_encode_rows"),
+        ("digest", Digester, "update"),
+        ("write", Disk, "write"),
+        ("write", Disk, "sync"),
+    )
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(("copy", "encode", "digest", "write"), 0.0)
+        self._lock = threading.Lock()
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Split:
+        for part, owner, name in self._PARTS:
+            function = getattr(owner, name)
+            self._before.append((owner, name, function))
+            setattr(owner, name, self._timed(part, function))
+        return self
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self.seconds[part] += time.thread_time() - start
+
+        return run
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, function in self._before:
+            setattr(owner, name, function)
+
+
 def copy_and_write(model: Model, place: Path) -> ProcessorTime:
     """The least that a save could take: every plane once through a buffer, past the page cache."""
     path = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=place))
     own, machine = _own_seconds(), _machine_seconds()
     disk = Disk()
     handle = disk.create(str(path / "planes"))
-    file = DirectFile(disk, handle)
+    disk.set_direct(handle, True)
+    buffer = recycled(BUFFER_NBYTES)
     for plane in model.planes.values():
         flat = memoryview(plane.reshape(-1).view(np.uint8))
-        file.write(flat)
-    file.finish()
+        for start in range(0, len(flat), BUFFER_NBYTES):
+            part = flat[start : start + BUFFER_NBYTES]
+            direct_file.copy_bytes(buffer[: len(part)], part)
+            whole = -(-len(part) // BLOCK_NBYTES) * BLOCK_NBYTES
+            disk.write(handle, buffer[:whole])
     disk.sync(handle)
     disk.close(handle)
     spent = ProcessorTime(_own_seconds() - own, _machine_seconds() - machine)

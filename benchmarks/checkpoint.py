@@ -6,6 +6,7 @@ quarter of the rows changed per interval. One live model serves all contenders o
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -30,6 +31,8 @@ from _stalls import (
     Network,
     Ours,
     ProcessorTime,
+    Split,
+    beside_best,
     copy_and_write,
     peers,
     process_group,
@@ -49,12 +52,13 @@ TABLES, ROWS, DIM = 8, 1_000_000, 64
 STEPS = 12  # training steps of one interval
 INTERVALS = 3  # before batches repeat
 LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an interval
-ROUNDS = 5  # of stalls
+ROUNDS = {"embedding": 5, "emulated": 3, "network": 3}  # of stalls
 SKEW = 0.6  # Zipf exponent
 BLOCK = 250_000
 LR = 0.01
 FULL = VersionSpec(layout="full")
 COPY = "a copy written past the page cache"
+SHARE = 0.1  # of a core, for saves with a budget
 
 
 class Run:
@@ -275,12 +279,6 @@ def torch_save(run: Run, path: Path) -> None:
     torch.save({n: torch.from_numpy(p) for n, p in run.slab.planes.items()}, path / "model.pt")
 
 
-def main() -> None:
-    given = options(__file__, __doc__ or "")
-    with in_memory() if given.quick else nullcontext(), directory() as torch_path:
-        measure(given, torch_path)
-
-
 Figures = dict[str, float]
 Rows = list[list[str]]
 WIDTHS: list[int | None] = [None, 8, 4, 3, 2]
@@ -292,6 +290,7 @@ def width(bits: int | None) -> str:
 
 def measure_sizes(run: Run, quick: bool, figures: Figures, rows: Rows) -> None:
     """Bytes of every layout in every width; nothing here is timed."""
+    figures["changed_per_interval"] = run.changed()
     layouts: list[Any] = ["full", "one_shot", "intermittent", "consecutive"]
     strategies = [
         VersionSpec(layout=layout, bits=bits, quantize_optimizer=bits is not None)
@@ -322,76 +321,89 @@ def saved(quick: bool) -> int:
     return 3 if quick else 5
 
 
-def measure_stalls(run: Run, place: Path, quick: bool, figures: Figures, rows: Rows) -> None:
+TRAININGS = {"embedding": Embedding, "emulated": Emulated, "network": Network}
+
+
+def measure_stalls(
+    run: Run, where: Path, kind: str, quick: bool, figures: Figures, rows: Rows
+) -> None:
     """Stalls of every contender; ours as a full version against theirs, and as an increment."""
-    ours = [Ours(run, place, bits=None, increment=more) for more in (False, True)]
-    theirs = peers(run, place)
-    coded = [Ours(run, place, bits=bits, increment=True) for bits in (8, 4)]
-    for training in (Embedding(run), Emulated(run), Network(run)):
-        emulated = isinstance(training, Emulated)
-        if quick and isinstance(training, Network):
-            continue
-        chosen = [*ours, theirs[1]] if quick else [*ours, *theirs, *coded]
-        if quick and emulated:
-            chosen = [ours[1]]
-        found = stalls(chosen, training, 1 if quick else ROUNDS)
-        for name, taken in found.items():
-            commit = statistics.median(taken.commit_seconds)
-            rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
-        increment = found[ours[1].name].median
-        if emulated:
-            figures["stall_emulated_compute_ms"] = increment * 1e3
-        elif isinstance(training, Embedding):
-            full = found[ours[0].name].median
-            best = min(found[peer.name].median for peer in chosen if peer in theirs)
-            figures["stall_seconds_per_checkpoint"] = increment
-            figures["commit_seconds"] = statistics.median(found[ours[1].name].commit_seconds)
-            figures["stall_full_vs_best_peer"] = full / best
-            figures["stall_increment_vs_best_peer"] = increment / best
-            figures["stall_vs_best_peer"] = max(full, increment) / best
-            for minutes in (5, 30):
-                share = increment / (minutes * 60) * 100
-                figures[f"slowdown_pct_every_{minutes}min"] = share
+    training = TRAININGS[kind](run)
+    ours = [Ours(run, where, bits=None, increment=more) for more in (False, True)]
+    theirs = peers(run, where)
+    coded = [Ours(run, where, bits=bits, increment=True) for bits in (8, 4)]
+    sharing = Ours(run, where, bits=None, increment=False, share=SHARE)
+    chosen = [*ours, theirs[1]] if quick else [*ours, *theirs, *coded, sharing]
+    if quick and kind != "embedding":
+        chosen = [ours[1]]
+    found = stalls(chosen, training, 1 if quick else ROUNDS[kind])
+    for name, taken in found.items():
+        commit = statistics.median(taken.commit_seconds)
+        rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
+    increment = found[ours[1].name]
+    if kind == "emulated":
+        figures["stall_emulated_compute_ms"] = increment.median * 1e3
+    if kind == "embedding":
+        best = [found[peer.name] for peer in chosen if peer in theirs]
+        figures["stall_seconds_per_checkpoint"] = increment.median
+        figures["commit_seconds"] = statistics.median(increment.commit_seconds)
+        for name, contender in zip(("full", "increment"), ours, strict=True):
+            ratio, low, high = beside_best(found[contender.name], best)
+            figures[f"stall_{name}_vs_best_peer"] = ratio
+            figures[f"stall_{name}_vs_best_peer_low"] = low
+            figures[f"stall_{name}_vs_best_peer_high"] = high
+        figures["stall_vs_best_peer"] = max(
+            figures[f"stall_{name}_vs_best_peer"] for name in ("full", "increment")
+        )
+        for minutes in (5, 30):
+            share = increment.median / (minutes * 60) * 100
+            figures[f"slowdown_pct_every_{minutes}min"] = share
 
 
 def measure_processor_time(
-    run: Run, place: Path, quick: bool, figures: Figures, rows: Rows
+    run: Run, where: Path, quick: bool, figures: Figures, rows: Rows
 ) -> None:
     """Core-seconds per gigabyte of selected float32 planes before encoding."""
     gigabytes = run.nbytes / 1e9
-    contenders: list[Contender] = [
-        Ours(run, place, bits=bits, increment=False) for bits in ([None] if quick else WIDTHS)
-    ]
+    widths = [None] if quick else WIDTHS
+    ours = {bits: Ours(run, where, bits=bits, increment=False) for bits in widths}
+    contenders: list[Contender] = [*ours.values()]
+    contenders += peers(run, where)[1:2] if quick else peers(run, where)
     taken: dict[str, list[ProcessorTime]] = {}
-    contenders += peers(run, place)[1:2] if quick else peers(run, place)
+    splits: dict[str, list[dict[str, float]]] = {}
     for _ in range(1 if quick else 3):
         for contender in contenders:
-            taken.setdefault(contender.name, []).append(processor_time(contender))
+            with Split() as split:
+                spent = processor_time(contender)
             contender.close()
-        taken.setdefault(COPY, []).append(copy_and_write(run, place))
+            taken.setdefault(contender.name, []).append(spent)
+            if contender in ours.values():
+                rest = spent.own - sum(split.seconds.values())
+                splits.setdefault(contender.name, []).append({**split.seconds, "Python": rest})
+        taken.setdefault(COPY, []).append(copy_and_write(run, where))
     own = {name: statistics.median(t.own for t in times) for name, times in taken.items()}
     machine = {name: statistics.median(t.machine for t in times) for name, times in taken.items()}
     for name in taken:
         per_gb = f"{own[name] / gigabytes:.2f} ({machine[name] / gigabytes:.2f})"
         rows.append([f"alone: {name}", "", "", per_gb, *[""] * 4])
-    figures["core_seconds_per_gb"] = own[contenders[0].name] / gigabytes
-    figures["core_seconds_vs_copy"] = own[contenders[0].name] / own[COPY]
-    for contender, bits in zip(contenders, [] if quick else WIDTHS, strict=False):
+    exact = ours[None].name
+    figures["core_seconds_per_gb"] = own[exact] / gigabytes
+    figures["core_seconds_vs_copy"] = own[exact] / own[COPY]
+    for bits, contender in ours.items():
+        parts = splits[contender.name]
+        suffix = "" if bits is None else f"_{bits}bit"
         if bits is not None:
-            figures[f"core_seconds_per_gb_{bits}bit"] = own[contender.name] / gigabytes
+            figures[f"core_seconds_per_gb{suffix}"] = own[contender.name] / gigabytes
+        for part in parts[0]:
+            middle = statistics.median(each[part] for each in parts) / gigabytes
+            if bits in (None, 4):
+                figures[f"core_seconds_per_gb{suffix}_{part.lower()}"] = middle
 
 
-def measure(given: Options, torch_path: Path) -> None:
-    run = Run()
-    changed, full = run.changed(), run.nbytes
-    figures: Figures = {}
-    rows: Rows = []
-    # What torch.load is measured on is written while only bytes are counted.
-    writer = threading.Thread(target=torch_save, args=(run, torch_path))
-    writer.start()
-    measure_sizes(run, given.quick, figures, rows)
-    writer.join()
-    saves = 10 if given.quick else 100
+def measure_speed(run: Run, torch_path: Path, quick: bool, figures: Figures) -> None:
+    """Pauses, tracking, memory, and a restore."""
+    torch_save(run, torch_path)
+    saves = 10 if quick else 100
     with baseline(run) as keeper:
         run.change()
         with Peak() as peak:
@@ -399,7 +411,7 @@ def measure(given: Options, torch_path: Path) -> None:
             keeper.wait()
         figures["save_peak_extra_mb"] = peak.extra_mb
         ours, by_torch, extra_mb = restore_times(
-            run, keeper, torch_path / "model.pt", 1 if given.quick else 2
+            run, keeper, torch_path / "model.pt", 1 if quick else 2
         )
         small = Run(ROWS // 10)
         with baseline(small) as small_keeper:
@@ -408,51 +420,109 @@ def measure(given: Options, torch_path: Path) -> None:
     figures["restore_speed_vs_torch_load"] = by_torch / ours
     figures["restore_seconds"] = ours
     figures["restore_peak_extra_mb"] = extra_mb
-    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 4 if given.quick else 12)
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 4 if quick else 12)
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)
     figures["pause_growth_10x_table"] = statistics.median(taken) / statistics.median(small_taken)
+
+
+def measure_elementwise(rows: Rows) -> None:
+    elementwise = Run(ROWS // 4, Adagrad(lr=LR))
+    elementwise.change()
+    for quantize in (False, True):
+        spec = VersionSpec(layout="full", bits=8, quantize_optimizer=quantize)
+        mean, capacity, _ = sizes(elementwise, spec, 2)
+        name = f"element-wise Adagrad, 8 bits, accumulator {'8 bits' if quantize else 'float32'}"
+        ratio = elementwise.nbytes / mean
+        rows.append(
+            [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}",
+             f"{ratio:.1f}×", f"{elementwise.nbytes / capacity:.1f}×"]
+        )  # fmt: skip
+
+
+def measure_part(part: str, run: Run, torch_path: Path, quick: bool) -> tuple[Figures, Rows]:
+    figures: Figures = {}
+    rows: Rows = []
     where = torch_path.parent
-    with process_group():
-        measure_processor_time(run, where, given.quick, figures, rows)
-        measure_stalls(run, where, given.quick, figures, rows)
-    if not given.quick:
-        del run
-        elementwise = Run(ROWS // 4, Adagrad(lr=LR))
-        elementwise.change()
-        for quantize in (False, True):
-            spec = VersionSpec(layout="full", bits=8, quantize_optimizer=quantize)
-            mean, capacity, _ = sizes(elementwise, spec, 2)
-            name = (
-                f"element-wise Adagrad, 8 bits, accumulator {'8 bits' if quantize else 'float32'}"
-            )
-            ratio = elementwise.nbytes / mean
-            rows.append(
-                [name, "", "", "", f"{mean / 1e6:.0f}", f"{capacity / 1e6:.0f}",
-                 f"{ratio:.1f}×", f"{elementwise.nbytes / capacity:.1f}×"]
-            )  # fmt: skip
+    if part == "sizes":
+        measure_sizes(run, quick, figures, rows)
+        if not quick:
+            measure_elementwise(rows)
+    elif part == "speed":
+        measure_speed(run, torch_path, quick, figures)
+    else:
+        with process_group():
+            if part == "cores":
+                measure_processor_time(run, where, quick, figures, rows)
+            else:
+                measure_stalls(run, where, part, quick, figures, rows)
+    return figures, rows
+
+
+PARTS = ("sizes", "speed", "cores", *TRAININGS)
+
+
+def main() -> None:
+    """A full run takes long: `--part` makes one part of it and keeps what it found, `--part join`
+    reports all of them as one run. Each part fills its own model, and nothing passes between."""
+    choices = {"part": ["all", *PARTS, "join"]}
+    given = options(__file__, __doc__ or "", choices)
+    chosen = given.chosen["part"]
+    found: dict[str, tuple[Figures, Rows]] = {}
+    if chosen == "join":
+        found = {part: json.loads(kept(part).read_text()) for part in PARTS}
+    else:
+        run = Run()
+        wanted = [part for part in PARTS if chosen in ("all", part)]
+        if given.quick and chosen == "all":
+            wanted.remove("network")
+        with in_memory() if given.quick else nullcontext(), directory() as torch_path:
+            for part in wanted:
+                found[part] = measure_part(part, run, torch_path, given.quick)
+                if not given.quick:
+                    kept(part).parent.mkdir(parents=True, exist_ok=True)
+                    kept(part).write_text(json.dumps(found[part]))
+    say(given, found)
+
+
+def kept(part: str) -> Path:
+    """Where the figures of a part of a full run wait for the others."""
+    return Path(tempfile.gettempdir()) / "emberkeep-checkpoint" / f"{part}.json"
+
+
+def say(given: Options, found: dict[str, tuple[Figures, Rows]]) -> None:
+    full = TABLES * ROWS * (DIM + 1) * 4
+    figures = {name: value for part, _ in found.values() for name, value in part.items()}
+    notes = [
+        f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32.",
+        ("Stall: wall time of the steps from request to commit, less as many undisturbed steps "
+        "(their median just before and after); median of the rounds and its 95% interval, rounds "
+        "drawn again. An increment holds about a quarter of the rows; every peer writes all."),
+        ("Core-seconds: user and system time of all threads and processes of a save with "
+        "nothing beside it, per GB of float32 planes before encoding; in brackets that of "
+        "the whole machine, writing back pages included."),
+    ]  # fmt: skip
+    if "slowdown_pct_every_30min" in figures:
+        notes.append(
+            f"A checkpoint every 30 minutes with {figures['stall_seconds_per_checkpoint']:.2f} s "
+            f"of stall slows training down by {figures['slowdown_pct_every_30min']:.3f}%."
+        )
     report(
         given,
         config={
             "tables": TABLES, "rows": ROWS, "dim": DIM, "optimizer": "row-wise Adagrad",
-            "row_bytes": full // (TABLES * ROWS), "gigabytes": round(full / 1e9, 2),
-            "changed_per_interval": round(changed, 3), "intervals": saved(given.quick),
-            "ids": f"Zipf {SKEW}", "storage": "memory" if place else "disk",
+            "row_bytes": (DIM + 1) * 4, "gigabytes": round(full / 1e9, 2),
+            "lookups": LOOKUPS, "steps_per_interval": STEPS, "intervals": saved(given.quick),
+            "ids": f"Zipf {SKEW}", "storage": "memory" if given.quick else "disk",
+            "rounds": 1 if given.quick else ROUNDS,
         },
         figures=figures,
         columns=["what", "stall s", "commit s", "core-s per GB (machine)", "MB written",
                  "MB stored", "bytes less", "storage less"],
-        rows=rows,
-        notes=[
-            f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32.",
-            ("Stall: wall time of the steps from request to commit, less as many undisturbed steps "
-            "(their median just before and after); median of the rounds, least to most. An "
-            "increment holds about a quarter of the rows; every peer writes all of them."),
-            ("Core-seconds: user and system time of all threads and processes of a save with "
-            "nothing beside it, per GB of float32 planes before encoding; in brackets that of "
-            "the whole machine, writing back pages included."),
-        ],
+        rows=[row for _, part in found.values() for row in part],
+        notes=notes,
+        whole=len(found) == len(PARTS),
     )  # fmt: skip
 
 

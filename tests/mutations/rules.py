@@ -110,8 +110,8 @@ MUTATIONS = (
     Mutation(
         "R6-freeze", "rows that change between freeze and commit are forgotten",
         "rows/snapshot.py",
-        "row_copies.take_before_write(\n            self._first, self._second,",
-        "row_copies.take_before_write(\n            _NONE, self._second,",
+        "(self._first, self._second, self._touched, self._copied, written, rows, present),",
+        "(_NONE, self._second, self._touched, self._copied, written, rows, present),",
         "test_histories.py",
     ),
     Mutation(

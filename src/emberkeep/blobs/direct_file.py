@@ -12,13 +12,16 @@ import errno
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 
 BUFFER_NBYTES = 8 * 2**20
+# What is shorter is collected: a write has a price of its own.
+_LONG_NBYTES = 2**20
 
 
 class DirectFile:
     """Collects what is written to a new file; `finish` hands on the rest.
 
-    Files that fit into one buffer go through the page cache, and so do all where the file system
-    cannot do without it.
+    Long views that begin where blocks begin, in memory and in the file, are written from where they
+    are. Short files go through the page cache, and so do all where the file system cannot do
+    without it.
     """
 
     def __init__(self, disk: Disk, handle: int) -> None:
@@ -33,6 +36,12 @@ class DirectFile:
 
         self.size += len(view)
         while view:
+            if self._stands_well(view):
+                whole = view[: len(view) // BLOCK_NBYTES * BLOCK_NBYTES]
+                self._hand_on()
+                self._put(whole)
+                view = view[len(whole) :]
+                continue
             if self._buffer is None:
                 self._buffer = recycled(BUFFER_NBYTES)
             part = view[: BUFFER_NBYTES - self._filled]
@@ -40,7 +49,7 @@ class DirectFile:
             self._filled += len(part)
             view = view[len(part) :]
             if self._filled == BUFFER_NBYTES:
-                self._flush()
+                self._hand_on()
 
     def finish(self) -> None:
         """Everything is in the file, though not yet synced."""
@@ -57,14 +66,24 @@ class DirectFile:
             self._disk.write(self._handle, rest)
         self._buffer = None
 
-    def _flush(self) -> None:
-        assert self._buffer is not None
-        rest = self._buffer
+    def _stands_well(self, view: memoryview) -> bool:
+        """Whether it can be written from where it is, after what was collected."""
+        if len(view) < _LONG_NBYTES or self._filled % BLOCK_NBYTES:
+            return False
+        return self._direct is False or address(view) % BLOCK_NBYTES == 0
+
+    def _hand_on(self) -> None:
+        """Writes what was collected: whole blocks."""
+        if self._buffer is not None and self._filled:
+            self._put(self._buffer[: self._filled])
+            self._filled = 0
+
+    def _put(self, blocks: memoryview) -> None:
         if self._direct is None:
-            self._direct = self._started(rest[:BLOCK_NBYTES])
-            rest = rest[BLOCK_NBYTES:]
-        self._disk.write(self._handle, rest)
-        self._filled = 0
+            self._direct = self._started(blocks[:BLOCK_NBYTES])
+            blocks = blocks[BLOCK_NBYTES:]
+        if blocks:
+            self._disk.write(self._handle, blocks)
 
     def _started(self, block: memoryview) -> bool:
         """Writes the first block; whether that went past the cache.
@@ -113,3 +132,10 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     import numpy as np
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def address(view: memoryview) -> int:
+    """Where its first byte stands in memory."""
+    import numpy as np
+
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

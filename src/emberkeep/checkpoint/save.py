@@ -188,8 +188,8 @@ class BackgroundSaver(Generic[_K]):
         self, saving: Saving[_K], *, version: int | None, kind: str, nbytes: int,
         held_seconds: float = 0.0, core_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """`core_seconds` are those of this process, from the cut to the commit; None where they
-        are not counted."""
+        """`core_seconds` are those of background threads, on servers too, from the cut to the
+        commit; None where they are not counted."""
         details = {
             "version": version, "step": saving.step, "kind": kind, "nbytes": nbytes,
             "held_seconds": held_seconds, "whole": saving.whole,
@@ -243,6 +243,16 @@ class Save:
         shards = [sum(rows.held_seconds for rows in shard) for shard in self.frozen]
         parallel = all(isinstance(rows, WritesItself) for shard in self.frozen for rows in shard)
         return max(shards, default=0.0) if parallel else sum(shards)
+
+    @property
+    def core_seconds_elsewhere(self) -> float:
+        """What servers have spent on writing their rows."""
+        return sum(
+            rows.core_seconds
+            for shard in self.frozen
+            for rows in shard
+            if isinstance(rows, WritesItself)
+        )
 
     def close(self, advanced: Sequence[str]) -> None:
         for rows in (rows for shard in self.frozen for rows in shard):

@@ -48,7 +48,7 @@ from emberkeep.repository.policies import ENDLESS, Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.bandwidth import Bandwidth
-from emberkeep.runtime.core_time import CoreTime, CountedPool
+from emberkeep.runtime.core_time import Budget, CoreTime, CountedPool
 from emberkeep.runtime.crew import Crew
 
 _NICEST = 19
@@ -114,6 +114,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._cores = CoreTime()
         self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
         self._bandwidth = Bandwidth(self.settings.most_mb_per_second, clock=self._clock)
+        self._budget = Budget(self.settings.background_share, self._cores, clock=self._clock)
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
@@ -263,6 +264,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
     def _write(self, save: Save) -> None:
         before = self._cores.seconds
+        self._budget.start()
         try:
             with self._cores.counting():
                 manifest = self._write_version(save)
@@ -282,7 +284,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._tell_saved(
             save.saving, version=manifest.version.number, kind=manifest.layout["kind"],
             nbytes=manifest.nbytes, held_seconds=save.held_seconds,
-            core_seconds=self._cores.seconds - before,
+            core_seconds=self._cores.seconds - before + save.core_seconds_elsewhere,
         )  # fmt: skip
         if grid_of(manifest) is None:
             self._collect()
@@ -403,6 +405,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                         rows.write, draft, save.codecs, threads=settings.threads,
                         nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
                         most_mb_per_second=self._bandwidth.share(len(on_servers)),
+                        background_share=self._budget.share,
                     )  # fmt: skip
                     written.add_done_callback(
                         lambda done: cancelled.set() if done.exception() else None
@@ -425,14 +428,14 @@ class Checkpointer(BackgroundSaver[Manifest]):
                     draft, slabs, save.codecs, self._pool,
                     tables=list(self.repository.tables),
                     file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
-                    cancelled=cancelled, bandwidth=self._bandwidth, cores=self._cores,
+                    cancelled=cancelled, bandwidth=self._bandwidth, budget=self._budget,
                 )  # fmt: skip
                 continue
             local_rows = [rows for rows in slabs if rows not in on_servers]
             write_pieces(
                 draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
                 nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
-                cores=self._cores,
+                budget=self._budget,
             )  # fmt: skip
 
     def _collect(self) -> None:

@@ -14,6 +14,7 @@ from emberkeep.repository.pieces import PIECE_NBYTES
 from emberkeep.repository.policies import LAYOUTS, PREDICTORS, Grid, Layout, Predictor
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.bandwidth import check_rate
+from emberkeep.runtime.core_time import check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,11 @@ class SaveSettings:
     writes as fast as it can. From it follows how often a version can be taken
     (`Keeper.shortest_interval`).
 
+    Background threads yield to training: they are `nice`, and with `background_share` take no more
+    than that part of a core on average, in this process and in each server; while pushes wait for
+    them they hurry. A save then lasts longer, and more rows change before it has copied them, so
+    that pushes copy them: it is for cores that others need, not for a shorter stall.
+
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
     """
@@ -151,6 +157,7 @@ class SaveSettings:
     grace: timedelta = timedelta(minutes=10)
     most_mb_per_second: float | None = None
     mirror_mb_per_second: float | None = None
+    background_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.overlap not in ("wait", "cancel"):
@@ -160,3 +167,4 @@ class SaveSettings:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
         check_rate(self.most_mb_per_second)
         check_rate(self.mirror_mb_per_second)
+        check_share(self.background_share)

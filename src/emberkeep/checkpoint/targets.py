@@ -122,6 +122,9 @@ class InstallsScattered(Protocol):
 class WritesItself(Protocol):
     """Frozen rows in another process, which writes them to the store itself."""
 
+    core_seconds: float
+    """What that has taken there, once it has ended."""
+
     def reaches(self, url: str) -> bool:
         """Whether that process can open the store; otherwise the rows are fetched and written."""
         ...
@@ -129,6 +132,7 @@ class WritesItself(Protocol):
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
         piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None,
+        background_share: float | None,
     ) -> None:  # fmt: skip
         """Returns when the rows are in the store, and their files part of the draft."""
         ...

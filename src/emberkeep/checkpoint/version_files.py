@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from emberkeep.codecs import Codec
 from emberkeep.repository import Draft
@@ -11,9 +11,11 @@ from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
 from emberkeep.repository.grid.bundles import streams
 from emberkeep.repository.pieces import KIND, SUFFIX, pieces
 from emberkeep.repository.writer import FileWriter
-from emberkeep.rows.snapshot import FrozenRows
+from emberkeep.rows.snapshot import Chunk, FrozenRows
 from emberkeep.runtime.bandwidth import Bandwidth
-from emberkeep.runtime.core_time import CoreTime
+from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.core_time import Budget, CoreTime, CountedPool
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import Ahead
 
@@ -23,27 +25,69 @@ _CHUNK_ROWS = 32768
 def write_pieces(
     files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
     pool: Pool, *, piece_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-    bandwidth: Bandwidth, cores: CoreTime,
+    bandwidth: Bandwidth, budget: Budget,
 ) -> None:  # fmt: skip
     """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
-    chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
+    chunks = _chunks(frozen, budget, cancelled)
     for piece in pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard}):
-        with Ahead(cores.iterating(piece.stream()), nice) as stream:
-            paced = bandwidth.passing(stream, cancelled)
+        with Ahead(budget.cores.iterating(piece.stream()), nice) as stream:
+            paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
             files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
+
+
+def write_apart(
+    files: FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], *, threads: int,
+    nice: int, piece_nbytes: int, shard: int, cancelled: threading.Event,
+    most_mb_per_second: float | None, background_share: float | None, clock: Clock,
+) -> float:  # fmt: skip
+    """`write_pieces` for a process that holds rows of another's run; the core-seconds that it took.
+
+    In threads that yield: the one that calls is to load rows as fast as it can, and a thread that
+    has yielded once cannot take that back.
+    """
+    cores = CoreTime()
+    budget = Budget(background_share, cores, clock=clock)
+    bandwidth = Bandwidth(most_mb_per_second, clock=clock)
+    pool = CountedPool(threads, cores, nice=nice)
+
+    def write() -> None:
+        with cores.counting():
+            write_pieces(
+                files, frozen, codecs, pool, piece_nbytes=piece_nbytes, nice=nice, shard=shard,
+                cancelled=cancelled, bandwidth=bandwidth, budget=budget,
+            )  # fmt: skip
+
+    with Crew(1, "emberkeep-write", nice=nice, clock=clock) as crew:
+        crew.submit(write).result()
+    return cores.seconds
 
 
 def write_bundles(
     draft: Draft, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], pool: Pool, *,
     tables: Sequence[str], file_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-    bandwidth: Bandwidth, cores: CoreTime,
+    bandwidth: Bandwidth, budget: Budget,
 ) -> None:  # fmt: skip
     """`write_pieces` for a grid; `tables` are those of the repository, in its order."""
-    chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
+    chunks = _chunks(frozen, budget, cancelled)
     for bundle in streams(
         chunks, codecs, pool, birth=draft.version.number, tables=list(tables),
         file_nbytes=file_nbytes, metadata={"shard": shard},
     ):  # fmt: skip
-        with Ahead(cores.iterating(bundle.stream()), nice) as stream:
-            paced = bandwidth.passing(stream, cancelled)
+        with Ahead(budget.cores.iterating(bundle.stream()), nice) as stream:
+            paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
             draft.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
+
+
+def _chunks(
+    frozen: Sequence[FrozenRows], budget: Budget, cancelled: threading.Event
+) -> Iterator[Chunk]:
+    """The rows, no faster than the budget allows, unless pushes wait for them to be taken."""
+    for rows in frozen:
+        yield from _paced(rows, budget, cancelled)
+
+
+def _paced(rows: FrozenRows, budget: Budget, cancelled: threading.Event) -> Iterator[Chunk]:
+    for chunk in rows.chunks(_CHUNK_ROWS, cancelled):
+        yield chunk
+        del chunk
+        budget.rest(lambda: rows.pressed, cancelled)

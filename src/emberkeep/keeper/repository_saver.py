@@ -245,6 +245,7 @@ class RepositorySaver(Checkpointer):
 
     def hurry(self) -> None:
         self._bandwidth.lift()
+        self._budget.lift()
         if self._mirror is not None:
             self._mirror.lift_limit()
 

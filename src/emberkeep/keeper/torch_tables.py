@@ -21,10 +21,11 @@ from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
 from emberkeep.rows.priority import Priority, Ranking
-from emberkeep.rows.snapshot import Arrays, CopyRoom, Cut, FrozenRows, Snapshot, TableRange, freeze
+from emberkeep.rows.row_source import Arrays
+from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, Snapshot, TableRange, freeze
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import Values, lazy_zeros
-from emberkeep.runtime.pool import ForkLock
+from emberkeep.runtime.pool import ForkLock, shared
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -57,6 +58,8 @@ class TorchTable:
         self.ranking: Ranking | None = None
         self.snapshot: Snapshot | None = None
         self.lost: ShardLostError | None = None
+        self.pool = shared()
+        self.ids: I64 = np.empty(0, np.int64)
         self.rows = int(weight.shape[0])
         words = (self.rows + 63) >> 6
         self.touched: U64 = np.full(words, 2**64 - 1, np.uint64)

@@ -75,6 +75,19 @@ def _atomic_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
     return types.void(bits, types.int64, types.uint64), generate
 
 
+@intrinsic
+def fetch_or(typing_context: Any, bits: Any, word: Any, value: Any) -> Any:
+    """Sets bits of a word and returns what it was, in one step for all threads; what this thread
+    did before is done for those who see the bits, and what it does after comes after."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _item_pointer(context, builder, signature.args[0], args[0], args[1])
+        pointer = builder.bitcast(pointer, _INT64.as_pointer())
+        return builder.atomic_rmw("or", pointer, args[2], "seq_cst")
+
+    return types.uint64(bits, types.int64, types.uint64), generate
+
+
 @inline
 def set_bit(bits: np.ndarray, row: int) -> None:
     """Sets a bit; ranges of rows that share a word may be worked on by several threads."""

@@ -1,8 +1,9 @@
 """Digests of data files, made while they are written and checked before bytes are used.
 
-A file has one digest over all its bytes, and one per block when it is longer than a block: so a
-restore can use a long file block by block, or a range of it, in bounded memory and still never
-sees a byte that was not checked.
+A file that one block holds has one digest, over all its bytes. A longer one has a digest per block,
+so that a restore can use it block by block, or a range of it, in bounded memory and still never
+sees a byte that was not checked; its own digest is that of the block digests, so that no byte is
+looked at twice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import xxhash
 from emberkeep.blobs.store import Buffer, as_buffers
 
 BLOCK_NBYTES = 16 * 1024 * 1024
-_SLICE_NBYTES = 1024 * 1024
 
 
 def digest(data: Buffer) -> str:
@@ -22,11 +22,10 @@ def digest(data: Buffer) -> str:
 
 
 class Digester:
-    """Passes buffers on and remembers their size and digests."""
+    """Passes buffers on and remembers their size and digests. Every byte is looked at once."""
 
     def __init__(self, block_nbytes: int = BLOCK_NBYTES) -> None:
         self._block_nbytes = block_nbytes
-        self._whole = xxhash.xxh3_128()
         self._block = xxhash.xxh3_128()
         self._in_block = 0
         self._finished_blocks: list[str] = []
@@ -34,14 +33,10 @@ class Digester:
 
     def passing(self, data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
         for view in as_buffers(data):
-            # In slices that stay in a core's cache from the first look at them to the last.
-            for at in range(0, len(view), _SLICE_NBYTES):
-                part = view[at : at + _SLICE_NBYTES]
-                self.update(part)
-                yield part
+            self.update(view)
+            yield view
 
     def update(self, view: memoryview) -> None:
-        self._whole.update(view)
         self.size += view.nbytes
         while view:
             part = view[: self._block_nbytes - self._in_block]
@@ -55,8 +50,11 @@ class Digester:
 
     @property
     def whole(self) -> str:
-        """The digest of everything so far."""
-        return str(self._whole.hexdigest())
+        """The digest of everything so far: of the bytes if one block holds them, else of the block
+        digests, joined."""
+        if self.size > self._block_nbytes:
+            return digest("".join(self.blocks).encode())
+        return self._finished_blocks[0] if self._finished_blocks else self._block.hexdigest()
 
     @property
     def blocks(self) -> tuple[str, ...]:

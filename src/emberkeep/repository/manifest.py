@@ -28,7 +28,9 @@ class FileRef:
     """A data file as a manifest names it.
 
     `kind` and `metadata` (shard, table, row count, ...) are the writer's own and mean nothing
-    here. `blocks` holds one digest per `block_nbytes` bytes, unless one block holds the file.
+    here. `blocks` holds one digest per `block_nbytes` bytes, unless one block holds the file:
+    then `digest` is that of its bytes. That of a longer file is of its block digests, joined;
+    format 1 had it over all bytes, so a file is checked by its blocks where it has some.
     """
 
     name: str
@@ -47,6 +49,12 @@ class FileRef:
                 f"{self.name}: {len(self.blocks)} block digests for {self.size} bytes in blocks "
                 f"of {self.block_nbytes}; there must be {expected}"
             )
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What two files have in common, in any format, if they hold the same bytes: cut into the
+        same blocks."""
+        return self.size, self.blocks or self.digest
 
     def to_json(self) -> Json:
         return {

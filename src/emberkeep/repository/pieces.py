@@ -7,6 +7,7 @@ where it is; small ones share a batch. The schema is the same for every table an
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import struct
@@ -22,6 +23,7 @@ from emberkeep.blobs import Buffer
 from emberkeep.codecs import Codec, codec_from_dict, is_plane, pack_ids, unpack_ids
 from emberkeep.codecs.table_codecs import codec_of, differ_by_table
 from emberkeep.errors import ConfigError, DamageError, FormatError
+from emberkeep.repository.arrow_frames import END, STAND_IN, is_compressed, large_message
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.fields import Fields, parse
@@ -34,6 +36,7 @@ PIECE_NBYTES = 256 * 2**20
 _SMALL_NBYTES = 2**18
 _MANY_RECORDS = 64
 _FORMAT = 2
+_STAND_IN = np.frombuffer(STAND_IN, np.uint8)
 
 Codecs = Mapping[str, Codec]
 
@@ -78,33 +81,37 @@ class Piece:
 
     def stream(self) -> Iterator[Buffer]:
         """The bytes of the file; ends when it is large enough or there are no more chunks."""
-        import pyarrow as pa
-
-        sink = _Sink()
         schema = _schema(self._codecs)
-        written = group = 0
-        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), schema) as stream:
-            small: list[tuple[Any, ...]] = []
-            while self.next is not None and written < self._nbytes:
-                for record in self._records(self.next, group):
-                    written += record[-1].nbytes
-                    if record[-1].nbytes < _SMALL_NBYTES:
-                        small.append(record)
-                        continue
-                    if small:
-                        stream.write_batch(_batch(schema, small))
-                        small = []
-                    stream.write_batch(_batch(schema, [record]))
-                    yield from sink.take()
-                group += 1
-                self.next = next(self._chunks, None)
-                if len(small) > _MANY_RECORDS:
-                    stream.write_batch(_batch(schema, small))
+        written = group = at = 0
+        frames: list[Buffer] = [schema.serialize()]
+        small: list[tuple[Any, ...]] = []
+        while self.next is not None and written < self._nbytes:
+            for record in self._records(self.next, group):
+                data = record[-1]
+                written += data.nbytes
+                if data.nbytes < _SMALL_NBYTES:
+                    small.append(record)
+                    continue
+                if small:
+                    frames.append(_batch(schema, small).serialize())
                     small = []
-                    yield from sink.take()
-            if small:
-                stream.write_batch(_batch(schema, small))
-        yield from sink.take()
+                message = _batch(schema, [(*record[:-1], _STAND_IN)]).serialize()
+                view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+                before, after = large_message(message, view, at + sum(map(len, frames)))
+                frames.append(before)
+                at += sum(map(len, frames)) + len(view)
+                yield b"".join(frames)
+                yield view
+                del record, data, view
+                frames = [after]
+            group += 1
+            self.next = next(self._chunks, None)
+            if len(small) > _MANY_RECORDS:
+                frames.append(_batch(schema, small).serialize())
+                small = []
+        if small:
+            frames.append(_batch(schema, small).serialize())
+        yield b"".join((*frames, END))
 
     def _records(self, chunk: Chunk, group: int) -> Iterator[tuple[Any, ...]]:
         count = chunk.ids.size
@@ -189,7 +196,7 @@ def _records(messages: Any, schema: Any) -> Iterator[dict[str, Any]]:
 
     for message in messages:
         # Before a body is looked at: a few bytes can stand for gigabytes of another.
-        if message.type != "record batch" or _is_compressed(message.metadata):
+        if message.type != "record batch" or is_compressed(message.metadata):
             raise DamageError(f"a {message.type} that is compressed, or does not belong there")
         batch = pa.ipc.read_record_batch(message, schema)
         # Offsets that lead out of their buffers end the process where they are followed.
@@ -201,26 +208,6 @@ def _records(messages: Any, schema: Any) -> Iterator[dict[str, Any]]:
         data = _buffers(batch.column("data"))
         for values, buffer in zip(zip(*columns, strict=True), data, strict=True):
             yield {**dict(zip(fields, values, strict=True)), "data": buffer}
-
-
-def _is_compressed(metadata: Any) -> bool:
-    """Whether the head of a batch says so: Message, header, RecordBatch, compression, as the
-    flatbuffers of Arrow have them."""
-    data = memoryview(metadata)
-
-    def field(table: int, number: int) -> int:
-        """Where a field of a table stands; 0 where it is left out."""
-        (back,) = struct.unpack_from("<i", data, table)
-        (size,) = struct.unpack_from("<H", data, table - back)
-        if 4 + 2 * number >= size:
-            return 0
-        (offset,) = struct.unpack_from("<H", data, table - back + 4 + 2 * number)
-        return table + offset if offset else 0
-
-    def target(at: int) -> int:
-        return int(at + struct.unpack_from("<I", data, at)[0])
-
-    return field(target(field(target(0), 2)), 3) != 0
 
 
 def _chunk(group: list[dict[str, Any]], codecs: Codecs, pool: Pool) -> Chunk:
@@ -265,10 +252,18 @@ def _batch(schema: Any, records: list[tuple[Any, ...]]) -> Any:
         [None, pa.py_buffer(offsets), pa.py_buffer(joined)],
     )
     arrays = [
-        pa.array(values, field.type)
+        _column(values, field.type)
         for values, field in zip(columns, list(schema)[:-1], strict=True)
     ]
     return pa.RecordBatch.from_arrays([*arrays, data], schema=schema)
+
+
+@functools.lru_cache(maxsize=512)
+def _column(values: tuple[Any, ...], kind: Any) -> Any:
+    """Most records of a file say the same in most columns."""
+    import pyarrow as pa
+
+    return pa.array(values, kind)
 
 
 def _buffers(data: Any) -> list[npt.NDArray[np.uint8]]:
@@ -286,35 +281,6 @@ def _joined(parts: list[memoryview]) -> Buffer:
     joined = recycled(nbytes)
     np.concatenate([np.frombuffer(part, np.uint8) for part in parts], out=np.asarray(joined))
     return joined
-
-
-class _Sink(io.RawIOBase):
-    """Collects what the Arrow writer writes until it is taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parts: list[Buffer] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        # Arrow hands its buffers over as they are: a view keeps them, nothing is copied.
-        part = data if isinstance(data, bytes) else memoryview(data).cast("B")
-        self._parts.append(part)
-        return len(part)
-
-    def take(self) -> list[Buffer]:
-        """What was written since. The writer writes frames in words, each of which would cost
-        as much on its way to the file as a megabyte of rows: such parts are joined."""
-        parts, self._parts = self._parts, []
-        taken: list[Buffer] = []
-        for small, run in groupby(parts, key=lambda part: len(part) < _SMALL_NBYTES):
-            if small:
-                taken.append(b"".join(run))
-            else:
-                taken.extend(run)
-        return taken
 
 
 class _Source(io.RawIOBase):

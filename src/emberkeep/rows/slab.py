@@ -26,15 +26,9 @@ from emberkeep.rows.push import (
     outside,
     update_call,
 )
+from emberkeep.rows.row_source import Arrays, RowSource
 from emberkeep.rows.slots import Slots
-from emberkeep.rows.snapshot import (
-    Arrays,
-    CopyRoom,
-    PrioritisedRows,
-    RowSource,
-    Snapshot,
-    TableRange,
-)
+from emberkeep.rows.snapshot import CopyRoom, PrioritisedRows, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, spans

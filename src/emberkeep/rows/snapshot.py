@@ -1,9 +1,10 @@
 """The rows of one slab as they were at one instant, copied out while training goes on.
 
-Freezing takes constant time. Afterwards a background thread copies the selected rows out, slice by
-slice, each under a short lock; a writer that is about to change a row which was not copied yet
-saves its old planes first (copy on write). Either way, each selected row is handed out
-once, with all its planes from the instant of the freeze.
+Freezing takes constant time. Afterwards a background thread copies the selected rows out, while
+writers go on: one that is about to change a row which was not copied yet saves its old planes first
+(copy on write), with its own threads, and a copy that it may have torn is dropped. Neither waits
+for the other. Each selected row is handed out once, with all its planes from the instant of the
+freeze.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,14 +22,15 @@ import numpy as np
 from emberkeep._types import I64, U64, Array, Bools, Planes
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
-from emberkeep.kernels import row_copies
+from emberkeep.kernels import row_copies, scatter
 from emberkeep.rows.priority import Ranking
+from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.runtime.memory import lazy_zeros, recycled
-from emberkeep.runtime.pool import ForkLock
+from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
 
-# Rows copied, and words of bitmaps looked at, under one holding of the lock.
+# Rows copied, and words of bitmaps looked at, under one holding of the lock, where one is needed.
 _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
@@ -77,13 +80,20 @@ class CopiedRows:
     ids: I64
     planes: Planes
 
+
+@dataclass(frozen=True, slots=True)
+class _SavedRows:
+    """Rows of any tables as they were before a write, in its order."""
+
+    rows: I64
+    ids: I64 | None
+    """Who owned the slots of dynamic tables; None where there are none."""
+    present: Bools
+    planes: Planes
+
     @property
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.planes.values())
-
-    def cut(self, start: int, stop: int) -> CopiedRows:
-        planes = {name: values[start:stop] for name, values in self.planes.items()}
-        return CopiedRows(self.present[start:stop], self.ids[start:stop], planes)
 
 
 class FrozenRows(Protocol):
@@ -91,6 +101,11 @@ class FrozenRows(Protocol):
 
     held_seconds: float
     """How long it has held writers up: they copied rows, or waited for room. Final once closed."""
+
+    @property
+    def pressed(self) -> bool:
+        """Whether writers wait for rows to be taken."""
+        ...
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze them, before anybody reads."""
@@ -118,34 +133,6 @@ class Cut(list[_T]):
         """Of each table its step and ticks, by name."""
 
 
-class RowSource(Protocol):
-    """Where a snapshot copies rows from."""
-
-    def take(self, rows: I64, out: Planes) -> Callable[[], None] | None:
-        """Fills `out` with the planes of rows as they are now, under the lock.
-
-        What takes longer may be left to a function, to be called once without the lock.
-        """
-
-
-class Arrays:
-    """Planes that are all in memory; `rows` are places in them."""
-
-    def __init__(self, planes: Mapping[str, Array]) -> None:
-        # A holder may put other arrays in the place of these; the instant is in the old ones.
-        self._planes = dict(planes)
-
-    def take(self, rows: I64, out: Planes) -> None:
-        start = int(rows[0]) if rows.size else 0
-        together = rows.size and int(rows[-1]) - start + 1 == rows.size  # they ascend
-        for name, values in out.items():
-            if together:
-                np.copyto(values, self._planes[name][start : start + rows.size])
-            else:
-                # With "raise" numpy would copy to a buffer first.
-                np.take(self._planes[name], rows, axis=0, out=values, mode="clip")
-
-
 class RowHolder(Protocol):
     """Rows that can be frozen: their planes, their bitmaps, and the lock that writers hold."""
 
@@ -157,6 +144,10 @@ class RowHolder(Protocol):
     ranking: Ranking | None
     snapshot: Snapshot | None
     lost: ShardLostError | None
+    pool: Pool
+    """With whose threads writers work."""
+    ids: I64
+    """Who owns the slots of dynamic tables, by row; empty where there are none."""
 
     def ranges(self) -> Sequence[TableRange]: ...
 
@@ -224,7 +215,12 @@ class Snapshot:
         elif holder.ranking is not None:
             self._ranked = holder.ranking.take_all()
         self._ranges = tuple(holder.ranges())
-        self._saved: list[list[CopiedRows]] = [[] for _ in self._ranges]
+        self._bases = np.array([table.base for table in self._ranges])
+        # Of this life of the rows: a shard that is lost has others.
+        self._touched, self._ids = holder.touched, holder.ids
+        # What writers had to save, in the order of their rows.
+        self._saved: list[_SavedRows] = []
+        self._handing = threading.Lock()
         self._saved_nbytes = 0
         self._source: RowSource = holder.source()
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
@@ -237,6 +233,10 @@ class Snapshot:
             replace(table, name=names.get(table.name, table.name)) for table in self._ranges
         )
 
+    @property
+    def pressed(self) -> bool:
+        return self._room.full
+
     # -- writers ---------------------------------------------------------------------------------
 
     def before_write(self, written: I64) -> None:
@@ -246,32 +246,35 @@ class Snapshot:
         self.held_seconds += self._room.clock.monotonic() - start
 
     def _save_before(self, written: I64) -> None:
+        if not written.size:
+            return
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
-        taken = row_copies.take_before_write(
-            self._first, self._second, self.holder.touched, self._copied, written, rows, present
-        )
+        parts = spans(written.size, self.holder.pool.threads, LEAST_ROWS)
+        found = self.holder.pool.together(
+            Job(
+                row_copies.write_take_before_write,
+                parts,
+                (self._first, self._second, self._touched, self._copied, written, rows, present),
+            )
+        )[0]
+        taken = sum(found)
         if not taken:
             return
+        if len(parts) > 1:
+            places = [slice(start, start + n) for (start, _), n in zip(parts, found, strict=True)]
+            rows = np.concatenate([rows[place] for place in places])
+            present = np.concatenate([present[place] for place in places])
         rows, present = rows[:taken], present[:taken]
-        order = np.argsort(rows)
-        rows, present = rows[order], present[order]
-        bases = np.array([table.base for table in self._ranges])
-        cuts = np.searchsorted(rows, bases[1:])
-        saved_nbytes = 0
-        for t, (table, table_rows, trained) in enumerate(
-            zip(self._ranges, np.split(rows, cuts), np.split(present, cuts), strict=True)
-        ):
-            if table_rows.size:
-                planes = self._empty(table, table_rows.size)
-                later = self._source.take(table_rows, planes)
-                if later is not None:
-                    later()
-                part = CopiedRows(trained, table.ids_of(table_rows), planes)
-                self._saved[t].append(part)
-                saved_nbytes += part.nbytes
-        self._saved_nbytes += saved_nbytes
-        self._room.change(saved_nbytes)
+        planes = {name: _fresh(taken, *shape) for name, shape in self._shapes.items()}
+        later = self._source.take(rows, planes, self.holder.pool)
+        if later is not None:
+            later()
+        part = _SavedRows(rows, self._ids[rows] if self._ids.size else None, present, planes)
+        with self._handing:
+            self._saved.append(part)
+            self._saved_nbytes += part.nbytes
+        self._room.change(part.nbytes)
 
     def abandon(self, lost: ShardLostError) -> None:
         """Called with the lock held when the rows are gone: later reads get the error.
@@ -310,8 +313,11 @@ class Snapshot:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("the snapshot was cancelled for a newer one")
                 part, word = self._copy(table, word, last, self._fitting(table, rows))
-                yield from _as_chunks(table, [part])
-                yield from self._take_saved(rows)
+                yield from _as_chunks(table, part)
+                if self._saved_nbytes >= _CHUNK_NBYTES or self._room.full:
+                    yield from self._take_saved(rows)
+        with self.holder.lock:
+            pass  # all rows are taken care of, and the last writer has handed over what it saved
         yield from self._take_saved(rows)
 
     def _fitting(self, table: TableRange, most: int) -> int:
@@ -325,9 +331,33 @@ class Snapshot:
             raise self._lost
 
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
+        """Copies rows until there is no room for more."""
+        source = self._source
+        self._check_lost()
+        if not source.beside_writers:
+            return self._copy_locked(table, word, last, limit)
+        limit = max(limit, 64)
+        rows, present = np.empty(limit, np.int64), np.empty(limit, np.bool_)
+        count, word = row_copies.list_slice(
+            self._first, self._second, self._touched, self._copied, word, last, limit, rows, present
+        )
+        rows, present = rows[:count], present[:count]
+        ids, planes = table.ids_of(rows), self._empty(table, count)
+        source.take(rows, planes)
+        claimed = np.empty(count, np.bool_)
+        if row_copies.claim(rows, self._copied, claimed) < count:
+            present, ids = present[claimed], ids[claimed]
+            planes = {name: values[claimed] for name, values in planes.items()}
+        return CopiedRows(present, ids, planes), word
+
+    def _copy_locked(
+        self, table: TableRange, word: int, last: int, limit: int
+    ) -> tuple[CopiedRows, int]:
         """Copies slices, each under the lock, until there is no room for another."""
         limit = max(limit, _SLICE_ROWS)
-        present, ids = np.empty(limit, np.bool_), np.empty(limit, np.int64)
+        rows, present = np.empty(limit, np.int64), np.empty(limit, np.bool_)
+        ids = None if table.ids is None else np.empty(limit, np.int64)
+        claimed = np.empty(_SLICE_ROWS, np.bool_)
         planes = self._empty(table, limit)
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
@@ -340,16 +370,18 @@ class Snapshot:
                 later = []
                 while True:
                     self._check_lost()
-                    rows = np.empty(_SLICE_ROWS, np.int64)
-                    taken, word = row_copies.take_slice(
-                        self._first, self._second, self.holder.touched, self._copied, word,
-                        min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows, present[count:],
+                    taken, word = row_copies.list_slice(
+                        self._first, self._second, self._touched, self._copied, word,
+                        min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows[count:], present[count:],
                     )  # fmt: skip
-                    rows, part = rows[:taken], slice(count, count + taken)
-                    copy = self._source.take(rows, {name: v[part] for name, v in planes.items()})
+                    part = slice(count, count + taken)
+                    row_copies.claim(rows[part], self._copied, claimed)
+                    some = {name: values[part] for name, values in planes.items()}
+                    copy = self._source.take(rows[part], some)
                     if copy is not None:
                         later.append(copy)
-                    ids[part] = table.ids_of(rows)
+                    if ids is not None:  # of the owners that slots have now
+                        ids[part] = table.ids_of(rows[part])
                     count += taken
                     if (
                         word >= last
@@ -359,39 +391,70 @@ class Snapshot:
                         break
             for copy in later:
                 copy()
-        return CopiedRows(present, ids, planes).cut(0, count), word
+        copied = table.ids_of(rows[:count]) if ids is None else ids[:count]
+        some = {name: values[:count] for name, values in planes.items()}
+        return CopiedRows(present[:count], copied, some), word
 
     def _empty(self, table: TableRange, rows: int) -> Planes:
         return {name: _fresh(rows, *self._shapes[name]) for name in table.planes}
 
     def _take_saved(self, most: int) -> Iterator[Chunk]:
         """What writers had to save so far; it counts against the room until it was used."""
-        for t, table in enumerate(self._ranges):
-            rows = self._fitting(table, most)
-            while self._saved[t]:
-                parts: list[CopiedRows] = []
-                count = 0
-                with self.holder.lock:
-                    while self._saved[t] and count < rows:
-                        parts.append(self._saved[t].pop())
-                        count += parts[-1].ids.size
-                    nbytes = sum(part.nbytes for part in parts)
-                    self._saved_nbytes -= nbytes
-                if len(parts) > 1 or count <= rows:
-                    yield from _as_chunks(table, parts)
-                else:
-                    for start in range(0, count, rows):
-                        yield from _as_chunks(table, [parts[0].cut(start, start + rows)])
-                del parts
-                self._room.change(-nbytes)
+        while self._saved:
+            parts: list[_SavedRows] = []
+            nbytes = 0
+            with self._handing:
+                while self._saved and nbytes < _CHUNK_NBYTES:
+                    parts.append(self._saved.pop())
+                    nbytes += parts[-1].nbytes
+                self._saved_nbytes -= nbytes
+            rows = np.concatenate([part.rows for part in parts])
+            order = np.argsort(rows)
+            rows = rows[order]
+            cuts = [*np.searchsorted(rows, self._bases).tolist(), rows.size]
+            for table, (first, last) in zip(self._ranges, pairwise(cuts), strict=True):
+                fitting = self._fitting(table, most)
+                for start in range(first, last, fitting):
+                    some = slice(start, min(start + fitting, last))
+                    copied = self._joined(table, parts, order[some], rows[some])
+                    yield from _as_chunks(table, copied)
+            del parts
+            self._room.change(-nbytes)
+
+    def _joined(
+        self, table: TableRange, parts: Sequence[_SavedRows], places: I64, rows: I64
+    ) -> CopiedRows:
+        """The rows at these places of all parts, one after the other."""
+        ids = table.ids_of(rows)
+        present = np.empty(places.size, np.bool_)
+        planes = self._empty(table, places.size)
+        start = 0
+        for part in parts:
+            stop = start + part.rows.size
+            chosen = np.flatnonzero((places >= start) & (places < stop))
+            own = places[chosen] - start
+            present[chosen] = part.present[own]
+            if table.ids is not None and part.ids is not None:
+                ids[chosen] = part.ids[own]
+            for name, values in planes.items():
+                saved = part.planes[name]
+                if saved.itemsize % 4:
+                    values[chosen] = saved[own]
+                    continue
+                scatter.scatter_rows(
+                    0, own.size, saved.view(np.float32), own, chosen, values.view(np.float32)
+                )
+            start = stop
+        return CopiedRows(present, ids, planes)
 
     def close(self, advanced: Collection[str]) -> None:
         """Ends the snapshot: the cursors that advanced forget the rows, the others keep them."""
         with self.holder.lock:
             if self.holder.snapshot is self:
                 self.holder.snapshot = None
-            self._saved = [[] for _ in self._ranges]
-            given_back, self._saved_nbytes = self._saved_nbytes, 0
+            with self._handing:
+                self._saved = []
+                given_back, self._saved_nbytes = self._saved_nbytes, 0
             self._done = True
         self._room.change(-given_back)
         if self._lost is not None:
@@ -420,6 +483,10 @@ class PrioritisedRows:
         self._taken: list[Any] = []
         self._inner: Snapshot | None = None
         self.held_seconds = 0.0
+
+    @property
+    def pressed(self) -> bool:
+        return self._room.full
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names.update(names)
@@ -465,25 +532,17 @@ def _fresh(rows: int, width: int, kind: np.dtype[Any]) -> Array:
     return np.frombuffer(recycled(nbytes), kind).reshape(rows, width)
 
 
-def _as_chunks(table: TableRange, parts: Sequence[CopiedRows]) -> Iterator[Chunk]:
-    """Joins copied parts, ids ascending; absent rows of fixed tables become tombstones."""
-    parts = [part for part in parts if part.ids.size]
-    if not parts:
-        return
-    present, ids, planes = parts[0].present, parts[0].ids, parts[0].planes
-    if len(parts) > 1:
-        present = np.concatenate([part.present for part in parts])
-        ids = np.concatenate([part.ids for part in parts])
-        planes = {
-            name: np.concatenate([part.planes[name] for part in parts]) for name in table.planes
-        }
+def _as_chunks(table: TableRange, part: CopiedRows) -> Iterator[Chunk]:
+    """Copied rows, which ascend, with their ids ascending; absent rows of fixed tables become
+    tombstones."""
+    present, ids, planes = part.present, part.ids, part.planes
     if not present.all():
         # The ids that left a dynamic table have a list of their own: a slot may have a new owner.
         if table.ids is None:
-            yield Chunk(table.name, np.sort(ids[~present]), None)
+            yield Chunk(table.name, ids[~present], None)
         ids, planes = ids[present], {name: values[present] for name, values in planes.items()}
     if ids.size:
-        if (np.diff(ids) <= 0).any():
+        if table.ids is not None and (np.diff(ids) <= 0).any():
             order = np.argsort(ids)
             ids, planes = ids[order], {name: values[order] for name, values in planes.items()}
         yield Chunk(table.name, ids, planes)

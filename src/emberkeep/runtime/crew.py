@@ -35,9 +35,11 @@ class Crew(Executor):
     """
 
     def __init__(
-        self, most: int, name: str, *, clock: Clock = SYSTEM_CLOCK, patience: timedelta = _PATIENCE
-    ) -> None:
+        self, most: int, name: str, *, nice: int = 0, clock: Clock = SYSTEM_CLOCK,
+        patience: timedelta = _PATIENCE,
+    ) -> None:  # fmt: skip
         self.name = name
+        self._nice = nice
         self._most = most
         self._clock = clock
         self._patience = patience
@@ -73,7 +75,7 @@ class Crew(Executor):
         if self._idle:
             worker = self._idle.pop()
         elif len(self._workers) < self._most:
-            worker = Worker(self.name, clock=self._clock)
+            worker = Worker(self.name, nice=self._nice, clock=self._clock)
             self._workers.append(worker)
         else:
             return

@@ -109,7 +109,7 @@ class Pool:
 
     A thread that has nothing to do looks for work a little while before it sleeps: the phases of
     a lookup follow each other within microseconds, and to wake a sleeping thread takes about as
-    long as a phase.
+    long as a phase. One that is nice sleeps at once: looking takes what others could use.
 
     Its threads are no `Worker`: to hand a task over must take microseconds, and each task is
     awaited by its caller, who gets its error whatever that is. A thread that ends with an error of
@@ -246,21 +246,21 @@ def _work(shared: _Shared, nice: int) -> None:
     with suppress(OSError):  # it works all the same
         be_nice(nice)
     try:
-        _work_until_ended(shared)
+        _work_until_ended(shared, 1 if nice else _LOOKS)
     except BaseException:
         shared.ended += 1
         background_failures.count("emberkeep-pool")
         raise
 
 
-def _work_until_ended(shared: _Shared) -> None:
+def _work_until_ended(shared: _Shared, looks: int) -> None:
     rounds, words, queue = shared.rounds, shared.words, shared.queue
     while True:
         given = words[rounds.GIVEN]
         try:
             item = queue.get_nowait()
         except Empty:
-            if rounds.follow(words, given + 1, _LOOKS):
+            if rounds.follow(words, given + 1, looks):
                 continue
             with shared.asleep_lock:
                 shared.asleep += 1

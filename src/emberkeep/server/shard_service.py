@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import U8, Json
-from emberkeep.checkpoint.version_files import write_pieces
+from emberkeep.checkpoint.version_files import write_apart
 from emberkeep.cluster.shard import Shard
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
@@ -31,9 +31,7 @@ from emberkeep.errors import (
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
-from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service
 from emberkeep.server.counted_writer import CountedWriter
@@ -495,8 +493,6 @@ class ShardService:
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
         epoch.versions.writes(VersionId.parse(header["version"]))
-        pool = Pool(int(header["threads"]), nice=int(header["nice"]))
-        bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
         files = CountedWriter(
             epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
             part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
@@ -507,12 +503,15 @@ class ShardService:
 
         def write() -> Json:
             with files:
-                write_pieces(
-                    files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
-                    nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
-                    bandwidth=bandwidth, cores=CoreTime(),
+                core_seconds = write_apart(
+                    files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
+                    threads=int(header["threads"]), nice=int(header["nice"]),
+                    piece_nbytes=int(header["piece_nbytes"]),
+                    most_mb_per_second=header.get("most_mb_per_second"),
+                    background_share=header.get("background_share"), clock=self._clock,
                 )  # fmt: skip
-            return {"files": [file.to_json() for file in files.written]}
+            written = [file.to_json() for file in files.written]
+            return {"files": written, "core_seconds": core_seconds}
 
         self.long_work.begin("wrote", epoch.number, {"version": header["version"]}, write)
         self._writing = (str(header["nonce"]), cancelled)

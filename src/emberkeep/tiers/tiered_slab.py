@@ -231,10 +231,12 @@ class TieredSlab(Slab):
                 later()
         return planes
 
+    beside_writers = False
+
     def source(self) -> TieredSlab:
         return self
 
-    def take(self, wanted: I64, out: Planes) -> Callable[[], None] | None:
+    def take(self, wanted: I64, out: Planes, pool: Pool | None = None) -> Callable[[], None] | None:
         """Copies rows out: those in frames at once, the others are read without the lock."""
         frames = np.empty(wanted.size, np.int64)
         missing = np.empty(wanted.size, np.int64)

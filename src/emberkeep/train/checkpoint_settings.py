@@ -77,6 +77,9 @@ class CheckpointSettings:
     most_mb_per_second: float | None = setting(
         "write versions no faster than this, where many jobs share the storage", default=None,
         above=0)
+    background_share: float | None = setting(
+        "of a core, for all that saves do beside training; as much as is idle if not set",
+        default=None, above=0)
     mirror: str | None = setting(
         "a second place: whole versions are copied there, and the newest of either is resumed",
         default=None, path=True)
@@ -141,7 +144,8 @@ class CheckpointSettings:
         elif self.recovery is not None:
             raise ConfigError("recovery needs versions: set path")
         else:
-            for key in ("must_exist", "mirror", "most_mb_per_second", "accuracy_budget"):
+            for key in ("must_exist", "mirror", "most_mb_per_second", "background_share",
+                        "accuracy_budget"):
                 if getattr(self, key):
                     raise ConfigError(f"{key} needs versions: set path")
             if self.start_from is not None:
@@ -272,11 +276,11 @@ class CheckpointSettings:
         """How versions are written, where that is not as usual."""
         from emberkeep.checkpoint.spec import SaveSettings
 
-        if self.most_mb_per_second is None and self.mirror_mb_per_second is None:
-            return None
-        return SaveSettings(
-            most_mb_per_second=self.most_mb_per_second,
-            mirror_mb_per_second=self.mirror_mb_per_second,
-        )
+        given = {
+            name: value
+            for name in ("most_mb_per_second", "mirror_mb_per_second", "background_share")
+            if (value := getattr(self, name)) is not None
+        }
+        return SaveSettings(**given) if given else None
 
 # fmt: on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -179,3 +180,35 @@ def test_a_write_that_ends_within_a_block_goes_on_through_the_cache(
     store = LocalStore(tmp_path, disk=disk)
     assert store.put("object", data) == len(data)
     assert store.get("object") == data
+
+
+@pytest.mark.parametrize("kind", [Disk, Counting, Cached, Refusing])
+@pytest.mark.parametrize("head", [0, BLOCK_NBYTES, 2 * BLOCK_NBYTES, 5000])
+@pytest.mark.parametrize("more", [0, 5])
+def test_long_views_that_stand_well_are_written_from_where_they_are(
+    tmp_path: Path, kind: type[Disk], head: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And come out the same bytes where they cannot be."""
+    monkeypatch.setattr(direct_file, "_LONG_NBYTES", 2 * BLOCK_NBYTES)
+    nbytes = 3 * BLOCK_NBYTES + more
+    area = memoryview(mmap.mmap(-1, 8 * BLOCK_NBYTES))
+    area[:] = np.random.default_rng(head + more).bytes(len(area))
+    first, second = area[:nbytes], area[4 * BLOCK_NBYTES : 4 * BLOCK_NBYTES + nbytes]
+    disk = kind()
+    writes: list[int] = []
+    real = os.write
+
+    def write(handle: int, view: memoryview) -> int:
+        writes.append(direct_file.address(memoryview(view)))
+        return real(handle, view)
+
+    monkeypatch.setattr(os, "write", write)
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", [b"h" * head, first, b"x" * (-more % BLOCK_NBYTES), second])
+    expected = b"h" * head + bytes(first) + b"x" * (-more % BLOCK_NBYTES) + bytes(second)
+    assert store.get("object") == expected
+    start = direct_file.address(area)
+    from_there = [at for at in writes if start <= at < start + len(area)]
+    if type(disk) is Counting:
+        assert len(from_there) >= (0 if head % BLOCK_NBYTES else 2)
+        assert disk.direct_nbytes == len(expected) // BLOCK_NBYTES * BLOCK_NBYTES

@@ -46,7 +46,7 @@ def test_copies_of_all_shards_and_slabs_share_one_buffer(monkeypatch: Any) -> No
     trainer = threading.Thread(target=train, daemon=True)
     trainer.start()
     until(lambda: not trainer.is_alive() or any(rows.waits for rows in frozen), "a full buffer")
-    held = sum(part.nbytes for rows in frozen for parts in rows._saved for part in parts)
+    held = sum(part.nbytes for rows in frozen for part in rows._saved)
     one_push = PUSHED * sum(ROW_NBYTES.values())
     assert BUFFER_NBYTES < held <= BUFFER_NBYTES + one_push
     assert pushed < ROWS // PUSHED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from emberkeep.blobs import LocalStore
-from emberkeep.checkpoint import Checkpointer, VersionSpec, load
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteRows
 from emberkeep.errors import CancelledError, SaveError
@@ -122,7 +124,7 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
     repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)
     late: list[dict[str, Any]] = []
-    write, write_pieces = RemoteRows.write, shard_service.write_pieces
+    write, write_apart = RemoteRows.write, shard_service.write_apart
 
     def cancel_earlier() -> None:
         for header in late:
@@ -136,10 +138,10 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
 
     def cancelled_late(*given: Any, **named: Any) -> None:
         cancel_earlier()
-        write_pieces(*given, **named)
+        write_apart(*given, **named)
 
     monkeypatch.setattr(RemoteRows, "write", noted)
-    monkeypatch.setattr(shard_service, "write_pieces", cancelled_late)
+    monkeypatch.setattr(shard_service, "write_apart", cancelled_late)
     for step in (1, 2):
         push(cluster, np.random.default_rng(step), 3)
         keeper.save(step)
@@ -162,12 +164,12 @@ def test_servers_give_a_cancelled_version_up(
     push(cluster, np.random.default_rng(1), 3)
     heard: list[bool] = []
 
-    def write_pieces(*_: Any, cancelled: threading.Event, **__: Any) -> None:
+    def write_apart(*_: Any, cancelled: threading.Event, **__: Any) -> None:
         heard.append(cancelled.wait(20))
         raise CancelledError("given up")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shard_service, "write_pieces", write_pieces)
+        patched.setattr(shard_service, "write_apart", write_apart)
         keeper.save(1)
         keeper.cancel()
         with pytest.raises(CancelledError):
@@ -176,3 +178,36 @@ def test_servers_give_a_cancelled_version_up(
     keeper.save(2)
     assert keeper.wait() is not None
     keeper.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads")
+def test_servers_write_in_threads_that_yield_and_say_what_that_took(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = job.join()
+    repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
+    events: list[Any] = []
+    keeper = Checkpointer(
+        repository, cluster, settings=SaveSettings(nice=7),
+        on_event=lambda *event: events.append(event),
+    )  # fmt: skip
+    push(cluster, np.random.default_rng(1), 3)
+    priorities: list[int] = []
+    put = LocalStore.put
+
+    def watched(store: LocalStore, name: str, data: Any) -> int:
+        if name.startswith("data/"):
+            me = threading.get_native_id()
+            priorities.append(os.getpriority(os.PRIO_PROCESS, me))
+        return put(store, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", watched)
+    keeper.save(1)
+    keeper.wait()
+    own = keeper._cores.seconds
+    keeper.close()
+    assert len(priorities) >= SHARDS
+    assert min(priorities) >= 7
+    (saved,) = [details for name, details in events if name == "saved"]
+    assert saved["core_seconds"] > own
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 7

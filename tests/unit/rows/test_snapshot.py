@@ -205,3 +205,46 @@ def test_slabs_that_cannot_all_be_frozen_are_not_frozen_at_all() -> None:
     open_one.close(())
     for taken in freeze([first, second], since=None):
         taken.close(())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_copied_while_pushes_go_on_in_any_order(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the other: a copy that a push may have torn is dropped, and the push has
+    saved the row."""
+    monkeypatch.setattr(snapshots, "LEAST_ROWS", 16)
+    rows, dim = 3000, 16
+    table = Table("t", rows=rows, dim=dim)
+    cluster = local(threads=threads).open([table], Adam(lr=0.1, step="row"), seed=0)
+    (slab,) = cluster.shards[0].slabs
+    slab.track()
+    random = np.random.default_rng(threads)
+
+    def push(ids: Any) -> None:
+        grads = grads_of(cluster, {"t": np.ones((ids.size, dim))})
+        cluster.push(wanted_of(cluster, {"t": ids.tolist()}), grads, lr=0.1)
+
+    push(random.permutation(rows))
+    for _ in range(4):
+        frozen, torn = rows_of(cluster), 0
+        (snapshot,) = freeze([slab], since=None)
+        take = snapshot._source.take
+
+        def between(at: Any, out: Any, pool: Any = None, take: Any = take) -> Any:
+            """A push comes when rows are listed, and another when they are copied."""
+            nonlocal torn
+            if pool is not None:
+                return take(at, out, pool)
+            push(random.permutation(rows)[:400])
+            take(at, out)
+            push(random.permutation(rows)[:400])
+            torn += 1
+            return None
+
+        monkeypatch.setattr(snapshot._source, "take", between)
+        chunks = list(snapshot.chunks(512))
+        snapshot.close(())
+        assert torn >= 3
+        assert sum(chunk.ids.size for chunk in chunks) == rows
+        assert apply({"t": {}}, chunks) == frozen

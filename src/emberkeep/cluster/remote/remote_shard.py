@@ -503,6 +503,9 @@ class RemoteRows:
         self._pushes = pushes
         self._names: dict[str, str] = {}
         self.held_seconds = 0.0
+        self.core_seconds = 0.0
+        # Only the server knows, and its own budget heeds it.
+        self.pressed = False
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
@@ -514,17 +517,20 @@ class RemoteRows:
     def write(
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
         piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None = None,
+        background_share: float | None = None,
     ) -> None:  # fmt: skip
         """Returns when the server has written its rows, and their files are part of the draft."""
         header = {
             "url": draft.url, "version": str(draft.version), "nonce": draft.nonce,
             "block_nbytes": draft.block_nbytes, "names": self._names, "threads": threads,
             "nice": nice, "piece_nbytes": piece_nbytes, "most_mb_per_second": most_mb_per_second,
+            "background_share": background_share,
             "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
         }  # fmt: skip
         answer = self._shard._until_done("write", header, cancelled)
         files = (Fields("the answer of a server", file) for file in answer["files"])
         draft.adopt([FileRef.of(file) for file in files])
+        self.core_seconds = float(answer.get("core_seconds", 0.0))
 
     def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
         header = {"epoch": self._epoch, "rows": rows}

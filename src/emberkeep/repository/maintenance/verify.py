@@ -129,7 +129,7 @@ class _Check:
         self._problems: dict[str, str] = {}
         self._touched: dict[str, list[VersionId]] = {}
         # What damaged files hold instead, to recognise files that were swapped.
-        self._actual: dict[str, tuple[int, str]] = {}
+        self._actual: dict[str, tuple[object, ...]] = {}
 
     def small_objects(self) -> None:
         """Every JSON object beside the manifests of the history."""
@@ -244,10 +244,10 @@ class _Check:
 
     def report(self, versions: tuple[VersionId, ...]) -> Report:
         self._branches()
-        by_digest = {(file.size, file.digest): file.name for file in self._files.values()}
+        by_content = {file.content: file.name for file in self._files.values()}
         damages = []
         for name, problem in self._problems.items():
-            found = by_digest.get(self._actual.get(name, (0, "")))
+            found = by_content.get(self._actual.get(name, ()))
             if found is not None and found != name:
                 problem = f"swapped: holds the content of {found}"
             touched = tuple(sorted(set(self._touched[name])))
@@ -291,13 +291,10 @@ class _Check:
                     digester.update(memoryview(block))
         except MissingObjectError:
             return "missing"
-        if (digester.size, digester.whole, digester.blocks) == (
-            file.size,
-            file.digest,
-            file.blocks,
-        ):
+        found = (digester.size, digester.blocks or digester.whole)
+        if found == file.content:
             return None
-        self._actual[file.name] = (digester.size, digester.whole)
+        self._actual[file.name] = found
         if digester.size != file.size:
             return f"{digester.size} bytes instead of {file.size}"
         return "damaged: its content does not match its digest"

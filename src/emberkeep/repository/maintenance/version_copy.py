@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from emberkeep._types import Json
 from emberkeep.blobs import Buffer
 from emberkeep.errors import CancelledError, ConfigError, DamageError, NoVersionError
+from emberkeep.repository.digests import BLOCK_NBYTES
 from emberkeep.repository.grid.catalog import grid_of
 from emberkeep.repository.manifest import FileRef, Manifest, utc
 from emberkeep.repository.names import VersionId
@@ -147,7 +148,8 @@ def copy_version(
                 continue
             needs = [copies[needed] for needed in manifest.needs]
             baseline = None if manifest.baseline is None else copies.get(manifest.baseline)
-            with writer.begin(needs=needs) as draft:
+            blocks = max((file.block_nbytes for file in manifest.files), default=BLOCK_NBYTES)
+            with writer.begin(needs=needs, block_nbytes=blocks) as draft:
                 for file in manifest.files:
                     stream = _watched(source.stream(file), pin, source, cancelled)
                     put = draft.add(
@@ -196,7 +198,7 @@ def _watched(
 
 def _check_same(file: FileRef, put: FileRef, target: Repository) -> None:
     """What was checked when it was read can only differ if memory failed in between."""
-    if (put.size, put.digest) != (file.size, file.digest):
+    if put.content != file.content:
         raise DamageError(
             f"{put.name} in {target.store.url} has another digest than {file.name}, of which it is "
             "a copy: the version was not copied; try again",
