@@ -34,16 +34,17 @@ def write_pieces(
 
 
 def write_bundles(
-    draft: Draft, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], pool: Pool, *,
-    tables: Sequence[str], file_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-    bandwidth: Bandwidth, cores: CoreTime,
+    files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
+    pool: Pool, *, birth: int, tables: Sequence[str], file_nbytes: int, nice: int, shard: int,
+    cancelled: threading.Event, bandwidth: Bandwidth, cores: CoreTime,
 ) -> None:  # fmt: skip
-    """`write_pieces` for a grid; `tables` are those of the repository, in its order."""
+    """`write_pieces` for a grid, in its version number `birth`; `tables` are those of the
+    repository, in its order."""
     chunks = (chunk for rows in frozen for chunk in rows.chunks(_CHUNK_ROWS, cancelled))
     for bundle in streams(
-        chunks, codecs, pool, birth=draft.version.number, tables=list(tables),
+        chunks, codecs, pool, birth=birth, tables=list(tables),
         file_nbytes=file_nbytes, metadata={"shard": shard},
     ):  # fmt: skip
         with Ahead(cores.iterating(bundle.stream()), nice) as stream:
             paced = bandwidth.passing(stream, cancelled)
-            draft.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
+            files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)

@@ -189,7 +189,7 @@ def _records(messages: Any, schema: Any) -> Iterator[dict[str, Any]]:
 
     for message in messages:
         # Before a body is looked at: a few bytes can stand for gigabytes of another.
-        if message.type != "record batch" or _is_compressed(message.metadata):
+        if message.type != "record batch" or is_compressed(message.metadata):
             raise DamageError(f"a {message.type} that is compressed, or does not belong there")
         batch = pa.ipc.read_record_batch(message, schema)
         # Offsets that lead out of their buffers end the process where they are followed.
@@ -203,7 +203,7 @@ def _records(messages: Any, schema: Any) -> Iterator[dict[str, Any]]:
             yield {**dict(zip(fields, values, strict=True)), "data": buffer}
 
 
-def _is_compressed(metadata: Any) -> bool:
+def is_compressed(metadata: Any) -> bool:
     """Whether the head of a batch says so: Message, header, RecordBatch, compression, as the
     flatbuffers of Arrow have them."""
     data = memoryview(metadata)

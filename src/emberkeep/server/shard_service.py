@@ -18,23 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, U8, Json
-from emberkeep.checkpoint.restore import load_shard
-from emberkeep.checkpoint.target_view import TargetView, ViewPart
-from emberkeep.checkpoint.version_files import write_pieces
+from emberkeep._types import U8, Json
 from emberkeep.cluster.shard import Shard
-from emberkeep.cluster.table_states import of_shard
-from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, ServerError
-from emberkeep.repository import Repository, VersionId
+from emberkeep.repository import Repository
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
-from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.core_time import CoreTime
 from emberkeep.runtime.pool import Pool
-from emberkeep.server import admission, tier_service
-from emberkeep.server.counted_writer import CountedWriter
+from emberkeep.server import admission, tier_service, version_work
 from emberkeep.server.epoch import Epoch, Session, priority_of
 from emberkeep.server.long_work import LongWork
 from emberkeep.server.parity_service import parity_service_from
@@ -69,6 +61,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
+_NICE = 10  # of rounds, as of saves: pulls and pushes come first
 
 
 class ShardService:
@@ -109,6 +102,9 @@ class ShardService:
         self._at_work = 0
         self._idle = threading.Condition()
         self.long_work = LongWork(self.events, self._working, clock)
+        # Beside the other work: a save must not wait for a round.
+        self.rounds = LongWork(self.events, self._working, clock, nice=_NICE)
+        self._grid = version_work.GridWork(self.rounds.advance, clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -132,6 +128,7 @@ class ShardService:
             "chunks": self._chunks,
             "repository": self._repository,
             "write": self._write,
+            "extract": self._extract,
             "work": self._work,
             "cancel": self._cancel,
             "close": self._close,
@@ -290,6 +287,7 @@ class ShardService:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
+        self._grid.forget()
         service = epoch.parity_service
         end_all(*([] if service is None else [service.close]), epoch.shard.kill)
 
@@ -467,58 +465,28 @@ class ShardService:
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Begins to write the frozen rows as pieces of a version, straight to the store."""
-        snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
-        codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
-        pool = Pool(int(header["threads"]), nice=int(header["nice"]))
-        bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
-        files = CountedWriter(
-            epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
-            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
-            advance=self.long_work.advance,
+        """Begins to write the frozen rows as files of a version, straight to the store."""
+        work = version_work.to_write(
+            self._checked(header), self._frozen(header), header, cancelled=self._cancelled,
+            advance=self.long_work.advance, clock=self._clock,
         )  # fmt: skip
-        for snapshot in snapshots:
-            snapshot.rename(header["names"])
-
-        def write() -> Json:
-            with files:
-                write_pieces(
-                    files, snapshots, codecs, pool, piece_nbytes=int(header["piece_nbytes"]),
-                    nice=pool.nice, shard=epoch.shard.index, cancelled=cancelled,
-                    bandwidth=bandwidth, cores=CoreTime(),
-                )  # fmt: skip
-            return {"files": [file.to_json() for file in files.written]}
-
-        self._begin("wrote", header, write)
+        self._begin("wrote", header, work)
         yield {}, _NONE
 
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to replace all rows by this shard's part of a version."""
+        work = version_work.to_load(
+            self._checked(header), header, pool=self._pool, advance=self.long_work.advance,
+            clock=self._clock,
+        )  # fmt: skip
+        self._begin("loaded", header, work)
+        yield {}, _NONE
+
+    def _extract(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins a round of extraction in this shard's part of a grid, beside other work."""
         epoch = self._checked(header)
-        repository = Repository.open(epoch.store(header["url"]), clock=self._clock)
-        version = VersionId.parse(header["version"])
-
-        def own_rows(table: str, ids: I64) -> I64:
-            self.long_work.advance()
-            return epoch.own(table, ids)
-
-        target = TargetView([
-            ViewPart(
-                epoch.shard, {name: own for own, name in header["names"].items()},
-                own_rows=own_rows,
-                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards))
-        ])  # fmt: skip
-
-        def load() -> Json:
-            with epoch.writing():
-                target.clear()
-                load_shard(
-                    repository, version, target, epoch.shard.index,
-                    lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
-                )  # fmt: skip
-            return {}
-
-        self._begin("loaded", header, load)
+        work, about = self._grid.to_extract(epoch, header), {"version": header["version"]}
+        self.rounds.begin("extracted", epoch.number, about, work)
         yield {}, _NONE
 
     def _begin(self, event: str, header: Json, work: Callable[[], Json]) -> None:
@@ -528,7 +496,8 @@ class ShardService:
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         if (opening := self._opening) is not None and opening.meant(header):
             opening.hear()
-        yield self.long_work.answer(int(header["epoch"]), header.get("coordinator")), _NONE
+        asked = self.rounds if header.get("of") == "extract" else self.long_work
+        yield asked.answer(int(header["epoch"]), header.get("coordinator")), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._frozen(header)
