@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
+import _grid_servers as grid_servers
 from _common import RESULTS, Options, options, report
+from _grid_servers import Shape, forget
 from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
@@ -45,7 +48,7 @@ from emberkeep.data.synthetic import field_rows
 from emberkeep.keeper import Keeper
 from emberkeep.nn import EmbeddingBags
 from emberkeep.repository import KeepAll
-from emberkeep.repository.policies import FILTERS, Grid
+from emberkeep.repository.policies import Grid
 from emberkeep.strategies import Every, Strategy
 from emberkeep.tables import Adagrad, Table
 
@@ -154,15 +157,6 @@ def directory() -> Iterator[Path]:
 def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def forget(path: Path) -> None:
-    """Takes the files below a directory out of the page cache."""
-    for file in path.rglob("*"):
-        if file.is_file():
-            handle = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
 
 
 def row_nbytes(path: Path) -> int:
@@ -305,10 +299,8 @@ def every_version(run: Run, path: Path, versions: int) -> dict[int, dict[str, fl
 
 
 def ablation(versions: int, dim: int) -> dict[str, dict[str, float]]:
-    """Figures 13 and 14: the ratio, the filters one after the other, concatenation."""
+    """Figure 14 and what stands for 13: the ratio, and concatenation. Filters there are none."""
     cases = {f"R={ratio}": Grid(ratio=ratio) for ratio in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)}
-    for count in range(len(FILTERS)):
-        cases[f"filters: {' and '.join(FILTERS[:count]) or 'none'}"] = Grid(filters=FILTERS[:count])
     cases["R=0.0, each piece a file"] = Grid(ratio=0.0, concatenate=False)
     found = {}
     for name, rules in cases.items():
@@ -390,21 +382,48 @@ def plot(
     )
     axes[1, 1].set(title="bytes by R", xlabel="R", ylim=(0, None))
     axes[1, 1].legend()
-    filters = {name: case for name, case in cases.items() if name.startswith("filters")}
-    filters["all three"] = cases[f"R={RATIO}"]
-    labels = [name.removeprefix("filters: ") for name in filters]
-    axes[1, 2].barh(labels, [case["round_s"] for case in filters.values()])
-    axes[1, 2].set(title="extraction by filters, s")
-    axes[1, 2].invert_yaxis()
     files = {
         "two files a round": cases["R=0.0"],
         "each piece a file": cases["R=0.0, each piece a file"],
     }
-    axes[1, 3].barh(list(files), [case["restore_s"] for case in files.values()])
+    axes[1, 2].barh(list(files), [case["restore_s"] for case in files.values()])
     for row, case in enumerate(files.values()):
-        axes[1, 3].text(0, row, f"  {case['files']:.0f} files read", va="center", color="white")
-    axes[1, 3].set(title="restore with R=0, s")
+        axes[1, 2].text(0, row, f"  {case['files']:.0f} files read", va="center", color="white")
+    axes[1, 2].set(title="restore with R=0, s")
+    axes[1, 3].axis("off")
     figure.savefig(RESULTS / "versions.png", dpi=110)
+
+
+def many_versions(*, quick: bool) -> dict[str, Any]:
+    """Thousands of versions on servers, with a tenth of them for comparison; fewer if it shall be
+    quick, in this process and without restores."""
+    shape = Shape(rows=8000, versions=400, early=40, servers=0) if quick else Shape()
+    run = grid_servers.Run(shape)
+    try:
+        with directory() as root:
+            built = grid_servers.build(run, root / "grid")
+            figures = {"catalog_growth": grid_servers.growth(built, shape)}
+            restored = ""
+            if not quick:
+                chosen = [shape.versions * (at + 1) // 20 for at in range(20)]
+                pairs = grid_servers.compared(
+                    grid_servers.restores(run, root / "grid", chosen, repeats=5)
+                )
+                figures["server_restore_vs_whole_p95"] = pairs["p95"]
+                figures["server_restore_vs_whole_worst"] = pairs["worst"]
+                figures["server_bytes_read_vs_whole"] = pairs["bytes_read"]
+                restored = f" {pairs['pairs']:.0f} pairs of restores: median {pairs['p50']:.2f}."
+    finally:
+        run.close()
+    late, rounds = built["late"], built["round_seconds"]
+    note = (
+        f"{shape.versions} versions of {shape.nbytes / 1e6:.0f} MB, 1% changed in each, on "
+        f"{shape.servers or 'no'} servers: a catalog of {late['nbytes'] / 1e6:.2f} MB, "
+        f"{late['pieces']} pieces; a round takes {rounds['late'] * 1e3:.0f} ms per version in the "
+        f"last tenth, {rounds['early'] * 1e3:.0f} ms in the second; "
+        f"{built['rounds_that_moved']} of {built['rounds']} rounds moved rows.{restored}"
+    )
+    return {"figures": figures, "config": asdict(shape), "note": note}
 
 
 def main() -> None:
@@ -444,7 +463,9 @@ def main() -> None:
         for name in found
     }
     grid, naive, differential = histories["grid"], histories["naive"], histories["differential"]
+    many = many_versions(quick=given.quick)
     figures = {
+        **many["figures"],
         "restore_vs_full_file": max(
             found["grid"][n]["cold_s"] / found["full"][n]["cold_s"] for n in numbers
         ),
@@ -464,6 +485,7 @@ def main() -> None:
             "versions": versions, "iterations": ITERATIONS, "batch": BATCH, "dim": dim,
             "optimizer": "Adagrad", "ids": "criteo", "rows_total": ROWS_TOTAL,
             "rows_mb_at_the_end": round(rows_mb), "dense_ms": dense_ms, "ratio": RATIO,
+            "many_versions": many["config"],
         },
         figures=figures,
         columns=["layout", "cold restore s", "warm s", "MB read", "files read", "GB stored",
@@ -482,6 +504,7 @@ def main() -> None:
             (f"Restores are means over versions {compared}; restore_vs_full_file is the worst of "
             f"versions {numbers}, each the median of {repeats} restores from either, in turns. "
             "CPU is that of all threads but the one that trains."),
+            many["note"],
             *(
                 [
                     (f"Over all {versions} versions of the grid: cold "

@@ -284,7 +284,7 @@ def incremental(
 def all_versions(
     *,
     every: Interval = "30min",
-    ratio: float = 0.2,
+    ratio: float = 0.15,
     concatenate: bool = True,
     most_behind: int = 8,
     behind: Literal["skip", "wait"] = "skip",

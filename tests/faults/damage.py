@@ -63,6 +63,7 @@ UNDETECTABLE: dict[tuple[str, str], str] = {
     ("restore", "delete"): _OWNED,
     ("piece", "duplicate"): _UNLISTED,
     ("bundle", "duplicate"): _UNLISTED,
+    ("segment", "duplicate"): _UNLISTED,
     ("dense", "duplicate"): _UNLISTED,
     ("newest manifest", "delete"): (
         "nothing else speaks of the newest version; its files are listed as unreferenced"
@@ -173,7 +174,11 @@ def kind_of(healthy: Healthy, name: str) -> str:
         return "newest manifest" if version[0].number == max(healthy.truth) else "manifest"
     if place == "grid" and name.endswith(".json"):
         return "catalog" if name == max(_catalogs(healthy, name)) else "older catalog"
-    if place in ("data", "grid"):
+    if name.endswith(".catalog"):
+        newest = max(_catalogs(healthy, name.replace("moved/", "grid/", 1)))
+        listed = name.encode() in healthy.objects[newest]
+        return "segment" if listed else "older segment"
+    if place in ("data", "grid", "moved"):
         return {"arrow": "piece", "grid": "bundle"}.get(name.rsplit(".")[-1], "dense")
     if place == "writers":
         return "newest claim" if name == max(_of(healthy, "writers")) else "claim"
@@ -262,7 +267,9 @@ def _needing(healthy: Healthy) -> dict[str, set[int]]:
             read = [file.name for file in files_read(manifest, planned)]
             # A grid also reads the manifests that no catalog covers, and the catalog.
             if planned is not None:
-                read += [n for n in healthy.objects if n.startswith(("versions/", "grid/"))]
+                read += [
+                    n for n in healthy.objects if n.startswith(("versions/", "grid/", "moved/"))
+                ]
             for name in (manifest.name, *read):
                 found.setdefault(name, set()).add(number)
     return found
@@ -326,14 +333,15 @@ def repository_cases(label: str, *, every: bool) -> dict[tuple[str, str], Outcom
     kept = healthy(label)
     needing = _needing(kept)
     found: dict[tuple[str, str], Outcome] = {}
-    chosen = sorted(kept.objects)
+    # What no catalog names any more nobody reads; gc removes it.
+    chosen = sorted(name for name in kept.objects if kind_of(kept, name) != "older segment")
     if not every:
         kinds = {kind_of(kept, name): name for name in chosen}
         if label != "grid":  # other layouts differ in these alone
             kinds = {
                 k: n
                 for k, n in kinds.items()
-                if k.split()[-1] in ("manifest", "piece", "bundle", "catalog")
+                if k.split()[-1] in ("manifest", "piece", "bundle", "catalog", "segment")
             }
         chosen = list(kinds.values())
     for name in chosen:

@@ -183,16 +183,16 @@ class World:
             assert self.newest.version in versions
 
     def stored_nbytes(self) -> int:
-        files = (info for place in ("data", "grid") for info in self.store.list(place))
+        files = (info for place in ("data", "grid", "moved") for info in self.store.list(place))
         return sum(info.size for info in files if info.name.endswith(".grid"))
 
     def unused_files(self) -> set[str]:
-        """Row files that no standing version reads."""
+        """Row files that no standing version reads, and segments that no catalog names."""
         used: set[str] = set()
         for version in self.repository.versions():
             planned = plan(self.repository, self.repository.manifest(version))
             assert planned is not None
             used |= {bundle.name for bundle in planned.bundles}
             used |= newest_catalog(self.repository, planned.catalog.grid).files()
-        files = {info.name for place in ("data", "grid") for info in self.store.list(place)}
-        return {name for name in files if name.endswith(".grid")} - used
+        files = {info.name for place in ("data", "moved") for info in self.store.list(place)}
+        return {name for name in files if name.endswith((".grid", ".catalog"))} - used

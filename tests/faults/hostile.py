@@ -30,10 +30,14 @@ from emberkeep.repository import (
     KeepAll,
     Repository,
     Writer,
+    names,
     newest_undamaged,
     verify,
 )
 from emberkeep.repository.digests import Digester
+from emberkeep.repository.grid.catalog import newest_catalog
+from emberkeep.repository.grid.piece_table import Gone, GridFile, PieceTable
+from emberkeep.repository.grid.segments import Segment, encoded_segment
 from emberkeep.repository.pieces import read_chunks
 from emberkeep.repository.pins import read_pins
 from tests.faults.damage import (
@@ -290,9 +294,102 @@ def fuzzed_pieces() -> None:
 
 
 def _grid() -> tuple[dict[str, bytes], str, Any]:
-    objects = dict(healthy("grid").objects)
+    """A repository whose newest catalog has its pieces in it, as format 1 had."""
+    kept = healthy("grid")
+    objects = dict(kept.objects)
     name = max(n for n in objects if n.startswith("grid/") and n.endswith(".json"))
-    return objects, name, body_of(objects[name])
+    parsed = names.parse_generation(name)
+    assert parsed is not None
+    catalog = newest_catalog(Repository.open(kept.store()), parsed[0])
+    body = body_of(objects[name])
+    del body["parts"]
+    body["format"], body["files"] = 1, [bundle.to_json() for bundle in catalog.bundles]
+    objects[name] = enveloped(json.dumps(body).encode())
+    return objects, name, body
+
+
+def _segment() -> tuple[dict[str, bytes], str, Any, PieceTable]:
+    """A repository, its newest catalog, and all pieces of the first part of that."""
+    kept = healthy("grid")
+    objects = dict(kept.objects)
+    name = max(n for n in objects if n.startswith("grid/") and n.endswith(".json"))
+    parsed = names.parse_generation(name)
+    assert parsed is not None
+    repository = Repository.open(kept.store())
+    part = newest_catalog(repository, parsed[0]).parts[0]
+    return objects, name, body_of(objects[name]), part.everything(repository)
+
+
+def _with_segment(
+    objects: dict[str, bytes], name: str, body: Any, content: bytes, ref: Any
+) -> None:
+    """Puts another segment in the place of those of the first part."""
+    body["parts"][0]["segments"] = [ref.to_json()]
+    objects[ref.name] = content
+    objects[name] = enveloped(json.dumps(body).encode())
+
+
+def far_segment() -> None:
+    """A segment whose files have an exabyte, and pieces that fill them."""
+    objects, name, body, table = _segment()
+    files = {
+        number: GridFile(replace(f.file, size=2**60, block_nbytes=2**61, blocks=()), f.families)
+        for number, f in table.files.items()
+    }
+    columns = dict(table.columns)
+    columns["nbytes"] = columns["nbytes"] // np.maximum(1, columns["rows"]) * 2**40
+    columns["rows"] = np.full(len(table), 2**40)
+    columns["head_nbytes"] = np.full(len(table), 2**41)
+    columns["head"] = 2**55 + np.arange(len(table)) * 2**42
+    columns["offset"] = np.cumsum(columns["nbytes"]) - columns["nbytes"]
+    segment = body["parts"][0]["segments"][0][0]
+    content, ref = encoded_segment(segment, PieceTable(files, columns), Gone())
+    _with_segment(objects, name, body, content, ref)
+    _exercise(objects)
+
+
+def segment_over_each_other() -> None:
+    """A segment in which every piece of a file stands at one place."""
+    objects, name, body, table = _segment()
+    columns = {**table.columns, "head": np.zeros(len(table), np.int64)}
+    segment = body["parts"][0]["segments"][0][0]
+    content, ref = encoded_segment(segment, PieceTable(table.files, columns), Gone())
+    _with_segment(objects, name, body, content, ref)
+    _exercise(objects)
+
+
+def long_segment() -> None:
+    """A catalog that says of a segment that it has an exabyte, and an index as long."""
+    objects, name, body, _ = _segment()
+    for segment in body["parts"][0]["segments"]:
+        segment[1] = segment[3] = 2**60
+    objects[name] = enveloped(json.dumps(body).encode())
+    _exercise(objects)
+
+
+def fuzzed_segments() -> None:
+    """Bytes of a real segment changed at random, of which the digests are made to match."""
+    random = np.random.default_rng(int(os.environ.get("HOSTILE_SEED", "0")))
+    _, _, body, table = _segment()
+    segment = body["parts"][0]["segments"][0][0]
+    content, ref = encoded_segment(segment, table, Gone())
+    for _ in range(int(os.environ.get("HOSTILE_ROUNDS", "300"))):
+        index = bytearray(content[: ref.index_nbytes])
+        for at in random.integers(0, len(index), 3).tolist():
+            index[at] = int(random.choice([0, 1, 127, 128, 255, index[at] ^ 8]))
+        forged = bytes(index) + content[ref.index_nbytes :]
+        other = replace(
+            ref, digest=xxhash.xxh3_128_hexdigest(forged),
+            index_digest=xxhash.xxh3_64_hexdigest(bytes(index)),
+        )  # fmt: skip
+        store = MemoryStore()
+        store.put(segment, forged)
+
+        def read(store: MemoryStore = store, other: Any = other) -> None:
+            found = Segment.open(store, other)
+            found.everything.bundles()
+
+        attempt(read)
 
 
 def _exercise(objects: Mapping[str, bytes]) -> None:
@@ -422,6 +519,10 @@ CASES: dict[str, Callable[[], None]] = {
     "pieces of an exabyte": far_pieces,
     "heads of 2^34 rows": long_heads,
     "20,000 pieces with one head": over_each_other,
+    "fuzzed segments": fuzzed_segments,
+    "a segment whose pieces have an exabyte": far_segment,
+    "a segment whose pieces stand at one place": segment_over_each_other,
+    "a segment of an exabyte": long_segment,
     "tables of 2^48 rows": wide_schema,
     "a lineage of 10^10 versions": long_lineage,
     "10^15 rows stated": many_rows_stated,

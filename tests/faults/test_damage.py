@@ -35,7 +35,7 @@ def test_damage_of_a_repository_is_noticed(label: str) -> None:
     assert total.cases >= 20
     kinds = {kind for kind, _ in found}
     assert {"manifest", "newest manifest"} < kinds
-    assert ({"bundle", "catalog"} if "grid" in label else {"piece"}) < kinds
+    assert ({"bundle", "catalog", "segment"} if "grid" in label else {"piece"}) < kinds
 
 
 def test_damage_of_a_tier_is_noticed() -> None:

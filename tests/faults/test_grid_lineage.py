@@ -250,13 +250,13 @@ def test_gc_spares_the_files_of_a_grid_whose_catalog_is_gone() -> None:
     catalogs = {i.name: store.get(i.name) for i in store.list("grid") if i.name.endswith("json")}
     assert catalogs
     store.delete(catalogs)
-    before = {info.name for info in store.list("grid")}
+    before = {info.name for info in store.list("moved")}
     life.checkpointer.repository.catalogs.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         life.checkpointer._collect()
         Life(store, states, 2).checkpointer._collect()
-    assert {info.name for info in store.list("grid")} >= before
+    assert {info.name for info in store.list("moved")} >= before
     for name, content in catalogs.items():
         store.put(name, content)
     check(store, states)

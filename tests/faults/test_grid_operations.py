@@ -201,7 +201,7 @@ def test_a_missing_file_under_an_unchanged_catalog_is_damage() -> None:
         story.train()
         story.save()
         story.extract()
-    gone = next(info.name for info in story.store.list("grid") if info.name.endswith(".grid"))
+    gone = next(info.name for info in story.store.list("moved") if info.name.endswith(".grid"))
     story.store.delete([gone])
     with pytest.raises(DamageError) as raised:
         story.check()
@@ -223,14 +223,14 @@ def test_a_zombie_cannot_name_files_that_its_successor_has_removed() -> None:
 
     def take_over(number: int, method: str, name: str) -> None:
         if method == "put_if_absent" and name.startswith("grid/") and not removed:
-            before = {info.name for info in memory.list("grid")}
+            before = {info.name for info in memory.list("moved")}
             successor = Story.__new__(Story)
             successor.__dict__.update(story.__dict__)
             successor.store = memory
             successor.repository = Repository.open(memory)
             successor.writer = Writer.open(successor.repository)
             successor.collect()
-            removed.extend(before - {info.name for info in memory.list("grid")})
+            removed.extend(before - {info.name for info in memory.list("moved")})
 
     story.store.before = take_over  # type: ignore[attr-defined]
     with pytest.raises(Exception, match="taken over"):

@@ -216,7 +216,7 @@ def check_deleted_objects_are_seen(name: str) -> None:
         check_seen(store, MANIFESTS, {name})
 
 
-@pytest.mark.parametrize("kept", ["versions", "writers", "data", "grid"])
+@pytest.mark.parametrize("kept", ["versions", "writers", "data", "grid", "moved"])
 def test_whatever_is_left_of_a_repository_is_not_built_over(kept: str) -> None:
     """A new `repository.json` beside old objects would call all of them another's."""
     world = World(0, Grid())

@@ -23,7 +23,7 @@ from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.errors import EmberkeepError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
-from emberkeep.server import shard_service
+from emberkeep.server import version_work
 from emberkeep.server.version_load import load_rows
 from emberkeep.tables import Adam
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers, LocalTransport
@@ -52,7 +52,7 @@ class World:
         self._left: tuple[LocalTransport, float, bool] | None = None
         self._lock = threading.Lock()
         monkeypatch.setattr(self.network, "deliver", self._count)
-        monkeypatch.setattr(shard_service, "load_rows", self._load)
+        monkeypatch.setattr(version_work, "load_rows", self._load)
 
     def _load(self, *given: Any) -> Any:
         done = load_rows(*given)

@@ -19,6 +19,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.checkpoint import targets
 from emberkeep.checkpoint.targets import (
+    ExtractsItself,
     InstallsScattered,
     LimitsRows,
     LoadsItself,
@@ -56,6 +57,12 @@ CAPABILITIES: dict[type, tuple[str, Strategy, dict[str, list[type]], dict[str, t
         "write",
         CHAIN,
         {"local": [], "servers": [RemoteRows], "mixed": [RemoteRows]},
+        {},
+    ),
+    ExtractsItself: (
+        "extract",
+        GRID,
+        {"local": [], "servers": [FlightCluster], "mixed": [FlightCluster]},
         {},
     ),
     LimitsRows: (

@@ -35,7 +35,7 @@ def test_another_url_is_refused_in_the_same_epoch(network: LocalNetwork, tmp_pat
     cluster.check_repository(own, None)
     shard = cluster.handles[0]
     shard.freeze(None, 2**20)
-    for kind in ("repository", "write", "load"):
+    for kind in ("repository", "write", "load", "extract"):
         header = {
             "url": other, "version": "1.1", "nonce": "n", "codecs": {}, "threads": 1, "nice": 0,
             "block_nbytes": 4096, "names": {}, "piece_nbytes": 4096,

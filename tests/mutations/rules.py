@@ -233,16 +233,16 @@ MUTATIONS = (
     ),
     Mutation(
         "Gb", "deaths are recorded a version too early",
-        "repository/grid/extraction.py",
-        "living.deaths, seen.tables, seen.ids, version\n",
-        "living.deaths, seen.tables, seen.ids, version - 1\n",
+        "kernels/living_rows.py",
+        "            deaths[before] = birth\n",
+        "            deaths[before] = birth - 1\n",
         "test_grid_history.py",
     ),
     Mutation(
         "Gc", "pieces of versions that no catalog covers are not read",
         "repository/grid/catalog.py",
-        "own = [bundle for each in later for bundle in bundles_of(each)]",
-        "own = [bundle for each in later[-1:] for bundle in bundles_of(each)]",
+        "for each in uncovered(repository, manifest, catalog.covered):",
+        "for each in uncovered(repository, manifest, catalog.covered)[-1:]:",
         "test_grid_history.py",
     ),
     Mutation(
@@ -254,7 +254,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Ge", "extraction loses a row and does not notice",
-        "repository/grid/extraction.py",
+        "repository/grid/shard_extraction.py",
         "part = whole.take(np.flatnonzero(deaths == death), death or None)\n"
         "                total += part.sum\n",
         "total += whole.take(np.flatnonzero(deaths == death), None).sum\n"

@@ -106,23 +106,25 @@ def _check_shard(shard: Any, url: str, repository: str | None) -> None:
 def _load_by_holders(
     view: TargetView, repository: Repository, chain: Sequence[Manifest]
 ) -> TargetView:
-    """Lets those load the version that can; what is left to be loaded by this process.
-
-    Rows of a grid stand together whatever their shard, so they are read once, by this process.
-    """
+    """Lets those load the version that can; what is left to be loaded by this process."""
     rest = []
     for part in view.parts:
         target = part.target
-        if (
-            isinstance(target, LoadsItself)
-            and grid_of(chain[-1]) is None
-            and target.reaches(repository.store.url)
-        ):
+        if isinstance(target, LoadsItself) and target.reaches(repository.store.url):
             target.load_version(repository, chain, {own: name for name, own in part.names.items()})
             part.load_table_state(chain[-1].layout["tables"])  # says what had no room
         elif part.names:
             rest.append(part)
     return TargetView(rest)
+
+
+def loads_here(subject: Subject, url: str) -> bool:
+    """Whether this process loads some of the rows itself."""
+    parts = view_of(subject).parts
+    return any(
+        part.names and not (isinstance(part.target, LoadsItself) and part.target.reaches(url))
+        for part in parts
+    )
 
 
 def _load_rows(
@@ -132,7 +134,7 @@ def _load_rows(
     """The rows of the last version of a chain; of versions of which `shard_of` names a shard, its
     files alone."""
     if grid_of(chain[-1]) is not None:
-        _load_grid(repository, chain[-1], target, pool)
+        _load_grid(repository, chain[-1], target, pool, shard_of(chain[-1]))
     else:
         _install(
             target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier)),
@@ -141,10 +143,12 @@ def _load_rows(
     target.load_table_state(table_state(chain[-1]))
 
 
-def _load_grid(repository: Repository, manifest: Manifest, target: TargetView, pool: Pool) -> None:
+def _load_grid(
+    repository: Repository, manifest: Manifest, target: TargetView, pool: Pool, shard: int | None
+) -> None:
     """Each row once, in whatever order its pieces stand; again if they were moved meanwhile."""
     for attempt in range(_ATTEMPTS):
-        planned = plan(repository, manifest)
+        planned = plan(repository, manifest, shard=shard)
         assert planned is not None
         try:
             for rows, busy in scattered_rows(repository, planned, pool):

@@ -24,11 +24,18 @@ from emberkeep.checkpoint.restore import (
     check_schema,
     load,
     load_shard,
+    loads_here,
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import TargetView, view_of
-from emberkeep.checkpoint.targets import DENSE, NoticesEdits, Subject, WritesItself
+from emberkeep.checkpoint.targets import (
+    DENSE,
+    ExtractsItself,
+    NoticesEdits,
+    Subject,
+    WritesItself,
+)
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
 from emberkeep.checkpoint.widths import Widths, check_tables, is_lossy, loses
 from emberkeep.errors import (
@@ -41,7 +48,8 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
-from emberkeep.repository.grid.catalog import grid_of, plan
+from emberkeep.repository.grid.catalog import grid_of, newest_catalog, plan
+from emberkeep.repository.grid.extraction import Remote
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import ENDLESS, Grid, needs_baseline, resets
@@ -94,8 +102,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         check_schema(repository.tables, subject.schema())
         check_tables(self.spec.widths, repository.tables)
         subject.track(self.spec.priority)
-        if self.spec.written_by_holders:
-            check_holders(subject, repository.store.url, repository.id)
+        check_holders(subject, repository.store.url, repository.id)
         super().__init__(
             "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
             nice=self.settings.nice, on_event=on_event,
@@ -119,6 +126,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=min(_NICEST, self.settings.nice + 9), bandwidth=self._bandwidth,
+            holders=self._holder,
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
@@ -391,7 +399,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             rows
             for slabs in save.frozen
             for rows in slabs
-            if isinstance(rows, WritesItself) and rows.reaches(draft.url) and not save.in_grid
+            if isinstance(rows, WritesItself) and rows.reaches(draft.url)
         ]
         if on_servers:
             # Before anybody writes: a server that was replaced may be where the path is another's.
@@ -406,6 +414,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                         nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
                         most_mb_per_second=self._bandwidth.share(len(on_servers)),
                         background_share=self._budget.share,
+                        grid=list(self.repository.tables) if save.in_grid else None,
                     )  # fmt: skip
                     written.add_done_callback(
                         lambda done: cancelled.set() if done.exception() else None
@@ -423,20 +432,32 @@ class Checkpointer(BackgroundSaver[Manifest]):
     def _write_local(self, draft: Draft, save: Save, on_servers: Sequence[FrozenRows]) -> None:
         settings, cancelled = self.settings, save.saving.cancelled
         for shard, slabs in enumerate(save.frozen):
+            local_rows = [rows for rows in slabs if rows not in on_servers]
             if save.in_grid:
                 write_bundles(
-                    draft, slabs, save.codecs, self._pool,
+                    draft, local_rows, save.codecs, self._pool, birth=draft.version.number,
                     tables=list(self.repository.tables),
                     file_nbytes=settings.piece_nbytes, nice=settings.nice, shard=shard,
                     cancelled=cancelled, bandwidth=self._bandwidth, budget=self._budget,
                 )  # fmt: skip
                 continue
-            local_rows = [rows for rows in slabs if rows not in on_servers]
             write_pieces(
                 draft, local_rows, save.codecs, self._pool, piece_nbytes=settings.piece_nbytes,
                 nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
                 budget=self._budget,
             )  # fmt: skip
+
+    def _holder(self, shard: int) -> Remote | None:
+        """Who prepares rounds of extraction in the part of a shard, if it is not this process."""
+        url = self.repository.store.url
+        for part in view_of(self.subject).parts:
+            target = part.target
+            if not isinstance(target, ExtractsItself) or not target.reaches(url):
+                continue
+            if shard < target.shard_count:
+                rate = self._bandwidth.share(target.shard_count)
+                return partial(target.extract, url, most_mb_per_second=rate)
+        return None
 
     def _collect(self) -> None:
         try:
@@ -543,10 +564,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 self._follow(earlier)
         self._whole = manifest
         newest = self.writer.resume(target)
-        planned = plan(self.repository, manifest)
-        if planned is not None:
-            self._extraction.restored(self._clock.monotonic() - start, planned.nbytes)
-            if not newest:
+        grid = grid_of(manifest)
+        if grid is not None:
+            if loads_here(self.subject, self.repository.store.url):  # servers' plans are theirs
+                planned = plan(self.repository, manifest)
+                assert planned is not None
+                self._extraction.restored(self._clock.monotonic() - start, planned.nbytes)
+            # Format 1 told the rows of shards not apart: to move them takes the process of each.
+            mixed = shards > 1 and newest_catalog(self.repository, grid).is_mixed
+            if not newest or mixed:
                 self._chain = _Chain()
         return restored
 

@@ -114,12 +114,6 @@ class VersionSpec:
     def lossy(self) -> bool:
         return self.quantizes or self.quantize_optimizer
 
-    @property
-    def written_by_holders(self) -> bool:
-        """Whether servers write versions themselves: not those of a grid, whose rows stand together
-        whatever their shard; but a lossy strategy ends with an exact version outside the grid."""
-        return self.layout != "grid" or self.lossy
-
 
 LOSSLESS = VersionSpec(layout="full")
 

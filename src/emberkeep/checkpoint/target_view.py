@@ -54,9 +54,10 @@ class ViewPart:
             own_T = [
                 start + self.own_rows(self.names[t], ids[start:end]) for t, start, end in ranges
             ]
-            offsets = np.cumsum([0, *(own.size for own in own_T)]).tolist()
-            own = np.concatenate(own_T)
-            ids, planes = ids[own], {name: values[own] for name, values in planes.items()}
+            if sum(own.size for own in own_T) < offsets[-1] - offsets[0]:
+                offsets = np.cumsum([0, *(own.size for own in own_T)]).tolist()
+                own = np.concatenate(own_T)
+                ids, planes = ids[own], {name: values[own] for name, values in planes.items()}
         own_names = [self.names[table] for table in tables]
         self.target.install_scattered(own_names, offsets, ids, planes, busy=busy)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from emberkeep._types import I64, Json
 from emberkeep.codecs import Codec
 from emberkeep.repository import Draft, Manifest, Repository
+from emberkeep.repository.grid.shard_extraction import RoundOrder, ShardRound
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.memory import Values
@@ -133,6 +134,24 @@ class WritesItself(Protocol):
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
         piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None,
         background_share: float | None,
+        grid: Sequence[str] | None,
     ) -> None:  # fmt: skip
-        """Returns when the rows are in the store, and their files part of the draft."""
+        """Returns when the rows are in the store, and their files part of the draft; as pieces of a
+        `grid` if the tables of the repository are given."""
+        ...
+
+
+@runtime_checkable
+class ExtractsItself(Protocol):
+    """A subject whose shards are in other processes, which rearrange their parts of a grid."""
+
+    @property
+    def shard_count(self) -> int: ...
+
+    def reaches(self, url: str) -> bool: ...
+
+    def extract(
+        self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
+    ) -> ShardRound:
+        """Has the holder of the order's shard prepare a round."""
         ...

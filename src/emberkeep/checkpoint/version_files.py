@@ -39,8 +39,10 @@ def write_apart(
     files: FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], *, threads: int,
     nice: int, piece_nbytes: int, shard: int, cancelled: threading.Event,
     most_mb_per_second: float | None, background_share: float | None, clock: Clock,
+    birth: int, grid: Sequence[str] | None,
 ) -> float:  # fmt: skip
-    """`write_pieces` for a process that holds rows of another's run; the core-seconds that it took.
+    """`write_pieces` for a process that holds rows of another's run, or `write_bundles` if tables
+    of a `grid` are given; the core-seconds that it took.
 
     In threads that yield: the one that calls is to load rows as fast as it can, and a thread that
     has yielded once cannot take that back.
@@ -52,10 +54,17 @@ def write_apart(
 
     def write() -> None:
         with cores.counting():
-            write_pieces(
-                files, frozen, codecs, pool, piece_nbytes=piece_nbytes, nice=nice, shard=shard,
-                cancelled=cancelled, bandwidth=bandwidth, budget=budget,
-            )  # fmt: skip
+            if grid is None:
+                write_pieces(
+                    files, frozen, codecs, pool, piece_nbytes=piece_nbytes, nice=nice, shard=shard,
+                    cancelled=cancelled, bandwidth=bandwidth, budget=budget,
+                )  # fmt: skip
+            else:
+                write_bundles(
+                    files, frozen, codecs, pool, birth=birth, tables=grid, file_nbytes=piece_nbytes,
+                    nice=nice, shard=shard, cancelled=cancelled, bandwidth=bandwidth,
+                    budget=budget,
+                )  # fmt: skip
 
     with Crew(1, "emberkeep-write", nice=nice, clock=clock) as crew:
         crew.submit(write).result()
@@ -63,19 +72,20 @@ def write_apart(
 
 
 def write_bundles(
-    draft: Draft, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], pool: Pool, *,
-    tables: Sequence[str], file_nbytes: int, nice: int, shard: int, cancelled: threading.Event,
-    bandwidth: Bandwidth, budget: Budget,
+    files: Draft | FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec],
+    pool: Pool, *, birth: int, tables: Sequence[str], file_nbytes: int, nice: int, shard: int,
+    cancelled: threading.Event, bandwidth: Bandwidth, budget: Budget,
 ) -> None:  # fmt: skip
-    """`write_pieces` for a grid; `tables` are those of the repository, in its order."""
+    """`write_pieces` for a grid, in its version number `birth`; `tables` are those of the
+    repository, in its order."""
     chunks = _chunks(frozen, budget, cancelled)
     for bundle in streams(
-        chunks, codecs, pool, birth=draft.version.number, tables=list(tables),
+        chunks, codecs, pool, birth=birth, tables=list(tables),
         file_nbytes=file_nbytes, metadata={"shard": shard},
     ):  # fmt: skip
         with Ahead(budget.cores.iterating(bundle.stream()), nice) as stream:
             paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
-            draft.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
+            files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
 
 
 def _chunks(

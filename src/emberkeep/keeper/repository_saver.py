@@ -68,8 +68,7 @@ class RepositorySaver(Checkpointer):
                 "start a new run"
             )
         else:
-            if strategy.spec.written_by_holders:
-                check_holders(subject, store.url, None)
+            check_holders(subject, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
         if must_exist and repository.latest() is None:

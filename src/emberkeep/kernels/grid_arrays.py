@@ -1,4 +1,4 @@
-"""What a grid of pieces asks of arrays: packed ids, filters, matching, sums that ignore order.
+"""What a grid of pieces asks of arrays: packed ids, sums that ignore order, which ids come first.
 
 A row is named by (table, id), the table being a number. Rows of a piece stand in groups of one
 table, ids ascending within a group.
@@ -13,17 +13,8 @@ from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hash_index import GOLDEN, hash_id, mix64
 
 _u64 = np.uint64
-_ZERO, _ONE, _S6, _S7, _S8, _S32, _S63 = (
-    _u64(0),
-    _u64(1),
-    _u64(6),
-    _u64(7),
-    _u64(8),
-    _u64(32),
-    _u64(63),
-)
+_ZERO, _ONE, _S7, _S8, _S32, _S63 = (_u64(n) for n in (0, 1, 7, 8, 32, 63))
 _LOW7, _HIGH, _BYTE = _u64(0x7F), _u64(0x80), _u64(0xFF)
-_PROBES = 4
 _FACTOR = _u64(0xD6E8FEB86659FD93)
 
 MOST_BYTES_OF_ID = 10
@@ -90,68 +81,8 @@ def unpack_ids(packed: U8, counts_G: I64, ids: I64) -> int:
 
 
 @inline
-def _key(table: int, identity: int) -> np.uint64:
+def key_of(table: int, identity: int) -> np.uint64:
     return mix64(hash_id(identity) + _u64(table) * GOLDEN)
-
-
-@kernel
-def hash_keys(tables: I32, ids: I64, hashes: U64) -> None:
-    """What filters know keys by."""
-    for i in range(ids.size):
-        hashes[i] = _key(tables[i], ids[i])
-
-
-@kernel
-def bloom_add(words: U64, hashes: U64) -> None:
-    """Enters keys in a filter whose number of words is a power of two."""
-    mask = _u64(words.size) * _u64(64) - _ONE
-    for i in range(hashes.size):
-        h = hashes[i]
-        step = (h >> _S32) | _ONE
-        for _ in range(_PROBES):
-            words[np.int64((h & mask) >> _S6)] |= _ONE << (h & _S63)
-            h += step
-
-
-@kernel
-def bloom_hits(words: U64, hashes: U64) -> int:
-    """How many keys may be in the filter; no key that is in it is missed."""
-    mask = _u64(words.size) * _u64(64) - _ONE
-    hits = 0
-    for i in range(hashes.size):
-        h = hashes[i]
-        step = (h >> _S32) | _ONE
-        found = 1
-        for _ in range(_PROBES):
-            if (words[np.int64((h & mask) >> _S6)] >> (h & _S63)) & _ONE == _ZERO:
-                found = 0
-                break
-            h += step
-        hits += found
-    return hits
-
-
-@kernel
-def mark_deaths(
-    tables: I32, ids: I64, deaths: I32, new_tables: I32, new_ids: I64, version: int
-) -> int:
-    """Notes `version` as the death of rows that have none and stand in the new keys, too.
-
-    Both lists are sorted by (table, id). Returns how many died.
-    """
-    died = 0
-    j = 0
-    for i in range(ids.size):
-        while j < new_ids.size and (
-            new_tables[j] < tables[i] or (new_tables[j] == tables[i] and new_ids[j] < ids[i])
-        ):
-            j += 1
-        if j == new_ids.size:
-            break
-        if new_tables[j] == tables[i] and new_ids[j] == ids[i] and deaths[i] == 0:
-            deaths[i] = version
-            died += 1
-    return died
 
 
 @kernel
@@ -178,7 +109,7 @@ def sum_of_rows(tables: I32, ids: I64, sums_R: U64) -> np.uint64:
     """One number for a set of rows, whatever their order: sums of disjoint sets add up."""
     total = _ZERO
     for r in range(ids.size):
-        total += mix64(sums_R[r] + _key(tables[r], ids[r]))
+        total += mix64(sums_R[r] + key_of(tables[r], ids[r]))
     return total
 
 

@@ -22,6 +22,7 @@ RESTORES = "restores"
 EXACT = "exact-"
 PROBES = "probes"
 GRID = "grid"
+MOVED = "moved"
 
 # Numbers and epochs begin with 1: a name with a 0 is none of ours.
 _NUMBER, _EPOCH = r"((?!0{10})[0-9]{10})", r"((?!0{6})[0-9]{6})"
@@ -29,7 +30,11 @@ _VERSION = re.compile(rf"{VERSIONS}/{_NUMBER}-{_EPOCH}\.(json|void|removed)\Z")
 _WRITER = re.compile(rf"{WRITERS}/{_EPOCH}\.json\Z")
 _DATA = re.compile(rf"{DATA}/{_EPOCH}-{_NUMBER}-([0-9a-f]{{16}})-[0-9]+\.[a-z0-9]+\Z")
 _GENERATION = re.compile(rf"{GRID}/{_NUMBER}-{_EPOCH}/([0-9]{{8}})\.json\Z")
-_BUNDLE = re.compile(rf"{GRID}/{_NUMBER}-{_EPOCH}/{_EPOCH}-[0-9a-f]{{16}}-[0-9]+\.grid\Z")
+# Format 1 had them beside the catalogs, which are looked for often.
+_BUNDLE = re.compile(
+    rf"(?:{GRID}|{MOVED})/{_NUMBER}-{_EPOCH}/{_EPOCH}-[0-9a-f]{{16}}-[0-9]+\.grid\Z"
+)
+_SEGMENT = re.compile(rf"{MOVED}/{_NUMBER}-{_EPOCH}/{_EPOCH}-[0-9a-f]{{16}}-[0-9]+\.catalog\Z")
 _MARK = re.compile(CONDEMNED + r"/([0-9]{6}-[0-9a-f]{16})(\.decision)?\.json\Z")
 _TEXT = re.compile(r"([0-9]{1,10})-([0-9]{1,6})\Z")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
@@ -113,7 +118,16 @@ def generation_name(grid: VersionId, generation: int) -> str:
 
 
 def bundle_name(grid: VersionId, epoch: int, nonce: str, index: int) -> str:
-    return f"{grid_directory(grid)}/{epoch:06d}-{nonce}-{index}.grid"
+    return f"{round_prefix(grid, epoch, nonce)}{index}.grid"
+
+
+def segment_name(grid: VersionId, epoch: int, nonce: str, index: int) -> str:
+    return f"{round_prefix(grid, epoch, nonce)}{index}.catalog"
+
+
+def round_prefix(grid: VersionId, epoch: int, nonce: str) -> str:
+    """What the names of all files begin with that one round writes."""
+    return f"{MOVED}/{grid.number:010d}-{grid.epoch:06d}/{epoch:06d}-{nonce}-"
 
 
 def parse_generation(name: str) -> tuple[VersionId, int] | None:
@@ -125,6 +139,12 @@ def parse_generation(name: str) -> tuple[VersionId, int] | None:
 def parse_bundle(name: str) -> tuple[VersionId, int] | None:
     """The grid of a bundle, and the epoch that wrote it."""
     match = _BUNDLE.match(name)
+    return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
+
+
+def parse_segment(name: str) -> tuple[VersionId, int] | None:
+    """The grid of a segment of a catalog, and the epoch that wrote it."""
+    match = _SEGMENT.match(name)
     return match and (VersionId(int(match[1]), int(match[2])), int(match[3]))
 
 
@@ -140,7 +160,7 @@ def parse_mark(name: str) -> tuple[str, bool] | None:
 
 def is_part(name: str) -> bool:
     """Whether an object can only be of a repository: a version, a writer's claim, or data."""
-    patterns = (_VERSION, _WRITER, _DATA, _GENERATION, _BUNDLE)
+    patterns = (_VERSION, _WRITER, _DATA, _GENERATION, _BUNDLE, _SEGMENT)
     return any(pattern.match(name) for pattern in patterns)
 
 

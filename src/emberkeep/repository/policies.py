@@ -11,7 +11,6 @@ from emberkeep.errors import ConfigError
 
 Layout = Literal["full", "one_shot", "intermittent", "consecutive", "grid"]
 LAYOUTS: tuple[Layout, ...] = ("full", "one_shot", "intermittent", "consecutive", "grid")
-FILTERS = ("range", "bloom", "true")
 Predictor = Literal["growth", "paper"]
 PREDICTORS: tuple[Predictor, ...] = ("growth", "paper")
 
@@ -55,8 +54,8 @@ def needs_baseline(layout: Layout, sizes: Sequence[float], predictor: Predictor 
 class Grid:
     """How a grid is kept.
 
-    - `ratio` (the paper's R): a piece is split when so much of it has died. 0 splits at once and
-      reads least, 1 never splits before all is dead and writes least.
+    - `ratio` (the paper's R): rows are moved when so many of those in living pieces have died. 0
+      moves them at once and reads least, 1 never before all are dead and writes least.
     - `concatenate` puts the halves of a round into two files; without it each piece gets its own.
     - `most_behind`: so many versions extraction may be behind a save. Beyond, they are taken in
       without splitting anything, which the next round does (`behind="skip"`), or the save waits
@@ -66,9 +65,8 @@ class Grid:
       `storage_budget_nbytes`.
     """
 
-    ratio: float = 0.2
+    ratio: float = 0.15
     concatenate: bool = True
-    filters: tuple[str, ...] = FILTERS
     most_behind: int = 8
     behind: str = "skip"
     resets: bool = True
@@ -82,9 +80,6 @@ class Grid:
             raise ConfigError(f"most_behind must be 1 or more, not {self.most_behind}")
         if self.behind not in ("wait", "skip"):
             raise ConfigError(f"behind must be 'wait' or 'skip', not {self.behind!r}")
-        unknown = set(self.filters) - set(FILTERS)
-        if unknown:
-            raise ConfigError(f"filters are {', '.join(FILTERS)}, not {sorted(unknown)[0]!r}")
         if self.restore_budget is not None and self.restore_budget <= timedelta(0):
             raise ConfigError(f"restore_budget must be above 0, not {self.restore_budget}")
         if self.storage_budget_nbytes is not None and self.storage_budget_nbytes < 1:

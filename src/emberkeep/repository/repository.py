@@ -66,8 +66,10 @@ class Repository:
         self.clock = clock
         # Names known to hold manifests or seals, as they were listed: asked for once.
         self._seals: dict[BlobInfo, bool] = {}
-        # The newest catalog of each grid as it was last read: immutable, and long.
+        # The newest catalog of each grid as it was last read, and the segments of their parts:
+        # immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
+        self.segments: dict[str, Any] = {}
         self._whole: dict[VersionId, bool] = {}
 
     @cached_property
@@ -475,7 +477,7 @@ def void(repository: Repository, version: VersionId) -> None:
 
 def _check_no_remains(store: BlobStore) -> None:
     """`DamageError` if there are objects of a repository, but not what it is."""
-    for directory in (names.VERSIONS, names.WRITERS, names.DATA, names.GRID):
+    for directory in (names.VERSIONS, names.WRITERS, names.DATA, names.GRID, names.MOVED):
         found = next((i.name for i in store.list(directory) if names.is_part(i.name)), None)
         # Asked again: it may have been created since it was looked for, and the others after it.
         if found is not None and not Repository.exists(store):

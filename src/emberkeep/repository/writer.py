@@ -71,7 +71,8 @@ class Writer:
         self._resumed: VersionId | None = None
         # Versions known to stand, so that building on them needs no look at the store.
         self._standing: set[VersionId] = set()
-        # Files of grids that no catalog may name yet, though one may come to.
+        # What names of files of grids begin with that no catalog may name yet, though one may
+        # come to.
         self._unsettled: set[str] = set()
         self._lock = threading.RLock()
 
@@ -278,19 +279,21 @@ class Writer:
             self._standing -= self._condemned
             return self._condemned
 
-    def hold_files(self, files: Iterable[str]) -> None:
-        """Called before files of a grid are put: gc leaves them alone until they are let go."""
+    def hold_files(self, prefixes: Iterable[str]) -> None:
+        """Called before files of a grid are put whose names begin so: gc leaves them alone until
+        they are let go."""
         with self._lock:
-            self._unsettled.update(files)
+            self._unsettled.update(prefixes)
 
-    def let_go_files(self, files: Iterable[str]) -> None:
+    def let_go_files(self, prefixes: Iterable[str]) -> None:
         """Called when a catalog names the files, or none ever will."""
         with self._lock:
-            self._unsettled.difference_update(files)
+            self._unsettled.difference_update(prefixes)
 
-    def held_files(self) -> frozenset[str]:
+    def held_files(self) -> tuple[str, ...]:
+        """What the names of files begin with that a catalog may come to name."""
         with self._lock:
-            return frozenset(self._unsettled)
+            return tuple(self._unsettled)
 
     def _commit(self, manifest: Manifest) -> Manifest:
         with self._lock:

@@ -52,13 +52,13 @@ class LongWork:
 
     def __init__(
         self, events: ServerEvents, working: Callable[[], AbstractContextManager[None]],
-        clock: Clock,
+        clock: Clock, nice: int = 0,
     ) -> None:  # fmt: skip
         self._tell = events
         self._working = working
         self._clock = clock
         self._lock = threading.Lock()
-        self._worker = Worker("emberkeep-job", clock=clock)
+        self._worker = Worker("emberkeep-job", nice=nice, clock=clock)
         self._progress = 0
         self._coordinator: str | None = None
         self.job: tuple[int, Future[Json]] | None = None

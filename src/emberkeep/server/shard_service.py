@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import U8, Json
-from emberkeep.checkpoint.version_files import write_apart
 from emberkeep.cluster.shard import Shard
-from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import (
     DamageError,
     EmberkeepError,
@@ -28,13 +26,12 @@ from emberkeep.errors import (
     ProtocolError,
     ServerError,
 )
-from emberkeep.repository import Repository, VersionId
+from emberkeep.repository import Repository
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
-from emberkeep.server import admission, tier_service
-from emberkeep.server.counted_writer import CountedWriter
+from emberkeep.server import admission, tier_service, version_work
 from emberkeep.server.epoch import Epoch, Session, priority_of
 from emberkeep.server.long_work import LongWork, Requests
 from emberkeep.server.parity_service import parity_service_from
@@ -42,7 +39,6 @@ from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
-from emberkeep.server.version_load import load_rows
 from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -70,6 +66,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
+_NICE = 10  # of rounds, as of saves: pulls and pushes come first
 
 
 class ShardService:
@@ -109,6 +106,9 @@ class ShardService:
         self._writing = ("", self._cancelled)
         self._requests = Requests(clock)
         self.long_work = LongWork(self.events, self._requests.working, clock)
+        # Beside the other work: a save must not wait for a round.
+        self.rounds = LongWork(self.events, self._requests.working, clock, nice=_NICE)
+        self._grid = version_work.GridWork(self.rounds.advance, clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -132,6 +132,7 @@ class ShardService:
             "chunks": self._chunks,
             "repository": self._repository,
             "write": self._write,
+            "extract": self._extract,
             "work": self._work,
             "cancel": self._cancel,
             "close": self._close,
@@ -308,6 +309,7 @@ class ShardService:
     def _drop(self, epoch: Epoch) -> None:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
+        self._grid.forget()
         service = epoch.parity_service
         ends = [epoch.drop_aside, epoch.shard.kill]
         end_all(*([] if service is None else [service.close]), *ends)
@@ -489,49 +491,37 @@ class ShardService:
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """Begins to write the frozen rows as pieces of a version, straight to the store."""
-        snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
-        codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
-        epoch.versions.writes(VersionId.parse(header["version"]))
-        files = CountedWriter(
-            epoch.store(header["url"]), VersionId.parse(header["version"]), str(header["nonce"]),
-            part=epoch.shard.index, block_nbytes=int(header["block_nbytes"]),
-            advance=self.long_work.advance,
+        """Begins to write the frozen rows as files of a version, straight to the store."""
+        epoch, cancelled = self._checked(header), self._cancelled
+        work = version_work.to_write(
+            epoch, self._frozen(header), header, cancelled=cancelled,
+            advance=self.long_work.advance, clock=self._clock,
         )  # fmt: skip
-        for snapshot in snapshots:
-            snapshot.rename(header["names"])
-
-        def write() -> Json:
-            with files:
-                core_seconds = write_apart(
-                    files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
-                    threads=int(header["threads"]), nice=int(header["nice"]),
-                    piece_nbytes=int(header["piece_nbytes"]),
-                    most_mb_per_second=header.get("most_mb_per_second"),
-                    background_share=header.get("background_share"), clock=self._clock,
-                )  # fmt: skip
-            written = [file.to_json() for file in files.written]
-            return {"files": written, "core_seconds": core_seconds}
-
-        self.long_work.begin("wrote", epoch.number, {"version": header["version"]}, write)
+        self.long_work.begin("wrote", epoch.number, {"version": header["version"]}, work)
         self._writing = (str(header["nonce"]), cancelled)
         yield {}, _NONE
 
     def _load(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to replace all rows by this shard's part of a version."""
-        epoch = self._checked(header)
-        repository = Repository.open(epoch.store(header["url"]), clock=self._clock)
-        load = partial(
-            load_rows, epoch, repository, VersionId.parse(header["version"]), header["names"],
-            self._pool, self.long_work.advance,
+        work = version_work.to_load(
+            epoch := self._checked(header), header, pool=self._pool,
+            advance=self.long_work.advance, clock=self._clock,
         )  # fmt: skip
-        self.long_work.begin("loaded", epoch.number, {"version": header["version"]}, load)
+        self.long_work.begin("loaded", epoch.number, {"version": header["version"]}, work)
+        yield {}, _NONE
+
+    def _extract(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
+        """Begins a round of extraction in this shard's part of a grid, beside other work."""
+        epoch = self._checked(header)
+        work, about = self._grid.to_extract(epoch, header), {"version": header["version"]}
+        self.rounds.begin("extracted", epoch.number, about, work)
         yield {}, _NONE
 
     def _work(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         if (opening := self._opening) is not None and opening.meant(header):
             opening.hear()
-        yield self.long_work.answer(int(header["epoch"]), header.get("coordinator")), _NONE
+        asked = self.rounds if header.get("of") == "extract" else self.long_work
+        yield asked.answer(int(header["epoch"]), header.get("coordinator")), _NONE
 
     def _cancel(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Gives a version up that is being written: the one which is named, never a later one."""

@@ -134,10 +134,11 @@ class LocalNetwork:
                 self.clock.sleep(deadline.total_seconds())
                 raise ServerError(f"{server} did not answer {kind} in time")
             self.clock.sleep(rule.by.total_seconds())
-        if kind == "work" and service.long_work.job is not None:
+        if kind == "work":
             # Long work takes the machine's time, and virtual time passes for one who asks again
             # and again: without a rest it would be over before a thread has done anything.
-            wait([service.long_work.job[1]], _WORK_SECONDS)
+            jobs = (service.long_work.job, service.rounds.job)
+            wait([job[1] for job in jobs if job is not None], _WORK_SECONDS)
         answer = work(service)
         if outcome == "repeat":
             work(service)

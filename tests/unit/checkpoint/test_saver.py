@@ -353,14 +353,14 @@ def test_strategies_check_themselves(wrong: dict[str, Any]) -> None:
 
 POINTS = {
     "before": "emberkeep.repository.grid.extraction_worker.Extractor",
-    "start": "emberkeep.repository.grid.extraction.Extractor._start",
-    "admit": "emberkeep.repository.grid.extraction.Extractor._admit",
-    "choose": "emberkeep.repository.grid.extraction.Extractor._chosen",
-    "split": "emberkeep.repository.grid.extraction.Extractor._split",
-    "divide": "emberkeep.repository.grid.extraction.Extractor._divide",
-    "write": "emberkeep.repository.grid.extraction.Extractor._write",
+    "start": "emberkeep.repository.grid.shard_extraction.ShardExtraction._start",
+    "admit": "emberkeep.repository.grid.shard_extraction.ShardExtraction._admit",
+    "choose": "emberkeep.repository.grid.shard_extraction.ShardExtraction._chosen",
+    "split": "emberkeep.repository.grid.shard_extraction.ShardExtraction._split",
+    "divide": "emberkeep.repository.grid.shard_extraction.ShardExtraction._divide",
+    "write": "emberkeep.repository.grid.shard_extraction.ShardExtraction._write",
     "commit": "emberkeep.repository.grid.extraction.commit",
-    "replace": "emberkeep.repository.grid.extraction.Extractor._replace",
+    "replace": "emberkeep.repository.grid.shard_extraction.ShardExtraction._replace",
     "report": "emberkeep.repository.grid.extraction_worker._details",
 }
 

@@ -21,7 +21,7 @@ from emberkeep.errors import CancelledError, SaveError
 from emberkeep.repository import Repository
 from emberkeep.repository.policies import LAYOUTS
 from emberkeep.runtime.pool import Pool
-from emberkeep.server import shard_service
+from emberkeep.server import version_work
 from emberkeep.tables import Adagrad
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -124,7 +124,7 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
     repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)
     late: list[dict[str, Any]] = []
-    write, write_apart = RemoteRows.write, shard_service.write_apart
+    write, write_apart = RemoteRows.write, version_work.write_apart
 
     def cancel_earlier() -> None:
         for header in late:
@@ -141,7 +141,7 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
         write_apart(*given, **named)
 
     monkeypatch.setattr(RemoteRows, "write", noted)
-    monkeypatch.setattr(shard_service, "write_apart", cancelled_late)
+    monkeypatch.setattr(version_work, "write_apart", cancelled_late)
     for step in (1, 2):
         push(cluster, np.random.default_rng(step), 3)
         keeper.save(step)
@@ -169,7 +169,7 @@ def test_servers_give_a_cancelled_version_up(
         raise CancelledError("given up")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shard_service, "write_apart", write_apart)
+        patched.setattr(version_work, "write_apart", write_apart)
         keeper.save(1)
         keeper.cancel()
         with pytest.raises(CancelledError):

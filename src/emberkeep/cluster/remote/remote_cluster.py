@@ -37,6 +37,7 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.repository import Manifest, Repository
+from emberkeep.repository.grid.shard_extraction import RoundOrder, ShardRound
 from emberkeep.rows.slab import slab_rows
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
@@ -374,6 +375,13 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             [partial(shard.load_version, repository, chain, names) for shard in self.handles]
         )
         self._settle_writes()
+
+    def extract(
+        self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
+    ) -> ShardRound:
+        """Has the server of a shard prepare a round of extraction in its part of a grid."""
+        shard = self.handles[order.shard]
+        return shard.extract(url, order, most_mb_per_second=most_mb_per_second)
 
     def reaches(self, url: str) -> bool:
         """Whether the servers can open that store themselves."""

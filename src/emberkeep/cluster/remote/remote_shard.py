@@ -26,6 +26,7 @@ from emberkeep.errors import (
     ShardLostError,
 )
 from emberkeep.repository import Draft, Manifest, Repository
+from emberkeep.repository.grid.shard_extraction import RoundOrder, ShardRound
 from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
@@ -47,6 +48,7 @@ _BULK = ("read", "read_all", "touched_ids", "digest", "install", "upsert", "clea
 # the others, in a thread of its own.
 _ORDERED = {
     **dict.fromkeys(("freeze", "write", "close"), "save"),
+    "extract": "grid",
     **dict.fromkeys(
         ("install", "upsert", "delete", "clear", "load", "load_table_state", "track",
          "forget_changes", "serve", "protect"),
@@ -403,6 +405,17 @@ class RemoteShard:
         }  # fmt: skip
         self._until_done("load", header, threading.Event())
 
+    def extract(
+        self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
+    ) -> ShardRound:
+        """Has the server prepare a round of extraction in its part of a grid."""
+        header = {
+            "url": url, "version": str(order.grid), "order_of_round": order.to_json(),
+            "most_mb_per_second": most_mb_per_second, "of": "extract",
+        }  # fmt: skip
+        answer = self._until_done("extract", header, threading.Event())
+        return ShardRound.from_json(answer["round"], order.grid)
+
     # -- details ---------------------------------------------------------------------------------
 
     def _act(
@@ -518,6 +531,7 @@ class RemoteRows:
         self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
         piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None = None,
         background_share: float | None = None,
+        grid: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Returns when the server has written its rows, and their files are part of the draft."""
         header = {
@@ -526,6 +540,7 @@ class RemoteRows:
             "nice": nice, "piece_nbytes": piece_nbytes, "most_mb_per_second": most_mb_per_second,
             "background_share": background_share,
             "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
+            "grid": grid,
         }  # fmt: skip
         answer = self._shard._until_done("write", header, cancelled)
         files = (Fields("the answer of a server", file) for file in answer["files"])

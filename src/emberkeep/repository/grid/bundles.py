@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ class Bundle:
     @classmethod
     def described(cls, file: FileRef, about: Fields) -> Bundle:
         """A file whose pieces are described elsewhere: all of them lie in it, none over another."""
-        families = [_family(file, family) for family in about.list_of("families", list)]
+        families = families_of(file, about.list_of("families", list))
         listed = about.list_of("pieces", list)
         why = _problem_of(file.size, families, listed)
         if why is not None:
@@ -167,7 +167,7 @@ class Bundle:
     @cached_property
     def about(self) -> Json:
         return {
-            "families": _families_json(self.families),
+            "families": families_json(self.families),
             "pieces": [piece.to_json() for piece in self.pieces],
         }
 
@@ -182,6 +182,11 @@ class Bundle:
 
 def _not_described(file: FileRef, why: str) -> DamageError:
     return DamageError(f"{file.name} is not described well: {why}", name=file.name)
+
+
+def families_of(file: FileRef, families: Sequence[Any]) -> tuple[Family, ...]:
+    """The families of a file's pieces, as a document or a catalog has them."""
+    return tuple(_family(file, family) for family in families)
 
 
 def _family(file: FileRef, forms: Sequence[Any]) -> Family:
@@ -220,13 +225,35 @@ def _problem_of(size: int, families: Sequence[Family], listed: Sequence[Any]) ->
     birth, death, family, rows, offset, nbytes, _, head, head_nbytes, _, _ = columns
     numbers = [birth, family, rows, offset, nbytes, head, head_nbytes]
     if min(map(min, numbers)) < 0 or max(map(max, numbers)) >= 2**62:
-        return "a piece has a number that is never written"
-    if any(end is not None and end < start for start, end in zip(birth, death, strict=True)):
-        return "a piece died before it was born"
-    _, family_P, rows_P, offset_P, nbytes_P, head_P, head_nbytes_P = np.array(numbers, np.int64)
-    if not families or family_P.max() >= len(families):
+        return _STRANGE
+    if not families or max(family) >= len(families):
         return "a piece is of no family"
-    widths_P = np.array([sum(widths_of(each)) for each in families], np.int64)[family_P]
+    ends = [start if end is None else end for start, end in zip(birth, death, strict=True)]
+    if min(ends) < 0 or max(ends) >= 2**62:
+        return _STRANGE
+    names = ("birth", "family", "rows", "offset", "nbytes", "head", "head_nbytes")
+    arrays = dict(zip(names, np.array(numbers, np.int64), strict=True))
+    arrays["death"] = np.array(ends, np.int64)
+    widths = np.array([sum(widths_of(each)) for each in families], np.int64)
+    everywhere = np.zeros(len(listed), np.int64)
+    return misplaced(arrays, everywhere + size, widths[arrays["family"]], everywhere)
+
+
+_STRANGE = "a piece has a number that is never written"
+
+
+def misplaced(
+    columns: Mapping[str, Array], sizes_P: I64, widths_P: I64, files_P: I64
+) -> str | None:
+    """Why pieces cannot stand where they are said to: in files of these sizes, with rows of these
+    widths; `files_P` tells the files apart."""
+    rows_P, offset_P, nbytes_P = columns["rows"], columns["offset"], columns["nbytes"]
+    head_P, head_nbytes_P = columns["head"], columns["head_nbytes"]
+    numbers = (columns["birth"], rows_P, offset_P, nbytes_P, head_P, head_nbytes_P)
+    if min(int(each.min()) for each in numbers) < 0 or max(int(e.max()) for e in numbers) >= 2**62:
+        return _STRANGE
+    if (columns["death"] < columns["birth"]).any():
+        return "a piece died before it was born"
     whole, rest = np.divmod(nbytes_P, np.maximum(widths_P, 1))
     if (rest != 0).any() or (whole != np.where(widths_P > 0, rows_P, 0)).any():
         return "a piece has more bytes than its rows, or less"
@@ -234,15 +261,19 @@ def _problem_of(size: int, families: Sequence[Family], listed: Sequence[Any]) ->
         return "a piece has more rows than its head names"
     starts = np.concatenate([offset_P, head_P])
     lengths = np.concatenate([nbytes_P, head_nbytes_P])
-    order = np.argsort(starts[lengths > 0], kind="stable")
-    starts, lengths = starts[lengths > 0][order], lengths[lengths > 0][order]
-    ends = np.append(starts[1:], size)
+    present = lengths > 0
+    starts, lengths = starts[present], lengths[present]
+    files = np.concatenate([files_P, files_P])[present]
+    ends = np.concatenate([sizes_P, sizes_P])[present]
+    order = np.lexsort((starts, files))
+    starts, lengths, files, ends = starts[order], lengths[order], files[order], ends[order]
+    ends[:-1] = np.where(files[1:] == files[:-1], starts[1:], ends[:-1])
     return (
         "pieces lie over each other or beyond the file" if (starts + lengths > ends).any() else None
     )
 
 
-def _families_json(families: Iterable[Family]) -> list[Any]:
+def families_json(families: Iterable[Family]) -> list[Any]:
     return [
         [[form.plane, form.width, form.dtype, form.codec, form.coded] for form in family]
         for family in families
@@ -376,7 +407,7 @@ class BundleStream:
             rows=dict(self._rows),
             tombstones=dict(self._tombstones),
             grid={
-                "families": _families_json(self.families),
+                "families": families_json(self.families),
                 "pieces": [piece.to_json() for piece in self.pieces],
             },
         )

@@ -5,10 +5,14 @@ its *birth*, up to the version that overwrote or deleted it, its *death*. Restor
 the pieces with birth ≤ v < death. A *catalog* lists pieces and says up to which version it covers
 the grid; pieces of later versions stand in their manifests and are alive.
 
-Catalogs are numbered *generations*, each created under the next free number, and the newest one
-counts. Extraction and gc describe what they want as a change of whatever catalog is newest, so one
-does not undo the other; a writer that was replaced finds its number taken and stops. Before a
-writer removes anything that an earlier one wrote, it makes a generation of its own.
+Each shard has a part of the catalog to itself, in files of its own (`segments`), which whoever
+holds the shard's rows writes. What makes them count is one small document that names them all: a
+*generation*, created under the next free number, of which the newest counts. Extraction and gc
+describe what they want as a change of whatever generation is newest, so one does not undo the
+other; a writer that was replaced finds its number taken and stops. Before a writer removes
+anything that an earlier one wrote, it makes a generation of its own. (The manifest of a version
+could name the segments just as well, but a round would then wait for the next version, the last
+one of a run for ever, and gc could drop nothing between two.)
 
 - Births are never rewritten. A recorded death is never earlier than the true one: where it is
   later, or not known yet, two births of a row are read and the newer counts.
@@ -18,14 +22,26 @@ writer removes anything that an earlier one wrote, it makes a generation of its 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
+from emberkeep._types import Bools, Json
 from emberkeep.errors import DamageError, FencedError, MissingObjectError, NoVersionError
 from emberkeep.repository import documents, names
 from emberkeep.repository.grid.bundles import Bundle, Piece
+from emberkeep.repository.grid.piece_table import ALIVE, Gone, GridFile, PieceTable
+from emberkeep.repository.grid.segments import (
+    Segment,
+    SegmentRef,
+    live_files,
+    to_be_merged,
+    without_gone,
+    written,
+)
 from emberkeep.repository.history import create_or_read
 from emberkeep.repository.manifest import FileRef, Manifest, version_in
 from emberkeep.repository.names import VersionId
@@ -34,8 +50,89 @@ from emberkeep.repository.repository import Repository
 from emberkeep.repository.writer import Writer
 from emberkeep.runtime.fields import Fields
 
-Key = tuple[str, int]
-"""A piece: the name of its file and where its head stands."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The catalog of one shard.
+
+    `living` is another text whenever pieces that live have come or gone: who follows them knows by
+    it whether there is something to read again. Format 1 has one part for all shards, without a
+    number, whose pieces stand in the document itself.
+    """
+
+    shard: int | None
+    living: str = ""
+    next_file: int = 0
+    segments: tuple[SegmentRef, ...] = ()
+    inline: tuple[Bundle, ...] = ()
+
+    def to_json(self) -> Json:
+        return {
+            "shard": self.shard,
+            "living": self.living,
+            "next_file": self.next_file,
+            "segments": [segment.to_json() for segment in self.segments],
+        }
+
+    @classmethod
+    def of(cls, fields: Fields, grid: VersionId) -> Part:
+        segments = fields.list_of("segments", list)
+        return cls(
+            shard=fields.number("shard", most=2**31) if "shard" in fields else None,
+            living=fields.text("living"),
+            next_file=fields.number("next_file", most=2**48),
+            segments=tuple(SegmentRef.of(fields, values, grid) for values in segments),
+        )
+
+    def opened(self, repository: Repository) -> list[Segment]:
+        """The segments, of which the indexes are read if they were not."""
+        known: dict[str, Segment] = repository.segments
+        found = []
+        for ref in self.segments:
+            segment = known.get(ref.name) or Segment.open(repository.store, ref)
+            known[ref.name] = segment
+            found.append(segment)
+        return found
+
+    def everything(self, repository: Repository) -> PieceTable:
+        """All pieces."""
+        if self.inline:
+            return PieceTable.of(enumerate(self.inline))
+        opened = self.opened(repository)
+        return without_gone((segment.everything, segment.gone) for segment in opened)[0]
+
+    def read_by(self, repository: Repository, version: int) -> PieceTable:
+        """The pieces that a restore of a version reads."""
+        if self.inline:
+            table = PieceTable.of(enumerate(self.inline))
+        else:
+            opened = self.opened(repository)
+            table, _ = without_gone((segment.read_by(version), segment.gone) for segment in opened)
+        return table.taken(table.read_by(version))
+
+    def files(self, repository: Repository) -> dict[int, GridFile]:
+        """The files that have pieces, by number."""
+        if self.inline:
+            return dict(PieceTable.of(enumerate(self.inline)).files)
+        return live_files(self.opened(repository))
+
+    def appended(
+        self, repository: Repository, name: str, added: PieceTable, gone: Gone, living: str
+    ) -> Part:
+        """The part with more pieces and fewer, of which a segment under that name tells."""
+        if self.inline:
+            kept, earlier = 0, [(self.everything(repository), Gone())]
+        else:
+            kept = to_be_merged(self.segments, len(added) + len(gone))
+            merged = replace(self, segments=self.segments[kept:]).opened(repository)
+            earlier = [(segment.everything, segment.gone) for segment in merged]
+        table, gone = without_gone([*earlier, (added, gone)])
+        segments = self.segments[:kept]
+        if len(table) or (kept and len(gone)):
+            ref = written(repository.store, name, table, gone if kept else Gone())
+            segments = (*segments, ref)
+        highest = max([self.next_file - 1, *table.files])
+        return Part(shard=self.shard, living=living, next_file=highest + 1, segments=segments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,33 +142,51 @@ class Catalog:
     `taken` is the highest number under which a catalog stands, whole or not.
     """
 
+    repository: Repository = field(repr=False, compare=False)
     grid: VersionId
     generation: int = 0
     taken: int = 0
     epoch: int = 0
     covered: int = 0
-    bundles: tuple[Bundle, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def name(self) -> str:
         return names.generation_name(self.grid, self.generation)
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the files, with what in them no piece uses any more."""
-        return sum(bundle.file.size for bundle in self.bundles)
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows of several shards may stand together, as format 1 has them."""
+        return any(part.shard is None for part in self.parts)
 
-    def pieces(self) -> Iterable[tuple[Bundle, Piece]]:
+    def part(self, shard: int) -> Part:
+        """The part of a shard; an empty one where there is none yet."""
+        return next((p for p in self.parts if p.shard == shard), Part(shard=shard))
+
+    @cached_property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """All pieces of all shards, file by file."""
+        return tuple(
+            bundle for part in self.parts for bundle in part.everything(self.repository).bundles()
+        )
+
+    def pieces(self) -> Iterator[tuple[Bundle, Piece]]:
         return ((bundle, piece) for bundle in self.bundles for piece in bundle.pieces)
 
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        rows = (f.file.name for p in self.parts for f in p.files(self.repository).values())
+        return frozenset((*rows, *(ref.name for part in self.parts for ref in part.segments)))
+
     def files(self) -> frozenset[str]:
-        return frozenset(bundle.name for bundle in self.bundles)
+        """The files of rows that have pieces, and those of the catalog itself."""
+        return self._files
 
     def encode(self, repository: str) -> bytes:
         body = {
             "epoch": self.epoch,
             "covered": self.covered,
-            "files": [bundle.to_json() for bundle in self.bundles],
+            "parts": [part.to_json() for part in self.parts],
         }
         return documents.encode(self.name, "catalog", repository, body)
 
@@ -82,36 +197,25 @@ class StaleError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What becomes of a catalog: pieces that go, files that come, and how far it reaches.
+    """What the next generation says instead: parts that replace those of their shards, and how far
+    it reaches. With `mixed` the part without a shard, as format 1 has it, became one of them."""
 
-    `moved` are pieces whose rows stand in the new files: all of them must still be there.
-    """
-
-    gone: frozenset[Key] = frozenset()
-    moved: frozenset[Key] = frozenset()
-    new: tuple[Bundle, ...] = ()
-    covered: tuple[int, int] | None = None
+    parts: Sequence[Part]
+    covered: int
+    mixed: bool = False
 
     def apply(self, catalog: Catalog, epoch: int) -> Catalog:
-        """The next generation; `StaleError` if it would hold rows twice or lose some."""
-        here = {(bundle.name, piece.head) for bundle, piece in catalog.pieces()}
-        if not self.moved <= here or (self.covered and self.covered[0] != catalog.covered):
-            raise StaleError
-        gone = self.gone | self.moved
-        kept = []
-        for bundle in catalog.bundles:
-            pieces = [p for p in bundle.pieces if (bundle.name, p.head) not in gone]
-            if len(pieces) == len(bundle.pieces):
-                kept.append(bundle)
-            elif pieces:
-                kept.append(bundle.with_pieces(pieces))
+        parts = {part.shard: part for part in (*catalog.parts, *self.parts)}
+        if self.mixed:
+            parts.pop(None, None)
         return Catalog(
+            repository=catalog.repository,
             grid=catalog.grid,
             generation=catalog.taken + 1,
             taken=catalog.taken + 1,
             epoch=epoch,
-            covered=self.covered[1] if self.covered else catalog.covered,
-            bundles=(*kept, *self.new),
+            covered=self.covered,
+            parts=tuple(p for p in parts.values() if p.segments or p.next_file or p.inline),
         )
 
 
@@ -145,10 +249,18 @@ def needed_versions(
     return (*manifest.needs, before)
 
 
-def bundles_of(manifest: Manifest) -> tuple[Bundle, ...]:
-    """The pieces that a version wrote itself."""
-    found = (Bundle.of(file) for file in manifest.of_kind(KIND))
+def bundles_of(manifest: Manifest, shard: int | None = None) -> tuple[Bundle, ...]:
+    """The pieces that a version wrote itself, or one shard of it."""
+    files = (
+        file for file in manifest.of_kind(KIND) if shard is None or shard_of_file(file) == shard
+    )
+    found = (Bundle.of(file) for file in files)
     return tuple(bundle for bundle in found if bundle is not None)
+
+
+def shard_of_file(file: FileRef) -> int:
+    """The shard whose rows a file of a version holds."""
+    return Fields(file.name, file.metadata, "metadata.").number("shard", most=2**31)
 
 
 def reading(bundles: Iterable[Bundle], version: int) -> tuple[Bundle, ...]:
@@ -157,19 +269,20 @@ def reading(bundles: Iterable[Bundle], version: int) -> tuple[Bundle, ...]:
     return tuple(bundle for bundle in found if bundle is not None)
 
 
-def unneeded(catalog: Catalog, kept: Collection[int]) -> frozenset[Key]:
+def unneeded(table: PieceTable, kept: Collection[int]) -> Bools:
     """Pieces whose rows no kept version reads: all that lived between two of them.
 
     What is alive stays: versions to come read it.
     """
-    numbers = sorted(kept)
-    gone = set()
-    for bundle, piece in catalog.pieces():
-        if piece.death is not None:
-            first = bisect_left(numbers, piece.birth)
-            if first == len(numbers) or numbers[first] >= piece.death:
-                gone.add((bundle.name, piece.head))
-    return frozenset(gone)
+    numbers = np.append(np.array(sorted(kept), np.int64), ALIVE)
+    following = numbers[np.searchsorted(numbers[:-1], table["birth"])]
+    gone: Bools = (table["death"] < ALIVE) & (following >= table["death"])
+    return gone
+
+
+def can_be_unneeded(grid: VersionId, kept: Collection[int]) -> bool:
+    """Whether there can be such pieces: not where every version stands since the first."""
+    return not kept or max(kept) - grid.number + 1 > len(set(kept))
 
 
 # -- on storage ----------------------------------------------------------------------------------
@@ -182,6 +295,7 @@ class GridPlan:
     manifest: Manifest
     catalog: Catalog
     bundles: tuple[Bundle, ...]
+    shard: int | None = None
 
     @property
     def rows(self) -> int:
@@ -222,22 +336,35 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
                 if body is None:
                     break  # removed since it was listed: there is a newer one
                 catalog = Catalog(
+                    repository=repository,
                     grid=grid,
                     generation=number,
                     taken=numbers[0],
                     epoch=body.number("epoch"),
                     covered=body.number("covered"),
-                    bundles=bundles_in(body),
+                    parts=parts_in(body),
                 )
             except DamageError as error:
                 damage = damage or error
                 continue
             repository.catalogs[grid] = catalog
+            _forget_segments(repository)
             return catalog
         else:
             if damage is not None and (numbers[-1] > 1 or _has_moved_rows(repository, grid)):
                 raise damage
-            return Catalog(grid=grid, covered=grid.number - 1, taken=numbers[0] if numbers else 0)
+            return Catalog(
+                repository=repository, grid=grid, covered=grid.number - 1,
+                taken=numbers[0] if numbers else 0,
+            )  # fmt: skip
+
+
+def _forget_segments(repository: Repository) -> None:
+    """Lets go of segments that no catalog has any more which was read."""
+    catalogs = repository.catalogs.values()
+    named = {ref.name for catalog in catalogs for part in catalog.parts for ref in part.segments}
+    for name in [name for name in repository.segments if name not in named]:
+        repository.segments.pop(name, None)
 
 
 def _has_moved_rows(repository: Repository, grid: VersionId) -> bool:
@@ -254,11 +381,21 @@ def _has_moved_rows(repository: Repository, grid: VersionId) -> bool:
     return False
 
 
-def bundles_in(body: Fields) -> tuple[Bundle, ...]:
-    """The files that a catalog names, with their pieces; these are many, so they are taken out
-    before a file is looked at as any other."""
+def parts_in(body: Fields) -> tuple[Part, ...]:
+    """The parts of a catalog, each shard's once."""
     parsed = names.parse_generation(body.name)
-    grid = None if parsed is None else parsed[0]
+    if "files" in body or parsed is None:
+        return (Part(shard=None, inline=_bundles_in(body, None if parsed is None else parsed[0])),)
+    parts = tuple(Part.of(part, parsed[0]) for part in body.objects("parts"))
+    segments = [ref.name for part in parts for ref in part.segments]
+    if len({part.shard for part in parts}) < len(parts) or len({*segments}) < len(segments):
+        raise body.wrong("parts", "one part of each shard, with segments of its own")
+    return parts
+
+
+def _bundles_in(body: Fields, grid: VersionId | None) -> tuple[Bundle, ...]:
+    """The files that a catalog of format 1 names, with their pieces; these are many, so they are
+    taken out before a file is looked at as any other."""
     found: dict[str, Bundle] = {}
     for file in body.objects("files"):
         reference = FileRef.of(file, without="grid")
@@ -271,14 +408,12 @@ def bundles_in(body: Fields) -> tuple[Bundle, ...]:
     return tuple(found.values())
 
 
-def commit(
-    writer: Writer, grid: VersionId, change: Change | Callable[[Catalog], Change | None]
-) -> Catalog:
-    """Makes the next generation from the newest one and a change; returns what is newest then.
+def commit(writer: Writer, grid: VersionId, change: Callable[[Catalog], Change | None]) -> Catalog:
+    """Makes the next generation from the newest one; returns what is newest then.
 
-    `FencedError` if a later writer made it; `StaleError` if the change does not fit the newest
-    one. After a `StorageError` it may still come to exist. A function is asked for the change that
-    the newest catalog needs; None means that there is nothing to change.
+    `change` is asked what the newest catalog needs; None means that there is nothing to change, and
+    `StaleError` that what was prepared does not fit it. `FencedError` if a later writer made it.
+    After a `StorageError` the generation may still come to exist.
     """
     repository = writer.repository
     while True:
@@ -288,15 +423,33 @@ def commit(
                 f"a newer process has taken over {repository.store.url} from epoch "
                 f"{writer.epoch}: this one must stop"
             )
-        wanted = change(catalog) if callable(change) else change
+        wanted = change(catalog)
         if wanted is None:
             return catalog
         following = wanted.apply(catalog, writer.epoch)
+        prefix = names.round_prefix(grid, writer.epoch, nonce := secrets.token_hex(8))
+        writer.hold_files([prefix])
+        following = _without_inline(following, nonce)
         writer.check()
         content = following.encode(repository.id)
-        if create_or_read(repository.store, following.name, content) == content:
+        created = create_or_read(repository.store, following.name, content) == content
+        writer.let_go_files([prefix])
+        if created:
             repository.catalogs[grid] = following
+            _forget_segments(repository)
             return following
+
+
+def _without_inline(catalog: Catalog, nonce: str) -> Catalog:
+    """Pieces that stood in the document of format 1 go to a segment."""
+
+    def moved(part: Part) -> Part:
+        if not part.inline:
+            return part
+        name = names.segment_name(catalog.grid, catalog.epoch, nonce, 0)
+        return part.appended(catalog.repository, name, PieceTable(), Gone(), nonce)
+
+    return replace(catalog, parts=tuple(map(moved, catalog.parts)))
 
 
 def uncovered(repository: Repository, manifest: Manifest, covered: int) -> list[Manifest]:
@@ -324,9 +477,11 @@ def uncovered(repository: Repository, manifest: Manifest, covered: int) -> list[
 
 
 def plan(
-    repository: Repository, manifest: Manifest, catalog: Catalog | None = None
-) -> GridPlan | None:
-    """What a restore of a version reads; None if it belongs to no grid.
+    repository: Repository, manifest: Manifest, catalog: Catalog | None = None, *,
+    shard: int | None = None,
+) -> GridPlan | None:  # fmt: skip
+    """What a restore of a version reads; None if it belongs to no grid. With `shard`, of what was
+    written for that one alone.
 
     A catalog that is known already is used unless it has become too old.
     """
@@ -336,20 +491,35 @@ def plan(
     catalog = catalog or newest_catalog(repository, grid)
     while True:
         try:
-            later = uncovered(repository, manifest, catalog.covered)
+            bundles = _planned(repository, manifest, catalog, shard)
             break
         except (NoVersionError, DamageError):
-            # It may have been covered and removed since the catalog was read.
+            # It may have been covered and removed since the catalog was read, or a segment merged.
             newer = newest_catalog(repository, grid)
             if newer.generation == catalog.generation:
                 raise
             catalog = newer
-    own = [bundle for each in later for bundle in bundles_of(each)]
-    return GridPlan(
-        manifest=manifest,
-        catalog=catalog,
-        bundles=reading((*catalog.bundles, *own), manifest.version.number),
-    )
+    return GridPlan(manifest=manifest, catalog=catalog, bundles=bundles, shard=shard)
+
+
+def _planned(
+    repository: Repository, manifest: Manifest, catalog: Catalog, shard: int | None
+) -> tuple[Bundle, ...]:
+    number = manifest.version.number
+    found: list[Bundle] = []
+    for part in catalog.parts:
+        if shard is None or part.shard in (None, shard):
+            found += part.read_by(repository, number).bundles()
+    for each in uncovered(repository, manifest, catalog.covered):
+        found += reading(bundles_of(each, shard), number)
+    return tuple(found)
+
+
+def segments_read(planned: GridPlan | None) -> tuple[FileRef, ...]:
+    """The files of the catalog that a plan was made with."""
+    if planned is None:
+        return ()
+    return tuple(ref.file() for part in planned.catalog.parts for ref in part.segments)
 
 
 def files_read(manifest: Manifest, planned: GridPlan | None) -> tuple[FileRef, ...]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from emberkeep._types import Json
 from emberkeep.errors import DamageError, EmberkeepError, FencedError
 from emberkeep.repository.grid.catalog import grid_of
-from emberkeep.repository.grid.extraction import Extracted, Extractor
+from emberkeep.repository.grid.extraction import Extracted, Extractor, Holders
 from emberkeep.repository.manifest import Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.policies import Grid, GridCosts
@@ -39,8 +39,11 @@ class ExtractionWorker:
         collect: Callable[[], object],
         nice: int,
         bandwidth: Bandwidth | None = None,
+        holders: Holders = lambda _: None,
     ) -> None:
+        """`holders` says who prepares a round in the part of a shard, if not this process."""
         self._bandwidth = bandwidth
+        self._holders = holders
         self.rules = rules
         self._collect = collect
         self.failure: FencedError | None = None
@@ -112,7 +115,7 @@ class ExtractionWorker:
             write_increment=increment_nbytes * write_seconds_per_byte,
             read_base=needed * per_byte,
             read_more=(read - needed) * per_byte,
-            grid_nbytes=extractor.catalog.nbytes,
+            grid_nbytes=extractor.stored_nbytes,
             base_nbytes=needed,
         )
 
@@ -152,7 +155,9 @@ class ExtractionWorker:
         own = [manifest for manifest in waiting if grid_of(manifest) == grid]
         newest = own[-1] if own else newest
         if self._extractor is None or self._extractor.grid != grid:
-            self._extractor = Extractor(self._writer, grid, self.rules, self._bandwidth)
+            self._extractor = Extractor(
+                self._writer, grid, self.rules, self._bandwidth, self._holders
+            )
         # Never twice in a row: the dead that are passed over would pile up.
         many = len(own) > self.rules.most_behind and self._passed_over is None
         split = self.rules.behind == "wait" or not many

@@ -19,9 +19,10 @@ It runs beside a save, beside readers, and may be killed at any point. What keep
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from emberkeep.blobs import BlobInfo
 from emberkeep.blobs.wrapper import spending_reserve
@@ -30,12 +31,15 @@ from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import (
     Catalog,
     Change,
+    Part,
+    can_be_unneeded,
     commit,
     grid_of,
     needed_versions,
     newest_catalog,
     unneeded,
 )
+from emberkeep.repository.grid.piece_table import PieceTable
 from emberkeep.repository.history import History
 from emberkeep.repository.manifest import Manifest, needed_by
 from emberkeep.repository.marks import note_removed, put_mark
@@ -252,13 +256,14 @@ class Collector:
         catalog that is read then, will never be in one. A reader that pins after pins were read
         plans with that catalog or a later one.
         """
-        everything = list(self._store.list(names.GRID))
+        places = (names.GRID, names.MOVED)
+        everything = [info for place in places for info in self._store.list(place)]
         lost = self._without_catalog(kept, everything)
         listed = [info for info in everything if info.modified <= oldest]
         writing = self._writer.held_files()
         files: dict[VersionId, list[tuple[int, BlobInfo]]] = {}
         for info in listed:
-            bundle = names.parse_bundle(info.name)
+            bundle = names.parse_bundle(info.name) or names.parse_segment(info.name)
             if bundle is not None and bundle[1] <= self._writer.epoch and bundle[0] not in lost:
                 files.setdefault(bundle[0], []).append((bundle[1], info))
         catalogs = self._catalogs(kept, files)
@@ -269,7 +274,7 @@ class Collector:
             garbage += [
                 info
                 for _, info in found
-                if info.name not in named and info.name not in writing and grid not in held
+                if info.name not in named and not info.name.startswith(writing) and grid not in held
             ]
         for info in listed:
             generation = names.parse_generation(info.name)
@@ -313,16 +318,41 @@ class Collector:
             if grid is not None:
                 numbers.setdefault(grid, []).append(version.number)
 
-        def change(catalog: Catalog) -> Change | None:
-            gone = unneeded(catalog, numbers[catalog.grid])
+        def change(catalog: Catalog, nonce: str) -> Change | None:
+            parts: list[Part] = []
+            if can_be_unneeded(catalog.grid, numbers[catalog.grid]):
+                parts = self._without_unneeded(catalog, numbers[catalog.grid], nonce)
             named = catalog.files()
             foreign = catalog.epoch < self._writer.epoch and any(
                 epoch < self._writer.epoch and info.name not in named
                 for epoch, info in files.get(catalog.grid, ())
             )
-            return Change(gone=gone) if gone or foreign else None
+            return Change(parts=parts, covered=catalog.covered) if parts or foreign else None
 
-        return {grid: commit(self._writer, grid, change) for grid in numbers}
+        found = {}
+        for grid in numbers:
+            nonce = secrets.token_hex(8)
+            prefix = names.round_prefix(grid, self._writer.epoch, nonce)
+            self._writer.hold_files([prefix])
+            found[grid] = commit(self._writer, grid, partial(change, nonce=nonce))
+            self._writer.let_go_files([prefix])
+        return found
+
+    def _without_unneeded(self, catalog: Catalog, kept: Sequence[int], nonce: str) -> list[Part]:
+        """The parts that change when the pieces go that no kept version reads."""
+        found: list[Part] = []
+        for part in catalog.parts:
+            table = part.everything(self._repository)
+            gone = table.taken(unneeded(table, kept))
+            if len(gone):
+                name = names.segment_name(catalog.grid, self._writer.epoch, nonce, len(found))
+                # Nothing that lives has gone.
+                found.append(
+                    part.appended(
+                        self._repository, name, PieceTable(), gone.keys(), part.living or nonce
+                    )
+                )
+        return found
 
     def _held_grids(self, catalogs: Iterable[VersionId]) -> frozenset[VersionId]:
         """Grids with a pinned version: readers may have planned with an older catalog."""

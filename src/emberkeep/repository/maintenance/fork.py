@@ -5,11 +5,23 @@ from __future__ import annotations
 import dataclasses
 import secrets
 
+import xxhash
+
 from emberkeep.blobs import BlobStore
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.errors import ConfigError, DamageError
 from emberkeep.repository import documents, names
-from emberkeep.repository.grid.catalog import Catalog, GridPlan, files_read, plan, without_deaths
+from emberkeep.repository.grid.bundles import Bundle
+from emberkeep.repository.grid.catalog import (
+    Catalog,
+    GridPlan,
+    Part,
+    files_read,
+    plan,
+    without_deaths,
+)
+from emberkeep.repository.grid.piece_table import Gone, PieceTable
+from emberkeep.repository.grid.segments import encoded_segment
 from emberkeep.repository.history import Lineage, create_or_read
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import Pin
@@ -68,7 +80,7 @@ def fork(
                 _check_free(target)
                 target.put(file.name, source.stream(file))
             if planned is not None:
-                catalog = _catalog(planned)
+                catalog = _catalog(planned, target)
                 documented[catalog.name] = "catalog", catalog.encode(identity)
         for manifest in chain:
             # A fork is a run of its own, and no mirror of the other is its mirror.
@@ -125,12 +137,26 @@ def _occupied(target: BlobStore, name: str) -> ConfigError:
     return ConfigError(f"{target.url} holds {name} of something else: fork to an empty root")
 
 
-def _catalog(planned: GridPlan) -> Catalog:
-    """The catalog of a grid that ends with the version: later deaths have not been."""
-    number = planned.manifest.version.number
+def _catalog(planned: GridPlan, target: BlobStore) -> Catalog:
+    """The catalog of a grid that ends with the version: later deaths have not been.
+
+    Its segments are put under names that follow from what is in them: an attempt that is repeated
+    puts the same.
+    """
+    version, grid = planned.manifest.version, planned.catalog.grid
+    shards: dict[int | None, list[Bundle]] = {}
+    for bundle in without_deaths(planned.bundles, version.number):
+        shards.setdefault(bundle.file.metadata.get("shard"), []).append(bundle)
+    parts = []
+    for index, (shard, bundles) in enumerate(shards.items()):
+        table = PieceTable.of(enumerate(bundles))
+        content, _ = encoded_segment("", table, Gone())
+        nonce = xxhash.xxh3_64_hexdigest(content)
+        name = names.segment_name(grid, version.epoch, nonce, index)
+        _, ref = encoded_segment(name, table, Gone())
+        target.put(name, content)
+        parts.append(Part(shard=shard, living=nonce, next_file=len(bundles), segments=(ref,)))
     return Catalog(
-        grid=planned.catalog.grid,
-        generation=1,
-        covered=number,
-        bundles=without_deaths(planned.bundles, number),
-    )
+        repository=planned.catalog.repository, grid=grid, generation=1, covered=version.number,
+        parts=tuple(parts),
+    )  # fmt: skip

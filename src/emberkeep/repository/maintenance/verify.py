@@ -12,11 +12,12 @@ from emberkeep.repository.digests import Digester
 from emberkeep.repository.grid.catalog import (
     Catalog,
     before_in_grid,
-    bundles_in,
     files_read,
     grid_of,
     newest_catalog,
+    parts_in,
     plan,
+    segments_read,
 )
 from emberkeep.repository.history import Claim, History, Lineage
 from emberkeep.repository.manifest import FileRef, Manifest
@@ -37,7 +38,7 @@ _READERS: dict[str, dict[str, Callable[[Fields], object]]] = {
     names.PINS: {"pin": pin_in},
     names.CONDEMNED: {"condemned": condemned_in, "decision": condemned_in},
     names.RESTORES: {"restore": restore_in},
-    names.GRID: {"catalog": bundles_in},
+    names.GRID: {"catalog": parts_in},
 }
 # So many names of what is missing are given; a lineage may claim any number of versions.
 _MOST_MISSING = 1000
@@ -118,8 +119,9 @@ class _Check:
         self._sizes = {info.name: info.size for info in repository.store.list(names.DATA)}
         self._sizes.update(
             (info.name, info.size)
-            for info in repository.store.list(names.GRID)
-            if names.parse_bundle(info.name)
+            for place in (names.GRID, names.MOVED)
+            for info in repository.store.list(place)
+            if names.parse_bundle(info.name) or names.parse_segment(info.name)
         )
         self._catalogs: dict[VersionId, Catalog] = {}
         # The versions of each grid, and what each goes on from.
@@ -147,7 +149,7 @@ class _Check:
                 if (
                     info.name not in counted
                     and info.name not in void
-                    and not names.parse_bundle(info.name)
+                    and info.name not in self._sizes
                     and not names.is_note(info.name)
                 ):
                     self._document(info.name, readers)
@@ -224,7 +226,8 @@ class _Check:
             known = None if grid is None else self._catalogs[grid]
             if grid is not None:
                 self._grids.setdefault(grid, {})[manifest.version] = before_in_grid(manifest)
-            return files_read(manifest, plan(self._repository, manifest, known))
+            planned = plan(self._repository, manifest, known)
+            return (*files_read(manifest, planned), *segments_read(planned))
         except (DamageError, NoVersionError) as error:
             name = getattr(error, "name", None) or manifest.name
             self._blame(name, str(error), (manifest.version,))

@@ -1,0 +1,207 @@
+"""Pieces as columns: what a catalog holds of them, and what is asked of thousands at once.
+
+Files are numbered within the catalog of a shard, and a number is never used twice there. A piece
+is known by the number of its file and the place of its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep._types import I64, Bools
+from emberkeep.repository.grid.bundles import Bundle, Family, Piece, misplaced, widths_of
+from emberkeep.repository.manifest import FileRef
+
+ALIVE = 2**62
+"""Stands for the death of rows that have none yet: later than every version."""
+
+NUMBERS = (
+    "file", "birth", "death", "family", "rows", "offset", "nbytes", "head", "head_nbytes"
+)  # fmt: skip
+DIGESTS = ("digest", "head_digest", "sum")
+COLUMNS = (*NUMBERS, *DIGESTS)
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GridFile:
+    """A file of pieces as a catalog names it: `file` says nothing of its pieces."""
+
+    file: FileRef
+    families: tuple[Family, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTable:
+    """Pieces, in any order, and the files that they stand in."""
+
+    files: Mapping[int, GridFile] = field(default_factory=dict)
+    columns: Columns = field(
+        default_factory=lambda: {
+            name: np.empty(0, np.uint64 if name in DIGESTS else np.int64) for name in COLUMNS
+        }
+    )
+
+    def __len__(self) -> int:
+        return int(self.columns["file"].size)
+
+    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+        return self.columns[column]
+
+    @classmethod
+    def of(cls, bundles: Iterable[tuple[int, Bundle]]) -> PieceTable:
+        """Bundles, each with the number of its file."""
+        files: dict[int, GridFile] = {}
+        rows: list[tuple[int, ...]] = []
+        for number, bundle in bundles:
+            plain = {k: v for k, v in bundle.file.metadata.items() if k != "grid"}
+            files[number] = GridFile(_with_metadata(bundle.file, plain), bundle.families)
+            rows += [
+                (
+                    number, p.birth, ALIVE if p.death is None else p.death, p.family, p.rows,
+                    p.offset, p.nbytes, p.head, p.head_nbytes, int(p.digest, 16),
+                    int(p.head_digest, 16), p.sum,
+                )
+                for p in bundle.pieces
+            ]  # fmt: skip
+        if not rows:
+            return cls(files)
+        found = zip(COLUMNS, zip(*rows, strict=True), strict=True)
+        return cls(
+            files,
+            {
+                name: np.array(values, np.uint64 if name in DIGESTS else np.int64)
+                for name, values in found
+            },
+        )
+
+    @classmethod
+    def joined(cls, tables: Sequence[PieceTable]) -> PieceTable:
+        if len(tables) == 1:
+            return tables[0]
+        files = {number: file for table in tables for number, file in table.files.items()}
+        if not tables:
+            return cls()
+        return cls(files, {c: np.concatenate([t[c] for t in tables]) for c in COLUMNS})
+
+    def taken(self, chosen: Bools | I64) -> PieceTable:
+        """Some of the pieces; files without any are left out."""
+        columns = {name: values[chosen] for name, values in self.columns.items()}
+        present = np.unique(columns["file"]).tolist()
+        return PieceTable({number: self.files[number] for number in present}, columns)
+
+    def without(self, gone: Gone) -> tuple[PieceTable, Gone]:
+        """The pieces that are not in a list, and the part of the list that is not among them."""
+        if not len(gone) or not len(self):
+            return self, gone
+        listed = set(map(tuple, gone.keys.tolist()))
+        near = np.flatnonzero(np.isin(self["file"], gone.keys[:, 0]))
+        keys = zip(self["file"][near].tolist(), self["head"][near].tolist(), strict=True)
+        found = {key: at for at, key in zip(near.tolist(), keys, strict=True) if key in listed}
+        kept = np.ones(len(self), np.bool_)
+        kept[list(found.values())] = False
+        others = [key for key in gone.keys.tolist() if tuple(key) not in found]
+        return self.taken(kept), Gone(np.array(others, np.int64).reshape(-1, 2))
+
+    def read_by(self, version: int) -> Bools:
+        """Which pieces a restore of a version reads."""
+        found: Bools = (self["birth"] <= version) & (version < self["death"])
+        return found
+
+    def keys(self) -> Gone:
+        """How the pieces are known."""
+        return Gone(np.stack([self["file"], self["head"]], axis=1))
+
+    def used_nbytes(self) -> dict[int, int]:
+        """How much of each file pieces use."""
+        numbers, inverse = np.unique(self["file"], return_inverse=True)
+        used = np.bincount(
+            inverse.reshape(-1), weights=(self["nbytes"] + self["head_nbytes"]).astype(np.float64)
+        )
+        return dict(zip(numbers.tolist(), used.astype(np.int64).tolist(), strict=True))
+
+    def stored_nbytes(self) -> int:
+        """Bytes of the files, with what in them no piece uses."""
+        return sum(file.file.size for file in self.files.values())
+
+    def pieces(self) -> list[Piece]:
+        columns = self.columns
+        death = [None if death == ALIVE else death for death in columns["death"].tolist()]
+        return list(
+            map(
+                Piece._make,
+                zip(
+                    columns["birth"].tolist(), death, columns["family"].tolist(),
+                    columns["rows"].tolist(), columns["offset"].tolist(),
+                    columns["nbytes"].tolist(), _hex(columns["digest"]), columns["head"].tolist(),
+                    columns["head_nbytes"].tolist(), _hex(columns["head_digest"]),
+                    columns["sum"].tolist(), strict=True,
+                ),
+            )
+        )  # fmt: skip
+
+    def bundles(self) -> list[Bundle]:
+        """The files by number, each with its pieces in the order in which they stand there."""
+        order = np.lexsort((self["head"], self["file"]))
+        ordered = PieceTable(self.files, {name: v[order] for name, v in self.columns.items()})
+        pieces = ordered.pieces()
+        numbers, firsts = np.unique(ordered["file"], return_index=True)
+        ends = np.append(firsts, len(pieces))[1:].tolist()
+        return [
+            Bundle(self.files[number].file, self.files[number].families, pieces[first:end])
+            for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends, strict=True)
+        ]
+
+    def problem(self) -> str | None:
+        """Why these cannot be pieces of these files; None if they can."""
+        if not len(self):
+            return None
+        columns = self.columns
+        numbers, inverse = np.unique(columns["file"], return_inverse=True)
+        inverse = inverse.reshape(-1)
+        if any(number not in self.files for number in numbers.tolist()):
+            return "a piece is in no file"
+        families = [self.files[number].families for number in numbers.tolist()]
+        counts = np.array([len(each) for each in families], np.int64)
+        if (columns["family"] < 0).any() or (columns["family"] >= counts[inverse]).any():
+            return "a piece is of no family"
+        firsts = np.cumsum(counts) - counts
+        widths = np.array([sum(widths_of(f)) for each in families for f in each], np.int64)
+        sizes = np.array([self.files[number].file.size for number in numbers.tolist()], np.int64)
+        return misplaced(
+            columns, sizes[inverse], widths[firsts[inverse] + columns["family"]], inverse
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Pieces that are no longer part of a catalog, by how they are known."""
+
+    keys: I64 = field(default_factory=lambda: np.empty((0, 2), np.int64))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def joined(cls, lists: Sequence[Gone]) -> Gone:
+        return cls(np.concatenate([np.empty((0, 2), np.int64), *(each.keys for each in lists)]))
+
+
+def _hex(numbers: npt.NDArray[Any]) -> list[str]:
+    text = numbers.astype(">u8").tobytes().hex()
+    return [text[at : at + 16] for at in range(0, len(text), 16)]
+
+
+def _with_metadata(file: FileRef, metadata: dict[str, Any]) -> FileRef:
+    if metadata == file.metadata:
+        return file
+    return FileRef(
+        name=file.name, size=file.size, digest=file.digest, kind=file.kind, metadata=metadata,
+        block_nbytes=file.block_nbytes, blocks=file.blocks,
+    )  # fmt: skip

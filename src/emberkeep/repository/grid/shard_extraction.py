@@ -1,0 +1,433 @@
+"""Extraction in the part of one shard, by whoever holds the shard: this process, or a server.
+
+A round notes which rows of the living pieces the versions that wait have ended. It moves rows once
+enough of all living rows have ended, so that rounds which move are few and their files long: then
+pieces are split of which more than `ratio` has ended, those with the most ended rows first, until
+half of what is allowed is left. So a restore reads at most 1/(1 − ratio) times the rows that
+it needs. The dead of a piece are told apart by when they ended in at most 1/ratio steps: finer
+ones would make many small pieces and read no less than the newest version does anyway. A
+piece all of whose rows have ended is not moved: that it ended is written in the catalog.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import groupby
+
+import numpy as np
+
+from emberkeep._types import I32, I64, Json
+from emberkeep.errors import DamageError
+from emberkeep.repository import names
+from emberkeep.repository.digests import BLOCK_NBYTES, Digester
+from emberkeep.repository.grid.bundle_reader import Range, ranges, read_range, rows_of_pieces
+from emberkeep.repository.grid.bundles import (
+    Bundle,
+    BundleStream,
+    EncodedRows,
+    Piece,
+    columns_of,
+)
+from emberkeep.repository.grid.catalog import Part, bundles_of
+from emberkeep.repository.grid.living import Key, LivingRows, by_birth
+from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
+from emberkeep.repository.manifest import FileRef, Manifest
+from emberkeep.repository.names import VersionId
+from emberkeep.repository.pieces import KIND
+from emberkeep.repository.policies import Grid
+from emberkeep.repository.repository import Repository
+from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.fields import Fields
+
+_ROUND_NBYTES = 256 * 2**20
+# A file of which less than this is used is rewritten.
+_LEAST_USED = 0.5
+# Dead rows that are fewer bytes than this are not told apart any further.
+_LEAST_NBYTES = 16384
+# Files that a round may write for one shard before names could meet those of the next.
+_SHARD_FILES = 10**6
+
+Chosen = dict[Key, tuple[Bundle, Piece]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOrder:
+    """What a round shall do in one shard: begin with this part, take in these versions."""
+
+    grid: VersionId
+    part: Part
+    shard: int
+    epoch: int
+    nonce: str
+    waiting: tuple[VersionId, ...]
+    split: bool
+    rules: Grid
+
+    def to_json(self) -> Json:
+        rules = asdict(self.rules)
+        budget = self.rules.restore_budget
+        rules["restore_budget"] = None if budget is None else budget.total_seconds()
+        return {
+            "grid": str(self.grid),
+            "part": self.part.to_json(),
+            "shard": self.shard,
+            "epoch": self.epoch,
+            "nonce": self.nonce,
+            "waiting": list(map(str, self.waiting)),
+            "split": self.split,
+            "rules": rules,
+        }
+
+    @classmethod
+    def from_json(cls, document: Json) -> RoundOrder:
+        rules = dict(document["rules"])
+        budget = rules["restore_budget"]
+        rules["restore_budget"] = None if budget is None else timedelta(seconds=budget)
+        grid = VersionId.parse(document["grid"])
+        return cls(
+            grid=grid,
+            part=Part.of(Fields("the order of a round", document["part"]), grid),
+            shard=int(document["shard"]),
+            epoch=int(document["epoch"]),
+            nonce=str(document["nonce"]),
+            waiting=tuple(map(VersionId.parse, document["waiting"])),
+            split=bool(document["split"]),
+            rules=Grid(**rules),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRound:
+    """What a round has prepared in one shard: it counts once a generation names the part.
+
+    `stored_nbytes` are those of the part's files, with what in them no piece uses. `living` is how
+    many bytes the living pieces have, which a restore of the newest version reads, and how many of
+    them are of rows that are not known to have ended.
+    """
+
+    part: Part
+    pieces: int = 0
+    read_nbytes: int = 0
+    read_seconds: float = 0.0
+    written_nbytes: int = 0
+    stored_nbytes: int = 0
+    living: tuple[int, int] = (0, 0)
+
+    def to_json(self) -> Json:
+        return {**asdict(self), "part": self.part.to_json()}
+
+    @classmethod
+    def from_json(cls, document: Json, grid: VersionId) -> ShardRound:
+        answer = Fields("the answer of a server", document)
+        read, needed = answer.list_of("living", int)
+        return cls(
+            part=Part.of(answer.object("part"), grid),
+            pieces=answer.number("pieces"),
+            read_nbytes=answer.number("read_nbytes"),
+            read_seconds=float(document["read_seconds"]),
+            written_nbytes=answer.number("written_nbytes"),
+            stored_nbytes=answer.number("stored_nbytes"),
+            living=(read, needed),
+        )
+
+
+class ShardExtraction:
+    """Rounds in the part of one shard, in one thread.
+
+    What is known of living rows is kept from round to round, as long as the next order begins with
+    what the last one prepared; otherwise it is read again. Rows that had ended in pieces not
+    split yet are then found again from the living pieces: their deaths may be recorded later than
+    they were, never earlier. `advance` is called as the work goes on.
+    """
+
+    def __init__(
+        self, repository: Repository, grid: VersionId, shard: int,
+        advance: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.repository = repository
+        self.grid = grid
+        self.shard = shard
+        self.bandwidth = Bandwidth(None, clock=repository.clock)
+        self._advance = advance
+        self._known: str | None = None
+        self._rows = LivingRows()
+        self._tables = list(repository.tables)
+        self._read_nbytes = self._written_nbytes = 0
+        self._read_seconds = 0.0
+
+    def run(self, order: RoundOrder, manifests: Sequence[Manifest] | None = None) -> ShardRound:
+        """Prepares a round. The `manifests` of what waits are read unless they are given."""
+        self._read_nbytes = self._written_nbytes = 0
+        self._read_seconds = 0.0
+        known, self._known = self._known, None  # until it has ended well
+        if known is None or known != order.part.living:
+            self._start(order.part)
+        prepared = self._run(order, manifests)
+        self._known = prepared.part.living
+        return prepared
+
+    def _start(self, part: Part) -> None:
+        self._rows = LivingRows()
+        table = part.everything(self.repository)
+        alive = table.taken(table["death"] == ALIVE)
+        for heads in by_birth(rows_of_pieces(self.repository, alive.bundles())):
+            self._admit(heads)
+
+    def _admit(self, heads: Sequence[tuple[Bundle, Piece, object]]) -> None:
+        self._rows.admit(heads)  # type: ignore[arg-type]
+        self._advance()
+
+    def _run(self, order: RoundOrder, manifests: Sequence[Manifest] | None) -> ShardRound:
+        repository = self.repository
+        if manifests is None:
+            manifests = [repository.manifest(version) for version in order.waiting]
+        taken: list[Bundle] = []
+        for manifest in manifests:
+            bundles = bundles_of(manifest, self.shard)
+            self._admit(rows_of_pieces(repository, bundles))
+            taken.extend(bundles)
+        chosen, ended = self._chosen(order, taken) if order.split else ({}, {})
+        if not taken and not chosen and not ended:
+            return self._prepared(order.part)
+        new = self._split(order, chosen)
+        part = self._listed(order, taken, {*chosen}, ended, new)
+        self._replace({*chosen, *ended}, new)
+        return self._prepared(part, len(chosen))
+
+    def _prepared(self, part: Part, pieces: int = 0) -> ShardRound:
+        stored = sum(file.file.size for file in part.files(self.repository).values())
+        return ShardRound(
+            part=part, pieces=pieces, read_nbytes=self._read_nbytes,
+            read_seconds=self._read_seconds, written_nbytes=self._written_nbytes,
+            stored_nbytes=stored, living=self._measure(),
+        )  # fmt: skip
+
+    def _measure(self) -> tuple[int, int]:
+        read = needed = 0
+        for living in self._rows.pieces.values():
+            rows = living.piece.rows
+            read += living.nbytes
+            needed += living.nbytes * (rows - self._rows.dead(living)) // max(1, rows)
+        return read, needed
+
+    # -- what is moved -------------------------------------------------------------------------
+
+    def _chosen(self, order: RoundOrder, taken: Sequence[Bundle]) -> tuple[Chosen, dict[Key, int]]:
+        """The pieces whose rows are moved, and those that ended as they are, with their deaths."""
+        ratio, rows = order.rules.ratio, self._rows
+        found: Chosen = {}
+        ended: dict[Key, int] = {}
+        total, dead = rows.totals()
+        dying: list[tuple[int, Key, tuple[Bundle, Piece]]] = []
+        for key, living in rows.pieces.items():
+            count, own = living.piece.rows, rows.dead(living)
+            deaths = rows.rows_of(living)[2] if own == count else None
+            if not count:  # as earlier releases wrote them: it leaves nothing behind
+                found[key] = living.bundle, living.piece
+            elif deaths is not None and (ratio or deaths.min() == deaths.max()):
+                ended[key] = int(deaths.max())
+                total, dead = total - count, dead - count
+            elif own and own >= ratio * count:
+                dying.append((own, key, (living.bundle, living.piece)))
+        if dead >= ratio * total:
+            for own, key, about in sorted(dying, key=lambda each: (-each[0], each[1])):
+                if dead * 2 < ratio * total:
+                    break
+                found[key] = about
+                total, dead = total - own, dead - own
+        moving: Counter[str] = Counter()
+        for (name, _), (_, piece) in found.items():
+            moving[name] += piece.nbytes + piece.head_nbytes
+        for bundle in (*self._mostly_unused(order.part, moving), *taken):
+            if bundle.used_nbytes - moving[bundle.name] < _LEAST_USED * bundle.file.size:
+                found.update(((bundle.name, p.head), (bundle, p)) for p in bundle.pieces)
+        return found, {key: death for key, death in ended.items() if key not in found}
+
+    def _mostly_unused(self, part: Part, moving: Counter[str]) -> list[Bundle]:
+        """The files of which little is used once some bytes have moved."""
+        table = part.everything(self.repository)
+        few = [
+            number
+            for number, used in table.used_nbytes().items()
+            if used - moving[(file := table.files[number].file).name] < _LEAST_USED * file.size
+        ]
+        return table.taken(np.isin(table["file"], few)).bundles() if few else []
+
+    # -- moving rows ---------------------------------------------------------------------------
+
+    def _split(self, order: RoundOrder, chosen: Chosen) -> list[Bundle]:
+        """Reads the pieces, divides them, and writes the halves; returns the new files."""
+        new: list[Bundle] = []
+        waiting = sorted(chosen.items(), key=lambda item: (item[1][1].birth, item[0]))
+        for batch in _batches([about for _, about in waiting], _ROUND_NBYTES):
+            by_file: dict[str, tuple[Bundle, list[Piece]]] = {}
+            for bundle, piece in batch:
+                by_file.setdefault(bundle.name, (bundle, []))[1].append(piece)
+            dead: list[EncodedRows] = []
+            alive: list[EncodedRows] = []
+            for bundle, pieces in by_file.values():
+                for wanted in ranges(bundle.with_pieces(pieces)):
+                    self._divide(wanted, order.rules.ratio, dead, alive)
+            for half in (dead, alive):
+                half.sort(key=lambda part: (part.birth, part.death or 0, repr(part.family)))
+                for parts in _files(half, together=order.rules.concatenate):
+                    index = self.shard * _SHARD_FILES + len(new)
+                    name = names.bundle_name(self.grid, order.epoch, order.nonce, index)
+                    new.append(self._write(name, parts))
+        return new
+
+    def _divide(
+        self, wanted: Range, ratio: float, dead: list[EncodedRows], alive: list[EncodedRows]
+    ) -> None:
+        clock = self.repository.clock
+        start = clock.monotonic()
+        data = memoryview(read_range(self.repository, wanted))
+        self._read_seconds += clock.monotonic() - start
+        self._read_nbytes += wanted.length
+        self._advance()
+        bundle = wanted.bundle
+        for piece, at in wanted.pieces:
+            if not piece.rows:
+                continue
+            living = self._rows.pieces.get((bundle.name, piece.head))
+            if living is not None:
+                tables, ids, deaths = self._rows.rows_of(living)
+                deaths = coarser(deaths, ratio, piece.nbytes // piece.rows)
+            else:
+                ((_, _, rows),) = rows_of_pieces(self.repository, [bundle.with_pieces([piece])])
+                tables, ids = rows.tables(), rows.ids
+                deaths = np.full(ids.size, piece.death or 0, np.int32)
+            columns = columns_of(bundle, piece, data[at : at + piece.nbytes])
+            whole = EncodedRows(
+                piece.birth, None, bundle.families[piece.family], tables, ids, columns
+            )
+            total = 0
+            for death in np.unique(deaths).tolist():
+                part = whole.take(np.flatnonzero(deaths == death), death or None)
+                total += part.sum
+                (dead if death else alive).append(part)
+            if total % 2**64 != piece.sum:
+                raise DamageError(
+                    f"the rows of a piece of {bundle.name} did not add up when it was split: "
+                    "nothing was changed; please report this",
+                    name=bundle.name,
+                )
+
+    def _write(self, name: str, parts: Iterator[EncodedRows]) -> Bundle:
+        bundle = BundleStream(parts, self._tables, nbytes=2**62, metadata={"shard": self.shard})
+        digester = Digester()
+        paced = self.bandwidth.passing(self._advancing(bundle.stream()))
+        self.repository.store.put(name, digester.passing(paced))
+        self._written_nbytes += digester.size
+        file = FileRef(
+            name=name,
+            size=digester.size,
+            digest=digester.whole,
+            kind=KIND,
+            metadata=bundle.metadata,
+            block_nbytes=BLOCK_NBYTES,
+            blocks=digester.blocks,
+        )
+        described = Bundle.of(file)
+        assert described is not None
+        return described
+
+    def _advancing(self, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+        for buffer in buffers:
+            self._advance()
+            yield buffer
+
+    # -- what the catalog says -----------------------------------------------------------------
+
+    def _listed(
+        self, order: RoundOrder, taken: Sequence[Bundle], moved: set[Key], ended: dict[Key, int],
+        new: Sequence[Bundle],
+    ) -> Part:  # fmt: skip
+        """The part with what came, what moved and what ended."""
+        own = []
+        for bundle in taken:
+            pieces = [
+                piece._replace(death=ended.get((bundle.name, piece.head), piece.death))
+                for piece in bundle.pieces
+                if (bundle.name, piece.head) not in moved
+            ]
+            if pieces:
+                own.append(bundle.with_pieces(pieces))
+        here = {bundle.name for bundle in taken}
+        earlier = [key for key in (*moved, *ended) if key[0] not in here]
+        number_of: dict[str, int] = {}
+        if earlier:
+            files = order.part.files(self.repository)
+            number_of = {file.file.name: number for number, file in files.items()}
+        in_place = []
+        for key, death in ended.items():
+            if key[0] in number_of:
+                living = self._rows.pieces[key]
+                piece = living.piece._replace(death=death)
+                in_place.append((number_of[key[0]], living.bundle.with_pieces([piece])))
+        first = order.part.next_file or len(order.part.inline)
+        added = PieceTable.of([*in_place, *enumerate([*own, *new], first)])
+        gone = Gone(
+            np.array([[number_of[name], head] for name, head in earlier], np.int64).reshape(-1, 2)
+        )
+        index = self.shard * _SHARD_FILES
+        name = names.segment_name(self.grid, order.epoch, order.nonce, index)
+        part = replace(order.part, shard=self.shard)
+        return part.appended(self.repository, name, added, gone, secrets.token_hex(8))
+
+    def _replace(self, gone: Iterable[Key], new: Sequence[Bundle]) -> None:
+        """What lives on is followed in its new place, with what is known about its rows."""
+        alive = [
+            bundle.with_pieces(pieces)
+            for bundle in new
+            if (pieces := [piece for piece in bundle.pieces if piece.death is None])
+        ]
+        self._rows.replace(gone, rows_of_pieces(self.repository, alive))
+
+
+def coarser(deaths: I32, ratio: float, row_nbytes: int) -> I32:
+    """Deaths of the rows of a piece in at most 1/ratio steps of about as many rows, each as late as
+    the last of its rows; 0 stays 0."""
+    dead = deaths[deaths > 0]
+    if not dead.size or not ratio:
+        return deaths
+    steps = min(math.ceil(1 / ratio) - 1, 1 + dead.size * row_nbytes // _LEAST_NBYTES)
+    values, counts = np.unique(dead, return_counts=True)
+    if values.size <= max(1, steps):
+        return deaths
+    # The step in which the last row of each death stands; a step ends with its latest death.
+    step_of: I64 = (np.cumsum(counts) - 1) * max(1, steps) // dead.size
+    ends = np.append(np.flatnonzero(np.diff(step_of)), values.size - 1)
+    latest = values[ends[np.searchsorted(ends, np.arange(values.size))]]
+    found = np.zeros_like(deaths)
+    found[deaths > 0] = latest[np.searchsorted(values, dead)]
+    return found
+
+
+def _batches(
+    chosen: Sequence[tuple[Bundle, Piece]], most_nbytes: int
+) -> Iterator[Sequence[tuple[Bundle, Piece]]]:
+    """As many pieces at a time as may be in memory at once, at least one."""
+    first, total = 0, 0
+    for at, (_, piece) in enumerate(chosen):
+        if at > first and total + piece.nbytes > most_nbytes:
+            yield chosen[first:at]
+            first, total = at, 0
+        total += piece.nbytes
+    if first < len(chosen):
+        yield chosen[first:]
+
+
+def _files(parts: Sequence[EncodedRows], *, together: bool) -> Iterator[Iterator[EncodedRows]]:
+    """The parts that go into one file: all, or those of one piece."""
+    if together:
+        if parts:
+            yield iter(parts)
+        return
+    for _, alike in groupby(parts, key=lambda part: (part.birth, part.death, part.family)):
+        yield iter(list(alike))

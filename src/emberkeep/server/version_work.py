@@ -1,0 +1,104 @@
+"""The long work of a server on versions: to write its frozen rows, to load a version, and to
+prepare rounds of extraction in the part of a grid that is its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from emberkeep._types import Json
+from emberkeep.checkpoint.version_files import write_apart
+from emberkeep.codecs import codec_from_dict
+from emberkeep.errors import ProtocolError
+from emberkeep.repository import Repository, VersionId
+from emberkeep.repository.grid.shard_extraction import RoundOrder, ShardExtraction
+from emberkeep.rows.snapshot import FrozenRows
+from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.pool import Pool
+from emberkeep.server.counted_writer import CountedWriter
+from emberkeep.server.epoch import Epoch
+from emberkeep.server.version_load import load_rows
+
+Work = Callable[[], Json]
+
+
+def to_write(
+    epoch: Epoch, snapshots: Sequence[FrozenRows], header: Json, *, cancelled: threading.Event,
+    advance: Callable[[], object], clock: Clock,
+) -> Work:  # fmt: skip
+    """Writes frozen rows as pieces of a version, straight to the store; the answer has the files.
+
+    With `grid`, the tables of the repository, they are pieces of a grid.
+    """
+    store = epoch.store(header["url"])
+    codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
+    version = VersionId.parse(header["version"])
+    files = CountedWriter(
+        store, version, str(header["nonce"]), part=epoch.shard.index,
+        block_nbytes=int(header["block_nbytes"]), advance=advance,
+    )  # fmt: skip
+    for snapshot in snapshots:
+        snapshot.rename(header["names"])
+    epoch.versions.writes(version)
+
+    def write() -> Json:
+        with files:
+            core_seconds = write_apart(
+                files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
+                threads=int(header["threads"]), nice=int(header["nice"]),
+                piece_nbytes=int(header["piece_nbytes"]),
+                most_mb_per_second=header.get("most_mb_per_second"),
+                background_share=header.get("background_share"), clock=clock,
+                birth=version.number, grid=header.get("grid"),
+            )  # fmt: skip
+        written = [file.to_json() for file in files.written]
+        return {"files": written, "core_seconds": core_seconds}
+
+    return write
+
+
+def to_load(
+    epoch: Epoch, header: Json, *, pool: Pool, advance: Callable[[], object], clock: Clock
+) -> Work:
+    """Replaces all rows by the shard's part of a version."""
+    repository = Repository.open(epoch.store(header["url"]), clock=clock)
+    version = VersionId.parse(header["version"])
+    return partial(load_rows, epoch, repository, version, header["names"], pool, advance)
+
+
+class GridWork:
+    """Rounds of extraction in the part of a grid that the shard of this server writes.
+
+    What is known of living rows is kept from round to round, for the grid that the last order was
+    about.
+    """
+
+    def __init__(self, advance: Callable[[], object], clock: Clock) -> None:
+        self._advance = advance
+        self._clock = clock
+        self._extraction: tuple[str, ShardExtraction] | None = None
+
+    def to_extract(self, epoch: Epoch, header: Json) -> Work:
+        """Prepares a round as `RoundOrder` says; the answer is a `ShardRound`."""
+        store, url = epoch.store(header["url"]), str(header["url"])
+        order = RoundOrder.from_json(header["order_of_round"])
+        if order.shard != epoch.shard.index:
+            raise ProtocolError(f"this is shard {epoch.shard.index}, not {order.shard}")
+        rate = header.get("most_mb_per_second")
+
+        def extract() -> Json:
+            known = self._extraction
+            if known is None or known[0] != url or known[1].grid != order.grid:
+                repository = Repository.open(store, clock=self._clock)
+                made = ShardExtraction(repository, order.grid, order.shard, self._advance)
+                known = self._extraction = url, made
+            known[1].bandwidth = Bandwidth(rate, clock=self._clock)
+            return {"round": known[1].run(order).to_json()}
+
+        return extract
+
+    def forget(self) -> None:
+        """Lets go of what is known of rows."""
+        self._extraction = None
