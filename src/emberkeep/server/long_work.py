@@ -70,9 +70,9 @@ class LongWork:
     ) -> None:  # fmt: skip
         """Returns at once; `event` is said when the work has ended well.
 
-        Refused while another piece is under way, unless this one begins an epoch, of a
-        `coordinator` who alone hears of it: it starts when the other has ended, and nobody hears
-        of that one any more.
+        Refused while another piece of the same epoch is under way, unless this one begins an epoch,
+        of a `coordinator` who alone hears of it. Work of an earlier epoch was given up: this starts
+        when that has ended, and nobody hears of that any more.
         """
         job: Future[Json] = Future()
         started = self._clock.monotonic()
@@ -92,7 +92,8 @@ class LongWork:
             self._tell(event, {**about, "seconds": seconds})
 
         with self._lock:
-            if coordinator is None and self.job is not None and not self.job[1].done():
+            at_work = self.job is not None and not self.job[1].done() and self.job[0] == epoch
+            if coordinator is None and at_work:
                 raise ServerError("the server is still at work on something else")
             self._worker.do(run, ended)
             self.job, self._coordinator = (epoch, job), coordinator

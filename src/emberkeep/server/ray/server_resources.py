@@ -92,7 +92,8 @@ class ServerResources:
         }
         wants = {"memory": float(self.memory), DISK: self._disk_gb}
         wants = {name: wanted for name, wanted in wants.items() if wanted}
-        counts, homes = dict.fromkeys(free, 0), []
+        counts = dict.fromkeys(free, 0)
+        homes: list[str] = []
         for _ in range(shards):
             fitting = [
                 node
