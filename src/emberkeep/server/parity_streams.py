@@ -222,8 +222,8 @@ class ParityStreams:
         silent = [] if self._spec.unprotected == "stop" else self._silent()
         if silent and self._needs_hosts():
             # All that are in trouble: each of two might be left out for the sake of the other.
-            troubled = {s.peer.index for s in list(self._senders.values()) if s.trouble}
-            if not asking or not self._spares(troubled):
+            troubled = [*silent, *(s for s in list(self._senders.values()) if s.trouble)]
+            if not asking or not self._spares({sender.peer.index for sender in troubled}):
                 return
         for sender in silent:
             host, cause = sender.peer.index, sender.trouble or "it does not answer"
