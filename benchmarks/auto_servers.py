@@ -44,10 +44,9 @@ STEP_SECONDS, SAVE_STEPS, RECOVERY_STEPS = 120.0, 1, 2.5
 STEP = timedelta(seconds=STEP_SECONDS)
 MTBF_STEPS, FACTOR = 100, 0.25
 TARGET = 0.05
-# A job of a hundred failures, and one of twenty.
-LENGTHS = {"long": 4000, "short": 800}
-QUICK_STEPS = 100
-SEEDS = (31, 32, 33)
+# Steps and seeds: jobs of a hundred failures, and of twenty.
+JOBS = {"long": (4000, (31, 32)), "short": (800, (31, 32, 33))}
+QUICK_JOBS = {"long": (100, (31,))}
 LONGEST = 4  # jobs, of the longest that failures are drawn for
 COLUMNS = [
     "job", "seed", "policy", "overhead", "versions", "failures", "steps again", "full", "partial",
@@ -100,7 +99,7 @@ class Failures:
 
 
 def _arrivals(random: np.random.Generator, mean: float, until: float) -> Any:
-    """Moments at random, `mean` apart on average."""
+    """Moments at random, with gaps of `mean` on average."""
     gaps = random.exponential(mean, size=int(2 * until / mean) + 50)
     times = np.cumsum(gaps)
     assert times[-1] > until, "too few were drawn"
@@ -239,10 +238,9 @@ def ratio(ones: list[float], others: list[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     given = options(__file__, __doc__.splitlines()[0])
-    lengths = {"long": QUICK_STEPS} if given.quick else LENGTHS
-    seeds = SEEDS[:1] if given.quick else SEEDS
+    jobs = QUICK_JOBS if given.quick else JOBS
     rows, figures = [], {}
-    for length, steps in lengths.items():
+    for length, (steps, seeds) in jobs.items():
         overheads: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         pls = []
         for (seed, policy), run in runs(list(itertools.product(seeds, POLICIES)), steps):
@@ -269,9 +267,9 @@ def main() -> None:
     report(
         given,
         config={
-            "steps": lengths, "step_seconds": STEP_SECONDS, "save_steps": SAVE_STEPS,
+            "steps_and_seeds": jobs, "step_seconds": STEP_SECONDS, "save_steps": SAVE_STEPS,
             "recovery_steps": RECOVERY_STEPS, "mtbf_steps": [MTBF_STEPS, MTBF_STEPS * FACTOR],
-            "servers": SHARDS, "target": TARGET, "seeds": seeds,
+            "servers": SHARDS, "target": TARGET,
         },
         figures=figures,
         columns=COLUMNS,

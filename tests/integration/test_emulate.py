@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -167,6 +168,25 @@ def test_a_process_of_its_own_gives_the_same_outcome() -> None:
     (outcome,) = run_all([task], progress=lambda *done: progress.append(done))
     assert replace(outcome, seconds=0.0) == replace(run(task), seconds=0.0)
     assert progress == [(1, 1)]
+
+
+def test_who_interrupts_while_processes_start_does_not_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C within the first seconds was heard when every run had ended."""
+    made: list[Future[Outcome]] = []
+
+    class Interrupted(ProcessPoolExecutor):
+        def submit(self, *given: Any, **named: Any) -> Any:
+            if made:
+                raise KeyboardInterrupt
+            made.append(super().submit(*given, **named))
+            return made[0]
+
+    monkeypatch.setattr(emulator, "ProcessPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([Task(spec=SPEC, strategy=None)] * 2)
+    assert made[0].cancelled() or made[0].exception() is not None
 
 
 def test_the_command(tmp_path: Path) -> None:

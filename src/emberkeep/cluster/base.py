@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from emberkeep._types import F32, I64, Json, Planes, Rates, RowIds
 from emberkeep.cluster.failure_schedule import When
-from emberkeep.cluster.outage import surviving
+from emberkeep.cluster.outage import SaidLosses, surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.cluster.table_states import holds, joined, of_shard
 from emberkeep.erasure.codes import Parity
@@ -172,8 +172,7 @@ class Cluster:
         serve."""
         self.losses: list[int] = []
         """The shards whose rows were lost, each time that one was."""
-        self._said_lost: dict[int, int] = {}
-        """The epoch of each shard that was last said to be lost."""
+        self._said = SaidLosses()
         self._forgot = False
         self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
         self._is_dynamic = {table.name: np.array([table.dynamic]) for table in self.tables}
@@ -238,15 +237,8 @@ class Cluster:
         return lost
 
     def _bring_back(self, lost: ShardLostError) -> bool:
-        """Whether lost shards serve again; with no lock held.
-
-        Several calls may meet one loss, each inside of another or in a thread of its own: it is
-        said once.
-        """
-        epochs = {shard: self.handles[shard].epoch for shard in lost.shards}
-        news = [shard for shard, epoch in epochs.items() if self._said_lost.get(shard) != epoch]
-        self._said_lost.update(epochs)
-        if news:
+        """Whether lost shards serve again; with no lock held."""
+        if news := self._said.news(lost, self.handles):
             self._say("lost", shards=news)
         return self._from_parity() or (self.on_loss is not None and self.on_loss(lost))
 
@@ -600,11 +592,7 @@ class Cluster:
         counts_ST = np.zeros((len(self.handles), 1), np.int64)
         order = np.empty(ids.size, np.int64)
         hash_index.route(
-            ids,
-            np.array([0, ids.size]),
-            self._is_dynamic[table],
-            len(self.handles),
-            counts_ST,
+            ids, np.array([0, ids.size]), self._is_dynamic[table], len(self.handles), counts_ST,
             order,
-        )
+        )  # fmt: skip
         return np.split(order, np.cumsum(counts_ST[:, 0])[:-1])

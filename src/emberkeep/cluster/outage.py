@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from emberkeep.errors import PeerError, RecoveryError, ShardLostError
@@ -28,6 +28,13 @@ class Interrupted(Protocol):
     def _bring_back(self, lost: ShardLostError) -> bool: ...
 
     def _await_peers(self, error: PeerError, seconds: float) -> bool: ...
+
+
+class HasEpoch(Protocol):
+    """One shard of a cluster."""
+
+    @property
+    def epoch(self) -> int: ...
 
 
 AnyCluster = TypeVar("AnyCluster", bound=Interrupted)
@@ -92,3 +99,21 @@ class _Outage:
                 f"back each time; the last time: {error}. See why they end, then start the run "
                 "again to resume its newest version"
             ) from error
+
+
+class SaidLosses:
+    """The losses that were said: several calls may meet one, each inside of another or in a thread
+    of its own, and nobody wants to hear of it twice."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, int] = {}
+
+    def news(self, lost: ShardLostError, shards: Sequence[HasEpoch]) -> list[int]:
+        """Those that are lost and were not said to be, in this epoch."""
+        found = [i for i in lost.shards if self._epochs.get(i) != shards[i].epoch]
+        self._epochs.update({i: shards[i].epoch for i in found})
+        return found
+
+    def returned(self, shard: int) -> None:
+        """It serves again with its rows, in the same epoch, and may be lost again."""
+        self._epochs.pop(shard, None)

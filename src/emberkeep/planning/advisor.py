@@ -416,7 +416,10 @@ def time_text(time: timedelta) -> str:
         return f"{hours / 24:.1f} days"
     if hours >= 1:
         return f"{hours:.1f} h"
-    return f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
+    if hours >= 1 / 60:
+        return f"{60 * hours:.1f} min"
+    seconds = 3600 * hours
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.1f} s"
 
 
 def _percent(option: Option) -> str:

@@ -264,8 +264,8 @@ def run_all(tasks: Sequence[Task], *, progress: Progress = lambda *_: None) -> l
     context = multiprocessing.get_context("spawn")
     before = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_alone_on_a_core) as pool:
-        futures = [pool.submit(run, task) for task in tasks]
         try:
+            futures = [pool.submit(run, task) for task in tasks]
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 progress(done, len(tasks))

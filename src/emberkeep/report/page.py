@@ -34,7 +34,7 @@ table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabu
 th, td { padding: .3rem .8rem .3rem 0; text-align: right; border-bottom: 1px solid var(--grid);
          vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
-td:first-child { min-width: 4.2rem; }
+td:first-child { min-width: 4.2rem; } td.text:last-child { min-width: 14rem; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.chosen td { background: var(--mark); font-weight: 600; }
 code { background: var(--mark); padding: .1rem .3rem; border-radius: .25rem; font-size: .9em; }

@@ -184,6 +184,8 @@ def test_questions_that_cannot_be(question: dict[str, Any], words: str) -> None:
         (56 * HOUR, "56.0 h"),
         (HOUR / 2, "30.0 min"),
         (HOUR / 3600, "1.0 s"),
+        (timedelta(milliseconds=31.5), "31.5 ms"),
+        (timedelta(0), "0.0 s"),
     ],
 )
 def test_times_for_people(time: timedelta, text: str) -> None:

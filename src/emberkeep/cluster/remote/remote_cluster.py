@@ -521,7 +521,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 for shard in silent:
                     returned = shard.returned()
                     if returned:
-                        self._said_lost.pop(shard.index, None)
+                        self._said.returned(shard.index)
                         self._say("returned", shard=shard.index, address=shard.address)
                     elif returned is False or self.launcher.gone(shard.index, shard.life):
                         gone.add(shard.index)
