@@ -171,12 +171,18 @@ def test_rows_that_are_not_all_of_the_run_are_not_adopted(
     servers.end()
 
 
-def test_a_server_without_a_trainer_keeps_its_rows_for_a_while() -> None:
+@pytest.mark.parametrize("parent", [False, True])
+def test_a_server_without_a_trainer_keeps_its_rows_for_a_while_and_ends(parent: bool) -> None:
+    """One whose parent lives keeps them: that may only have been stopped."""
     clock, events = VirtualClock(), []
     service = ShardService(
         threads=1, clock=clock, on_event=lambda name, details: events.append(name)
     )
-    watch = ServerWatch(service, clock, keep_rows_for=timedelta(minutes=30))
+    ended = list[bool]()
+    watch = ServerWatch(
+        service, clock, keep_rows_for=None if parent else timedelta(minutes=30),
+        on_dropped=lambda: ended.append(True),
+    )  # fmt: skip
     table = Table("t", rows=9, dim=2)
     header = {
         "protocol": PROTOCOL, "epoch": 1, "coordinator": "x", "term": 1, "begins": True,
@@ -184,11 +190,34 @@ def test_a_server_without_a_trainer_keeps_its_rows_for_a_while() -> None:
         "optimizer": SGD(lr=1.0).describe(), "lease_seconds": 15.0, "meeting_seconds": 5.0,
     }  # fmt: skip
     list(service.act("admit", header, {}))
-    for minutes, held in ((1, True), (28, True), (2, False)):
+    for minutes, held in ((1, True), (28, True), (2, parent)):
         clock.advance(timedelta(minutes=minutes))
         watch.look()
         assert (service.epoch is not None) == held
-    assert "rows_dropped" in events
+    assert ended == ([] if parent else [True])
+    assert ("rows_dropped" in events) != parent
+
+
+def test_rows_that_were_never_loaded_are_not_adopted(farm: Farm, tmp_path: Path) -> None:
+    """A trainer that dies before it has loaded its version leaves servers that know their run and
+    hold nothing of it: the next one would train on initial rows."""
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r")
+    for shard in range(SHARDS):
+        servers.replace(shard, "")
+    dies = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+
+    def known() -> bool:
+        return all(shard.status()["run"]["repository"] for shard in dies.cluster.handles)
+
+    until(known, "servers to know their run")
+    dies.end()
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is None
+    assert run.keeper.resume().step == 6
+    assert run.bits() == plain(6)
+    run.end()
+    servers.end()
 
 
 def test_what_cannot_be_is_refused() -> None:

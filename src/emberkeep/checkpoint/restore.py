@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from emberkeep._types import Json
+import numpy as np
+
+from emberkeep._types import I64, Json
 from emberkeep.checkpoint.contents import checked_rows
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
@@ -15,7 +17,7 @@ from emberkeep.errors import ChangedError, DamageError, StateError, StorageError
 from emberkeep.repository import Manifest, Repository, VersionId
 from emberkeep.repository.grid.catalog import grid_of, plan
 from emberkeep.repository.grid.version_rows import scattered_rows
-from emberkeep.repository.pieces import KIND
+from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import ahead_of
@@ -173,6 +175,45 @@ def load_shard(
     if rest.parts:
         _load_rows(repository, chain, rest, pool, lambda earlier: shard if whose(earlier) else None)
     return chain[-1]
+
+
+def rewind_shard(
+    repository: Repository, version: VersionId, target: TargetView, shard: int, whose: Whose,
+    pool: Pool, changed: Mapping[str, I64],
+) -> None:  # fmt: skip
+    """`load_shard` into rows that were those of the version, but for the `changed` ones: ids
+    ascending, by table. The newest files are read first, and none once all rows are found.
+
+    Trackers do not follow: what changed is marked, and is to be forgotten by the caller.
+    """
+    chain = repository.chain(version)
+    left = {name: ids for name, ids in changed.items() if ids.size}
+    for name, ids in left.items():
+        target.delete(name, ids)  # also those that came since; it makes room in dynamic tables
+    for manifest in reversed(chain):
+        met: dict[str, list[I64]] = {name: [] for name in left}
+        for file in manifest.of_kind(KIND):
+            another = whose(manifest) and file.metadata.get("shard", shard) != shard
+            held = {*counts_of(file, "rows"), *counts_of(file, "tombstones")}
+            if another or not held.intersection(left):
+                continue
+            for chunk in ahead_of(checked_rows(repository, file, pool)):
+                if chunk.table not in left:
+                    continue
+                _, wanted, at = np.intersect1d(
+                    left[chunk.table], chunk.ids, assume_unique=True, return_indices=True
+                )
+                met[chunk.table].append(left[chunk.table][wanted])
+                if chunk.planes is not None and at.size:
+                    planes = {name: values[at] for name, values in chunk.planes.items()}
+                    target.install(chunk.table, chunk.ids[at], planes)
+        # Not before: an id that left and came back is listed as both.
+        for name, parts in met.items():
+            left[name] = np.setdiff1d(left[name], np.concatenate([left[name][:0], *parts]))
+        left = {name: ids for name, ids in left.items() if ids.size}
+        if not left:
+            break
+    target.load_table_state(table_state(chain[-1]))
 
 
 def _install(

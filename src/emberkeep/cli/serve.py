@@ -81,7 +81,10 @@ def serve(
     ] = "2min",
     keep_rows_for: Annotated[
         str,
-        option("--keep-rows-for", "How long to keep rows for the next trainer when one is gone."),
+        option(
+            "--keep-rows-for",
+            "How long to keep rows for the next trainer when one is gone; then the server ends.",
+        ),
     ] = "30min",
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input does.")
@@ -91,7 +94,8 @@ def serve(
 
     On loopback only processes of the same user reach it, without any configuration. Prints its
     address when it is ready, then logs JSON lines, on stderr or in --log. SIGTERM or SIGINT ends it
-    once its run has ended, the second one as soon as the requests under way are answered.
+    once its run has ended, the second one as soon as the requests under way are answered. So does a
+    trainer that is gone for --keep-rows-for; a server whose run has ended waits for the next.
     """
     place = _place(shard)
     patience = read_time("--grace", grace)
@@ -130,7 +134,13 @@ def serve(
     warm_up()
     served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path
-    watch = ServerWatch(served, upkeep=events.bound_stderr, keep_rows_for=kept_for)
+    # What started the server closes its standard input when it needs it no more, however it ends.
+    end = ServerEnd(lambda: until_stdin_closes or _has_run(served), patience)
+    watch = ServerWatch(
+        served, upkeep=events.bound_stderr, on_dropped=end.now,
+        # Nobody else will come for them, and what started it may only have been stopped.
+        keep_rows_for=None if until_stdin_closes else kept_for,
+    )  # fmt: skip
     server = ShardServer(served, host=host, port=port, socket=own, security=security)
     status = {"address": server.address, "pid": os.getpid(), "life": served.life, **status}
     status["log"] = events.path
@@ -140,8 +150,6 @@ def serve(
         status["metrics"] = f"{scheme}://{metrics_at[0]}:{exporter.port}"
         served.page.metrics_url = f"{status['metrics']}/metrics"
 
-    # What started the server closes its standard input when it needs it no more, however it ends.
-    end = ServerEnd(lambda: until_stdin_closes or _has_run(served), patience)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end.hear)
     if until_stdin_closes:

@@ -16,6 +16,7 @@ from emberkeep.erasure.messages import PushNumber
 from emberkeep.errors import ShardLostError
 from emberkeep.kernels import batch_rows
 from emberkeep.rows import upsert as upserts
+from emberkeep.rows.changed_rows import changed_ids, forget_rewound
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
@@ -474,6 +475,19 @@ class Shard:
             self._must_live()
             for slab in self.slabs:
                 slab.track(priority, large)
+
+    def changed_ids(self) -> dict[str, I64]:
+        """By table: the rows that changed, came or left since the last version."""
+        with self._lock:
+            self._must_live()
+            return {name: changed_ids(slab, t) for name, (slab, t) in self._places.items()}
+
+    def forget_rewound(self) -> None:
+        """What had changed since the last version is again as it was."""
+        with self._lock:
+            self._must_live()
+            for slab in self.slabs:
+                forget_rewound(slab)
 
     def dirty_rows(self) -> int:
         """How many rows changed since the dirty bits were last taken."""

@@ -63,10 +63,7 @@ class Tracker:
         """Moves everything that changed into a frozen set per cursor. Constant time."""
         frozen = {}
         for cursor in CURSORS:
-            removed = {table: list(parts) for table, parts in self._earlier_removed[cursor].items()}
-            for table, parts in self._removed.items():
-                removed.setdefault(table, []).extend(parts)
-            frozen[cursor] = Frozen(self._earlier[cursor], dirty, removed)
+            frozen[cursor] = self.changed(cursor, dirty)
             self._earlier[cursor] = _bits(self._words)
             self._earlier_removed[cursor] = {}
         self._removed = {}
@@ -83,6 +80,13 @@ class Tracker:
             for table, parts in held.removed.items():
                 later = self._earlier_removed[cursor].get(table, [])
                 self._earlier_removed[cursor][table] = parts + later
+
+    def changed(self, cursor: str, dirty: U64) -> Frozen:
+        """What a freeze would hand to a cursor now."""
+        removed = {table: list(parts) for table, parts in self._earlier_removed[cursor].items()}
+        for table, parts in self._removed.items():
+            removed.setdefault(table, []).extend(parts)
+        return Frozen(self._earlier[cursor], dirty, removed)
 
     def reset(self, changed_since_baseline: U64 | None = None) -> None:
         """After a restore: nothing changed since the version, and since the baseline just this."""

@@ -3,6 +3,8 @@ over a server with what it holds."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from emberkeep._types import Json
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, EpochError, FencedError, ProtocolError, ServerError
@@ -10,6 +12,7 @@ from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import tier_service
 from emberkeep.server.epoch import Epoch
+from emberkeep.server.kept_rows import KeptRows
 
 
 class Opening:
@@ -120,6 +123,19 @@ def new_epoch(shard: Shard, header: Json, pool: Pool, clock: Clock) -> Epoch:
     return epoch
 
 
+def keep(before: Epoch | None, header: Json) -> KeptRows | None:
+    """The rows of the epoch before, taken from it, for a version of theirs that may be loaded in
+    the next; None where there are none of that model. Rows of tiers have files, which say of
+    themselves what they come back to."""
+    if before is None or not before.adoptable or before.tiered:
+        return None
+    if before.origin != origin_of(header) or header.get("priority") is not None:
+        return None
+    with suppress(ServerError):
+        return KeptRows(before.hand_over(), before.versions)
+    return None
+
+
 def adopt(before: Epoch, header: Json) -> Epoch:
     """The rows in another epoch, which does not serve yet: nothing of the old one changes them any
     more, and its pushes that were checked and not applied are dropped. What files have prepared is
@@ -139,4 +155,5 @@ def adopt(before: Epoch, header: Json) -> Epoch:
         clock=before.clock,
     )  # fmt: skip
     after.origin, after.repository, after.kept = before.origin, before.repository, True
+    after.whole, after.versions = before.whole, before.versions
     return after

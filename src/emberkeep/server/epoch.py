@@ -22,12 +22,14 @@ from emberkeep.errors import (
     ShardLostError,
 )
 from emberkeep.kernels import batch_rows, hash_index
+from emberkeep.repository import VersionId
 from emberkeep.rows.lookup import unique_ids
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
+from emberkeep.server.kept_rows import CursorVersions, KeptRows
 from emberkeep.server.parity_service import ParityService
 from emberkeep.server.pushes import Ledger, Meeting, RowGradients, join
 from emberkeep.wire.protocol import (
@@ -147,6 +149,10 @@ class Epoch:
         """Whether its coordinator has ended, and wants the rows to stay for the next."""
         self.kept = False
         """Whether its rows are those that the epoch before has served."""
+        self.whole = False
+        """Whether its rows are those of a run: trained, or loaded to the end."""
+        self.versions = CursorVersions()
+        self._aside: KeptRows | None = None
         self.origin: Json = {}
         """What the coordinator has said of the model."""
         self.repository = ""
@@ -154,6 +160,7 @@ class Epoch:
 
     def protect(self, parity_service: ParityService) -> None:
         """Keeps parity from here on; goes on after the pushes that its stream knows of."""
+        self.drop_aside()
         self.parity_service = parity_service
         for worker, number in parity_service.ledger.items():
             if worker == _RANKS:
@@ -162,18 +169,48 @@ class Epoch:
                 self._ledger.note(int(worker, 16), number)
 
     def hand_over(self) -> Shard:
-        """Ends this epoch and gives its shard away: requests under way meet a lost one."""
+        """Ends this epoch and gives its shard away: requests under way meet a lost one. Refused
+        while its rows are being replaced."""
         with self._push_lock:
+            if not self.whole:
+                raise ServerError(f"the rows of shard {self.shard.index} are nobody's")
             shard, self.shard = self.shard, cast(Shard, _Gone(self.shard.index))
             return shard
 
     @property
     def adoptable(self) -> bool:
         """Whether it has rows that the next trainer could go on with: those of a run. One that has
-        kept them may not serve yet, since others were held up."""
-        state = self.shard.state
+        kept them may not serve yet, since others were held up; one whose trainer ended before rows
+        were loaded, or half-way, has none."""
+        state = self.shard.state if self.whole else "lost"
         served = state == "serving" or (self.kept and state == "recovering")
         return served and self.parity_service is None
+
+    def set_aside(self, kept: KeptRows | None) -> None:
+        """Nobody sees these rows, unless a version is loaded that they were those of: `take_aside`.
+        The first that are written in this epoch let them go."""
+        self._aside = kept
+
+    def take_aside(self, repository: str, version: VersionId) -> bool:
+        """Goes on with the rows that were set aside, if they were those of a version that is about
+        to be loaded; they are not, yet."""
+        kept = self._aside
+        if kept is None or not kept.versions.has(repository, version):
+            return False
+        if any(slab.ranking is not None for slab in (*self.shard.slabs, *kept.shard.slabs)):
+            return False  # which rows matter most was counted for another run, or not at all
+        with self._push_lock:
+            self._aside, fresh = None, self.shard
+            with kept.shard.lock:
+                kept.shard.epoch, kept.shard.state = fresh.epoch, fresh.state
+            self.shard = kept.shard
+        fresh.kill()
+        return True
+
+    def drop_aside(self) -> None:
+        kept, self._aside = self._aside, None
+        if kept is not None:
+            kept.shard.kill()
 
     def take_back(self, shard: Shard) -> None:
         """Nobody else could have it: this epoch goes on."""
@@ -192,6 +229,8 @@ class Epoch:
 
     def freeze(self, since: str | None, buffer: int) -> tuple[Cut[FrozenRows], dict[str, int]]:
         """Freezes the rows, and tells which pushes they hold: the last of each worker."""
+        self.drop_aside()
+        self.versions.frozen()
         with self.between_pushes() as pushes:
             return self.shard.freeze(since, buffer), pushes
 
@@ -378,6 +417,8 @@ class Epoch:
             # Others may have pushed since the check.
             push = (_worker(request), request.number)
             number = self.shard.apply(self.shard.check(*part), request.lr, push)
+            self.whole = True
+            self.drop_aside()
             if self.parity_service is not None:
                 self.parity_service.note(*push, number)
             self._applied_together = request.number if together else 0
@@ -412,11 +453,26 @@ class Epoch:
     def writing(self) -> Iterator[None]:
         """Rows are changed in the body, other than by a push: who has pulled some ahead pulls them
         again. Counted before and after: rows that are read in between may be old or new."""
+        self.drop_aside()
         self._count_write()
         try:
             yield
         finally:
             self._count_write()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """`writing` of all rows: before the body has ended, they are nobody's."""
+        self.spoil()
+        with self.writing():
+            yield
+        self.whole = True
+
+    def spoil(self) -> None:
+        """Rows are about to be replaced: until all of them are, nobody can go on with them."""
+        with self._push_lock:
+            self.whole = False
+            self.versions.forget()
 
     def _count_write(self) -> None:
         with self._counting:

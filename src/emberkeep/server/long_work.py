@@ -1,17 +1,47 @@
-"""Work of a server that takes longer than a request may: started by one, asked for by others."""
+"""What a server is at work on: requests, and work that takes longer than one may, started by one
+and asked for by others."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 from emberkeep._types import Json
 from emberkeep.errors import EpochError, ServerError
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.clock import Clock
 from emberkeep.server.server_events import ServerEvents
+
+
+class Requests:
+    """Counts what a server is at work on, and refuses more once it is about to end."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.draining = False
+        self._clock = clock
+        self._at_work = 0
+        self._idle = threading.Condition()
+
+    @contextmanager
+    def working(self, *, always: bool = False) -> Iterator[None]:
+        if self.draining and not always:
+            raise ServerError("the server is shutting down")
+        with self._idle:
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._at_work -= 1
+                self._idle.notify_all()
+
+    def drain(self, patience_seconds: float) -> bool:
+        """Refuses what comes, waits for what is under way; whether it ended in time."""
+        self.draining = True
+        with self._idle:
+            return self._clock.wait_for(self._idle, lambda: self._at_work == 0, patience_seconds)
 
 
 class LongWork:

@@ -42,7 +42,7 @@ class ServerEnd:
         self._asked.set()
 
     def now(self) -> None:
-        """What started the server has let go of it."""
+        """What started the server has let go of it, or nobody has come back for its rows."""
         self._now.set()
         self._asked.set()
 

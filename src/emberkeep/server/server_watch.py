@@ -34,15 +34,21 @@ class ServerWatch:
 
     Events: "lease_expired" and "lease_resumed"; "unprotected" and "protected"; "recovering" and
     "recovered" with the scope "parity"; "background_failed"; "rows_dropped", when no coordinator
-    was heard of for `keep_rows_for`. `upkeep` is called at each look.
+    was heard of for `keep_rows_for` (None: rows stay), after which `on_dropped` is called. `upkeep`
+    is called at each look.
     """
 
     def __init__(
         self, served: ShardService, clock: Clock = SYSTEM_CLOCK,
-        upkeep: Callable[[], object] = lambda: None, keep_rows_for: timedelta = KEEP_ROWS_FOR,
+        upkeep: Callable[[], object] = lambda: None,
+        keep_rows_for: timedelta | None = KEEP_ROWS_FOR,
+        on_dropped: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._served = served
-        self._keep_rows_for = keep_rows_for
+        self._keep_seconds = float("inf")
+        if keep_rows_for is not None:
+            self._keep_seconds = keep_rows_for.total_seconds()
+        self._on_dropped = on_dropped
         self._upkeep = upkeep
         self._clock = clock
         self._seen: _Seen | None = None
@@ -85,9 +91,10 @@ class ServerWatch:
                 "lease_expired", epoch, silent_seconds=round(epoch.silent_seconds, 3),
                 lease_seconds=epoch.lease_seconds,
             )  # fmt: skip
-        elif epoch.lapsed and epoch.silent_seconds > self._keep_rows_for.total_seconds():
+        elif epoch.lapsed and epoch.silent_seconds > self._keep_seconds:
             self._tell("rows_dropped", epoch, silent_seconds=round(epoch.silent_seconds, 3))
             self._served.let_go(epoch)
+            self._on_dropped()
         elif not epoch.lapsed and seen.expired_at is not None:
             seconds, seen.expired_at = now - seen.expired_at, None
             self._tell("lease_resumed", epoch, expired_seconds=round(seconds, 3))

@@ -11,21 +11,23 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, U8, Json
-from emberkeep.checkpoint.restore import load_shard
-from emberkeep.checkpoint.target_view import TargetView, ViewPart
+from emberkeep._types import U8, Json
 from emberkeep.checkpoint.version_files import write_pieces
 from emberkeep.cluster.shard import Shard
-from emberkeep.cluster.table_states import of_shard
 from emberkeep.codecs import codec_from_dict
-from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, ServerError
+from emberkeep.errors import (
+    DamageError,
+    EmberkeepError,
+    EpochError,
+    ProtocolError,
+    ServerError,
+)
 from emberkeep.repository import Repository, VersionId
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
@@ -36,12 +38,13 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service
 from emberkeep.server.counted_writer import CountedWriter
 from emberkeep.server.epoch import Epoch, Session, priority_of
-from emberkeep.server.long_work import LongWork
+from emberkeep.server.long_work import LongWork, Requests
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
+from emberkeep.server.version_load import load_rows
 from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -95,7 +98,7 @@ class ShardService:
         self.events = self._tell = ServerEvents(on_event, clock)
         self.page = ServerPage(
             self.metrics, self.events, epoch=lambda: self._epoch,
-            opening=lambda: self._opening, draining=lambda: self._draining,
+            opening=lambda: self._opening, draining=lambda: self._requests.draining,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._epoch: Epoch | None = None
@@ -105,10 +108,8 @@ class ShardService:
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch = 0
         self._cancelled = threading.Event()
-        self._draining = False
-        self._at_work = 0
-        self._idle = threading.Condition()
-        self.long_work = LongWork(self.events, self._working, clock)
+        self._requests = Requests(clock)
+        self.long_work = LongWork(self.events, self._requests.working, clock)
         self._actions: dict[str, Callable[[Json, Arrays], Iterator[Answer]]] = {
             "status": self._status,
             "admit": self._admit,
@@ -150,7 +151,7 @@ class ShardService:
         if is_frame(blob):
             return self._hear(blob, epoch)
         try:
-            with self._working():
+            with self._requests.working():
                 if epoch is None:
                     raise EpochError("this server was given no epoch: it has no rows to serve")
                 request = unpack_request(blob, epoch.shape)
@@ -163,12 +164,24 @@ class ShardService:
                     return epoch.push(request, session)
         except EmberkeepError as error:
             self.metrics.refused += 1
-            return refusal(error, 0 if epoch is None else epoch.number)
+            return refusal(self._met(error), 0 if epoch is None else epoch.number)
+
+    def _met(self, error: EmberkeepError) -> EmberkeepError:
+        """What is answered. Rows that cannot be read from a file of the tier are lost with their
+        shard: the next admission opens its files again, and knows what to do about them."""
+        epoch, tier = self._epoch, self._tier
+        if epoch is None or tier is None or not isinstance(error, DamageError):
+            return error
+        if not tier.holds(epoch.index, error.name):
+            return error
+        self._tell("tier_damaged", {"epoch": epoch.number, "error": str(error)})
+        self.let_go(epoch)
+        return EpochError(f"shard {epoch.index} has lost rows: {error}")
 
     def _hear(self, blob: U8, epoch: Epoch | None) -> U8:
         """What another shard tells the host of its parity."""
         try:
-            with self._working():
+            with self._requests.working():
                 if epoch is None or epoch.parity_service is None:
                     raise EpochError("this server holds no parity: it was given none, or replaced")
                 epoch.check(epoch.number)
@@ -189,7 +202,7 @@ class ShardService:
             for answer in self.act(kind, header, arrays):
                 yield pack_frame(*answer)
         except EmberkeepError as error:
-            yield pack_frame(describe_error(error))
+            yield pack_frame(describe_error(self._met(error)))
         except Exception as error:  # a bug must end one action, not the server
             self.failed(error)
             yield pack_frame(describe_error(error))
@@ -200,7 +213,7 @@ class ShardService:
         if action is None:
             raise ProtocolError(f"there is no action {kind!r}"[:100])
         always = kind in ("status", "work", "close", "cancel")
-        with self._working(always=always), self._order.of(header):
+        with self._requests.working(always=always), self._order.of(header):
             try:
                 yield from action(header, arrays)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -208,7 +221,7 @@ class ShardService:
 
     def _status(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         status: Json = {"protocol": PROTOCOL, "life": self.life, "term": self._term}
-        status["draining"], status["last_epoch"] = self._draining, self._last_epoch
+        status["draining"], status["last_epoch"] = self._requests.draining, self._last_epoch
         if self._tier is not None:
             status["tier"] = self._tier.status(self._epoch)
         yield {**status, **self.page.status(header)}, _NONE
@@ -231,7 +244,11 @@ class ShardService:
                 self._adopt(admission.check_rows(before, header), header)
                 before = None
             elif self._tier is None:
+                kept = admission.keep(before, header)
+                if kept is not None:
+                    self._unfreeze()
                 self._epoch = self._open(header, tables, optimizer)
+                self._epoch.set_aside(kept)
             else:
                 # First: files have one owner at a time. To read them takes longer than an answer.
                 self._epoch, self._opening = None, admission.Opening(header, self._clock)
@@ -273,7 +290,7 @@ class ShardService:
         """A new epoch: empty, or at the durable batch of its tier."""
         shard = tier_service.open_shard(
             self._tier, header, tables, optimizer, pool=self._pool, clock=self._clock,
-            advance=self.long_work.advance,
+            advance=self.long_work.advance, tell=self.events,
         )  # fmt: skip
         if header.get("tracked"):
             shard.track(priority_of(header))
@@ -282,6 +299,10 @@ class ShardService:
     def _adopt(self, before: Epoch, header: Json) -> None:
         """Goes on with the rows of the epoch before: what was frozen in it is let go."""
         self._epoch = admission.adopt(before, header)
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        """Lets go of what is frozen: what had changed before has changed still."""
         self._cancelled.set()
         for snapshot in self._snapshots:
             snapshot.close(())
@@ -291,7 +312,8 @@ class ShardService:
         """Lets go of an epoch's memory; copies of its rows that are under way are cancelled."""
         self._cancelled.set()
         service = epoch.parity_service
-        end_all(*([] if service is None else [service.close]), epoch.shard.kill)
+        ends = [epoch.drop_aside, epoch.shard.kill]
+        end_all(*([] if service is None else [service.close]), *ends)
 
     def _renew(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._of(header)
@@ -396,9 +418,10 @@ class ShardService:
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
-        shard = self._owned(header, arrays[""])
-        with self._checked(header).writing_alone():
-            shard.install(header["table"], arrays[""], planes)
+        self._owned(header, arrays[""])
+        (epoch := self._checked(header)).spoil()  # until a push says that all are there
+        with epoch.writing_alone():
+            epoch.shard.install(header["table"], arrays[""], planes)
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -419,7 +442,8 @@ class ShardService:
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        with (epoch := self._checked(header)).writing_alone():
+        (epoch := self._checked(header)).spoil()
+        with epoch.writing_alone():
             epoch.shard.clear()
         yield {}, _NONE
 
@@ -428,8 +452,9 @@ class ShardService:
         yield {}, _NONE
 
     def _forget_changes(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        keep = bool(header["keep_since_baseline"])
-        self._checked(header).shard.forget_changes(keep_since_baseline=keep)
+        keep, epoch = bool(header["keep_since_baseline"]), self._checked(header)
+        epoch.versions.forget()
+        epoch.shard.forget_changes(keep_since_baseline=keep)
         yield {}, _NONE
 
     # -- versions --------------------------------------------------------------------------------
@@ -460,16 +485,18 @@ class ShardService:
 
         Not every path is the same directory on every machine.
         """
-        store = self._checked(header).store(header["url"])
-        found = None
+        epoch = self._checked(header)
+        store, found = epoch.store(header["url"]), None
         if Repository.exists(store):
             found = Repository.open(store, clock=self._clock).id
+        epoch.versions.repository = found
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to write the frozen rows as pieces of a version, straight to the store."""
         snapshots, epoch, cancelled = self._frozen(header), self._checked(header), self._cancelled
         codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
+        epoch.versions.writes(VersionId.parse(header["version"]))
         pool = Pool(int(header["threads"]), nice=int(header["nice"]))
         bandwidth = Bandwidth(header.get("most_mb_per_second"), clock=self._clock)
         files = CountedWriter(
@@ -496,28 +523,10 @@ class ShardService:
         """Begins to replace all rows by this shard's part of a version."""
         epoch = self._checked(header)
         repository = Repository.open(epoch.store(header["url"]), clock=self._clock)
-        version = VersionId.parse(header["version"])
-
-        def own_rows(table: str, ids: I64) -> I64:
-            self.long_work.advance()
-            return epoch.own(table, ids)
-
-        target = TargetView([
-            ViewPart(
-                epoch.shard, {name: own for own, name in header["names"].items()},
-                own_rows=own_rows,
-                own_state=partial(of_shard, shard=epoch.shard.index, count=epoch.shards))
-        ])  # fmt: skip
-
-        def load() -> Json:
-            with epoch.writing():
-                target.clear()
-                load_shard(
-                    repository, version, target, epoch.shard.index,
-                    lambda earlier: earlier.described.number("shards") == epoch.shards, self._pool,
-                )  # fmt: skip
-            return {}
-
+        load = partial(
+            load_rows, epoch, repository, VersionId.parse(header["version"]), header["names"],
+            self._pool, self.long_work.advance,
+        )  # fmt: skip
         self._begin("loaded", header, load)
         yield {}, _NONE
 
@@ -541,6 +550,8 @@ class ShardService:
             self._snapshots = ()
         for snapshot in snapshots:
             snapshot.close(header["advanced"])
+        if (epoch := self._epoch) is not None and epoch.number == int(header["epoch"]):
+            epoch.versions.closed(header["advanced"])
         yield {"held_seconds": sum(snapshot.held_seconds for snapshot in snapshots)}, _NONE
 
     def _frozen(self, header: Json) -> Sequence[FrozenRows]:
@@ -552,23 +563,8 @@ class ShardService:
 
     def drain(self, patience_seconds: float) -> bool:
         """Refuses what comes, waits for what is under way; whether it ended in time."""
-        self._draining = True
         self._tell("draining", {})
-        with self._idle:
-            return self._clock.wait_for(self._idle, lambda: self._at_work == 0, patience_seconds)
-
-    @contextmanager
-    def _working(self, *, always: bool = False) -> Iterator[None]:
-        if self._draining and not always:
-            raise ServerError("the server is shutting down")
-        with self._idle:
-            self._at_work += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._at_work -= 1
-                self._idle.notify_all()
+        return self._requests.drain(patience_seconds)
 
     # -- details ---------------------------------------------------------------------------------
 

@@ -9,14 +9,20 @@ from dataclasses import asdict, dataclass, replace
 
 from emberkeep._types import Json
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import CancelledError, ConfigError, TierInUseError
+from emberkeep.errors import CancelledError, ConfigError, DamageError, TierInUseError
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch
+from emberkeep.server.server_events import ServerEvents
 from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.tiers.decisions import took_place
+from emberkeep.tiers.directory import claim, make_directory
+from emberkeep.tiers.durable_open import DISK
+from emberkeep.tiers.tier_use import TierUse
 
 _POLL_SECONDS = 0.1
+DAMAGED = "damaged"
+"""Where files of a shard are moved that cannot be read, beside those that take their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +47,54 @@ class ServerTier:
         own = Tier(self.directory(shard), memory=self.tier.memory, exclusive=self.tier.exclusive)
         return [replace(table, tier=own) for table in tables]
 
+    def holds(self, shard: int, name: str | None) -> bool:
+        """Whether what a damage is of is a file of a shard; by its path, or by its name there."""
+        here = os.path.realpath(self.directory(shard))
+        path = os.path.realpath(os.path.join(here, name or ""))
+        return os.path.dirname(path) == here
+
+    def move_damaged(self, shard: int) -> str:
+        """Moves the files of a shard to a directory beside them, in the place of what was moved
+        there before; nothing of them is changed."""
+        here, disk = self.directory(shard), DISK()
+        beside = os.path.join(here, DAMAGED)
+        names = [name for name in os.listdir(here) if name.endswith(".tier")]
+        claims = [
+            claim(os.path.join(here, n), exclusive=self.tier.exclusive, disk=disk) for n in names
+        ]
+        try:
+            make_directory(beside, disk)
+            for name in os.listdir(beside):
+                os.unlink(os.path.join(beside, name))
+            for name in names:
+                os.rename(os.path.join(here, name), os.path.join(beside, name))
+            for path in (beside, here):
+                disk.sync_directory(path)
+        finally:
+            for held in claims:
+                held.release()
+        return beside
+
     def status(self, epoch: Epoch | None) -> Json:
         """Where it is, and how its files are doing."""
         files = [] if epoch is None else epoch.shard.tier_status()
+        use = TierUse.of(files)
         return {
             "path": self.tier.path,
             "memory_nbytes": self.tier.memory,
             "files": [asdict(file) for file in files],
+            "use": None if use is None else asdict(use),
         }
 
 
 def open_shard(
     tier: ServerTier | None, header: Json, tables: Sequence[Table], optimizer: Optimizer, *,
-    pool: Pool, clock: Clock, advance: Callable[[], object],
+    pool: Pool, clock: Clock, advance: Callable[[], object], tell: ServerEvents,
 ) -> Shard:  # fmt: skip
     """The shard that a coordinator asks for: empty, or at the durable batch of its files.
+
+    Files that are damaged are moved to where they harm nobody, which an event says, and it is
+    empty: a version of the run's repository has its rows. They are not removed.
 
     Files that are in use are waited for, as long as a lease: the server that had them, of a trainer
     that was killed say, may take a moment to end.
@@ -64,6 +103,7 @@ def open_shard(
     if tier is not None:
         tables = tier.holding(tables, index)
     until = clock.monotonic() + float(header["lease_seconds"])
+    moved = False
     while True:
         try:
             return Shard(
@@ -74,6 +114,14 @@ def open_shard(
         except TierInUseError:
             if clock.monotonic() > until:
                 raise
+        except DamageError as error:
+            # Of a decision nothing is known but that it is damaged: its files may be whole.
+            if tier is None or moved or not tier.holds(index, error.name):
+                raise
+            moved = True
+            where = tier.move_damaged(index)
+            tell("tier_damaged", {"shard": index, "moved_to": where, "error": str(error)})
+            continue
         advance()
         clock.sleep(_POLL_SECONDS)
 
