@@ -191,6 +191,9 @@ def recover_partially(
     cluster = home.cluster
     # First, so that what the caller has counted as lost is: none of them returns from here on.
     cluster.renew(*lost)
+    if cluster.tiered:  # what a file has come back with is of another moment than the version
+        for shard in lost:
+            cluster.handles[shard].clear()
     manifest = load_shards(checkpointer, home, lost, steps_of(cluster))
     cluster.serve(*lost)
     return manifest

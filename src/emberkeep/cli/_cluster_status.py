@@ -170,7 +170,7 @@ def cells(status: Status, now: float) -> tuple[str, ...]:
         _short(status.get("rows_per_second")),
         "" if run is None else str(run["id"])[: _MOST["run"]],
         "" if run is None else str(run["step"]),
-        _protected(status.get("parity")),
+        _protected(status.get("parity")) or _tier(status.get("tier")),
         _last_event(status.get("last_event"), now),
     )
 
@@ -192,6 +192,7 @@ def notes(statuses: Sequence[Status], now: float) -> list[str]:
         for status in statuses
         if status.get("parity", {}).get("unprotected_since")
     ]
+    lines += _tier_lines(statuses)
     logs: dict[tuple[str, str], list[str]] = {}
     for status in statuses:
         if status.get("log"):
@@ -238,6 +239,38 @@ def _protected(parity: Status | None) -> str:
     if parity["unprotected_stripes"]:
         return f"{_short(parity['unprotected_stripes'])} open"
     return f"lag {_short(parity['lag'])}" if parity["lag"] else "whole"
+
+
+def _tier(tier: Status | None) -> str:
+    """A server with a tier has no parity, so it has this in its place: how often rows were in
+    memory."""
+    use = None if tier is None else tier.get("use")
+    if tier is None:
+        return ""
+    return "tier" if use is None else f"tier {use['hit_rate']:.1%}"
+
+
+def _tier_lines(statuses: Sequence[Status]) -> list[str]:
+    """Where rows live on each server, and what it costs to bring them from there."""
+    lines = []
+    for status in statuses:
+        if (tier := status.get("tier")) is None:
+            continue
+        parts = [f"shard {status['shard']} keeps its rows in {tier['path']}"]
+        parts[0] += f", {_short(tier['memory_nbytes'])}B of them in memory"
+        if (use := tier.get("use")) is not None:
+            batches = {file["batch"] for file in tier["files"]}
+            parts.append(
+                f"{use['hit_rate']:.1%} of {_short(use['pulled'])} pulled rows were there; "
+                f"{use['wait_seconds']:.1f} s of waiting"
+            )
+            if len(batches) == 1 and None not in batches:
+                parts.append(f"batch {batches.pop()} is durable")
+        damaged = sum(file["damaged"] for file in tier["files"])
+        if damaged:
+            parts.append(f"{damaged} segments are damaged")
+        lines.append("; ".join(parts))
+    return lines
 
 
 def _run_line(identity: str, members: Sequence[Status], now: float) -> str:

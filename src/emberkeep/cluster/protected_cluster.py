@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +19,13 @@ from emberkeep.rows.priority import Priority
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.tables import Optimizer, Table
+from emberkeep.tiers.tier_use import TierStatus, TierUse
+
+
+def tier_use(clusters: Iterable[Cluster]) -> TierUse | None:
+    """How the caches of all tiers of these clusters have served together; None without a tier."""
+    asked = [cluster for cluster in clusters if isinstance(cluster, ProtectedCluster)]
+    return TierUse.of([file for cluster in asked for file in cluster.tier_status()])
 
 
 class Protection(Protocol):
@@ -53,6 +60,10 @@ class ProtectedCluster(Cluster, Generic[_Shard, _Protection]):
     """
 
     handles: list[_Shard]  # type: ignore[assignment]
+
+    def tier_status(self) -> list[TierStatus]:
+        """How the files of its tiers are doing, one entry for each of those that can be asked."""
+        raise NotImplementedError
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from emberkeep.blobs import BlobStore
-from emberkeep.cluster.local.local_cluster import tier_use
+from emberkeep.cluster.protected_cluster import tier_use
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.model_parts import Parts
@@ -70,7 +70,8 @@ class RunReport:
 
     def tier_use(self) -> TierUse | None:
         """How often rows were in memory, and how long training waited for those that were not, in
-        all tiers of this process; None without a tier."""
+        all tiers of this process and of its servers; None without a tier. Counted since files were
+        opened: a server that is lost has no part in it, and one that is back begins at 0."""
         return tier_use(home.cluster for home in self._parts.subject.homes())
 
     def mirror_status(self) -> MirrorStatus | None:

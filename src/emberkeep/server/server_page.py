@@ -15,6 +15,7 @@ from emberkeep.server.admission import Opening
 from emberkeep.server.epoch import Epoch
 from emberkeep.server.server_events import ServerEvents
 from emberkeep.server.server_metrics import Metrics
+from emberkeep.tiers.tier_use import TierUse
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -155,8 +156,10 @@ class ServerPage:
         if epoch is None:
             return samples
         rows, nbytes = epoch.shard.held()
+        tier = TierUse.of(epoch.shard.tier_status())
         return [
             *samples,
+            *([] if tier is None else tier.samples()),
             ("dirty_rows", "gauge", "rows changed since the last cut", epoch.shard.dirty_rows()),
             ("rows", "gauge", "rows that were trained and are held", rows),
             ("row_bytes", "gauge", "bytes of them, all planes", nbytes),

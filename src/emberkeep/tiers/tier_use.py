@@ -41,7 +41,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """What the caches of all tiers of one process have done together."""
+    """What the caches of all tiers of one run have done together."""
 
     pulled: int
     """Rows that batches have pulled, each batch's unique ones."""

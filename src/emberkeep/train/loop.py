@@ -21,7 +21,8 @@ import torch
 import xxhash
 from torch import nn
 
-from emberkeep.cluster.local.local_cluster import LocalCluster, tier_use
+from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.cluster.protected_cluster import tier_use
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.data import Batch, Reader, Window
 from emberkeep.data.accuracy import auc, log_loss

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep._types import F32, I64, Rates, RowIds
-from emberkeep.cluster.base import Cluster, check_size
+from emberkeep.cluster.base import check_size
 from emberkeep.cluster.failure_schedule import Failure, Failures, When
 from emberkeep.cluster.local.local_parity import LocalParity
 from emberkeep.cluster.outage import surviving
@@ -34,7 +34,7 @@ from emberkeep.runtime.memory import Values
 from emberkeep.tables import Optimizer, Table
 from emberkeep.tiers import decisions
 from emberkeep.tiers.durable_open import open_slab, tier_files
-from emberkeep.tiers.tier_use import TierStatus, TierUse
+from emberkeep.tiers.tier_use import TierStatus
 from emberkeep.tiers.tiered_slab import TieredSlab
 
 
@@ -87,12 +87,6 @@ def local(
     them back.
     """
     return Local(shards=shards, threads=threads, failures=failures, parity=parity)
-
-
-def tier_use(clusters: Iterable[Cluster]) -> TierUse | None:
-    """How the caches of all tiers of these clusters have served together; None without a tier."""
-    local_clusters = [cluster for cluster in clusters if isinstance(cluster, LocalCluster)]
-    return TierUse.of([file for cluster in local_clusters for file in cluster.tier_status()])
 
 
 _Part = tuple[Sequence[RowIds], Sequence[F32]]
