@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile
+from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile, option, read_time
 from emberkeep.cli._repository import JsonOption, emit, print_json
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
@@ -34,6 +34,23 @@ def up(
     name: _Name = "emberkeep",
     address: _Address = None,
     cpus: Annotated[float, typer.Option(min=0, help="What each server reserves.")] = 0.1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of its node, for each server; nothing if not given, with --tier its memory.",
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="For --tier, of what nodes of Ray name as emberkeep_disk (GB)."
+        ),
+    ] = None,
+    keep_rows_for: Annotated[
+        str,
+        option("--keep-rows-for", "How long to keep rows for the next trainer when one is gone."),
+    ] = "30min",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each server.")] = None,
     parity: Annotated[
         str | None,
@@ -60,12 +77,20 @@ def up(
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import start_local, stop_local
     from emberkeep.server.ray.ray_session import disconnect
+    from emberkeep.server.ray.server_resources import ServerResources, nbytes_of
     from emberkeep.tables import Tier
     from emberkeep.wire.security import Security, read_token
 
     code = _code(parity, shards)
     own_tier = None if tier is None else Tier(tier, memory=tier_memory)
     check_tier(own_tier, code)
+    if disk is not None and own_tier is None:
+        raise ConfigError("--disk is for servers with a tier: give --tier, or leave it out")
+    tier_nbytes = 0 if own_tier is None else own_tier.memory
+    resources = ServerResources(
+        cpus=cpus, memory=tier_nbytes if memory is None else nbytes_of("--memory", memory),
+        disk=0 if disk is None else nbytes_of("--disk", disk),
+    )  # fmt: skip
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
     ).carried()
@@ -74,8 +99,9 @@ def up(
         try:
             ray_cluster.ensure_ray(address or "auto")
             actors = ray_cluster.start(
-                shards, name=name, cpus=cpus, threads=threads, security=security, detached=True,
-                parity=code, tier=own_tier,
+                shards, name=name, resources=resources, threads=threads, security=security,
+                detached=True, parity=code, tier=own_tier,
+                keep_rows_for=read_time("--keep-rows-for", keep_rows_for),
             )  # fmt: skip
             launcher = ray_cluster.RayLauncher(actors)
             addresses = [launcher.address(shard) for shard in range(shards)]

@@ -142,7 +142,7 @@ def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
             world=given.workers, timing=given.timing(), parity=parity, tier=tier,
-            on_restart=given.on_restart,
+            memory=given.memory, disk=given.disk, on_restart=given.on_restart,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
     return local(shards=given.shards, failures=failures, parity=parity)

@@ -24,6 +24,7 @@ from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.server.ray.ray_session import connected
 from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
+from emberkeep.server.ray.server_resources import ServerResources, nbytes_of
 from emberkeep.tiers.tier_use import TierUse
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import check_fresh, run
@@ -63,8 +64,8 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
             )
         if not up:
             servers = ray_cluster.start(
-                given.shards, name=name, cpus=_SERVER_CPUS, threads=None, security=Security(),
-                parity=settings.parity.spec(), tier=settings.tier.spec(),
+                given.shards, name=name, resources=_resources(settings), threads=None,
+                security=Security(), parity=settings.parity.spec(), tier=settings.tier.spec(),
             )  # fmt: skip
             # Held here: Ray ends servers that no process holds, also while workers start again.
             stack.callback(ray_cluster.RayLauncher(servers, owned=name).close)
@@ -80,6 +81,18 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
         for hook in hooks:
             hook.on_end(result)
         return result
+
+
+def _resources(settings: RunConfig) -> ServerResources:
+    """What each server takes of its node. How many rows there are, workers know alone: without
+    `cluster.memory` it is what a tier has."""
+    given, tier = settings.cluster, settings.tier.spec()
+    memory = 0 if tier is None else tier.memory
+    return ServerResources(
+        cpus=_SERVER_CPUS,
+        memory=memory if given.memory is None else nbytes_of("memory", given.memory),
+        disk=0 if given.disk is None else nbytes_of("disk", given.disk),
+    )
 
 
 def work(document: Json, place: Place, mailbox: Mailbox) -> Json:

@@ -270,6 +270,12 @@ class ClusterSettings:
     on_restart: Literal["rewind", "adopt"] = setting(
         "what becomes of rows that live servers hold of an earlier trainer: they go back to the "
         "newest version, or stay, and samples are applied twice (connect, ray)", default="rewind")
+    memory: str | None = setting(
+        "of its node that each server has set aside, such as 48GB; if not set what all rows take, "
+        "with several workers what a tier has (ray)", default=None)
+    disk: str | None = setting(
+        "of its node that each server with a tier has set aside, of what nodes name as "
+        "emberkeep_disk (ray)", default=None)
     lease: str = setting(
         "how long a silent server is waited for, where another can take its place", default="15s")
     patience: str = setting(
@@ -279,7 +285,7 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         config.check(self)
         if self.kind != "ray":
-            for key in ("workers", "address", "name"):
+            for key in ("workers", "address", "name", "memory", "disk"):
                 if getattr(self, key) not in (None, 1):
                     raise ConfigError(f'{key} is for kind = "ray"')
         if self.on_restart == "adopt" and self.kind in ("local", "servers"):

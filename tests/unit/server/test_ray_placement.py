@@ -12,6 +12,7 @@ import pytest
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.server.ray import ray_cluster
+from emberkeep.server.ray.server_resources import ServerResources
 from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.wire.security import Security
 
@@ -44,8 +45,12 @@ class PlayedRay:
             ),
         )
 
-    def nodes(self) -> list[dict[str, bool]]:
-        return [{"Alive": True}] * self._nodes + [{"Alive": False}]
+    def nodes(self) -> list[dict[str, Any]]:
+        room = {"memory": 10.0 * 10**9}
+        return [
+            {"NodeID": f"{n}", "Alive": n < self._nodes, "Resources": room}
+            for n in range(self._nodes + 1)
+        ]
 
     def remote(self, kind: type) -> Any:
         return SimpleNamespace(options=self._options)
@@ -90,8 +95,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def started(shards: int, parity: Parity | None, **more: Any) -> list[Any]:
     return ray_cluster.start(
-        shards, name="c", cpus=0.5, threads=None, security=SAFE, parity=parity, **more
-    )
+        shards, name="c", resources=ServerResources(cpus=0.5, memory=10**9), threads=None,
+        security=SAFE, parity=parity, **more,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("nodes", "shards", "r"), [(8, 4, 1), (3, 4, 2), (4, 8, 2), (4, 7, 3)])
@@ -104,7 +110,8 @@ def test_a_node_gets_at_most_r_servers_also_where_nodes_are_fewer(
     used = Counter(index for _, index in ray.strategies)
     assert len(bundles) == len(used) <= nodes
     assert max(used.values()) <= r
-    assert all(bundle["CPU"] == 0.5 * used[index] for index, bundle in enumerate(bundles))
+    for index, bundle in enumerate(bundles):
+        assert bundle == {"CPU": 0.5 * used[index], "memory": 10**9 * used[index]}
 
 
 @pytest.mark.parametrize(

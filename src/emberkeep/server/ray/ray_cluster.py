@@ -35,7 +35,8 @@ from emberkeep.server.ray.ray_session import (
     run_name,
 )
 from emberkeep.server.ray.ray_session import ensure_ray as ensure_ray
-from emberkeep.tables import Optimizer, Table, Tier
+from emberkeep.server.ray.server_resources import ServerResources, nbytes_of, needed_memory
+from emberkeep.tables import SGD, Optimizer, Table, Tier
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.private_socket import own_socket
 from emberkeep.wire.security import Security
@@ -54,7 +55,9 @@ class RayCluster:
       one is started, which ends with this process.
     - `name` names servers that `emberkeep cluster up` has started, or will name those of this run;
       servers that this object starts end with the cluster.
-    - `cpus` is what each server reserves.
+    - `cpus`, `memory` and `disk` are what each server reserves. Memory is what it takes once all
+      rows were trained, by the tables, unless it is given; disk, for a tier, is counted where it
+      is given and nodes say how much of `emberkeep_disk` they have.
     - With a certificate and a token in `security` servers listen on the address of their node;
       without, where only their user reaches them, which several nodes are refused. Those that
       are up already let processes of the Ray cluster know how to reach them.
@@ -71,6 +74,8 @@ class RayCluster:
     address: str | None = None
     name: str | None = None
     cpus: float = 0.1
+    memory: int | str | None = None
+    disk: int | str | None = None
     threads: int | None = None
     security: Security = field(default_factory=Security)
     timing: Timing = field(default_factory=Timing)
@@ -89,12 +94,15 @@ class RayCluster:
             raise ConfigError("ray_cluster() needs shards=, or the name= of a cluster that is up")
         if self.cpus < 0:
             raise ConfigError(f"cpus must be 0 or more, not {self.cpus:g}")
+        self.resources((), SGD(lr=1.0))  # refuses what is no size
+        if self.disk is not None and self.tier is None:
+            raise ConfigError("disk= is for servers with a tier: give tier=, or leave it out")
         if not 0 <= self.rank < self.world:
             raise ConfigError(f"rank is from 0 to below world, not {self.rank} of {self.world}")
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         ensure_ray(self.address or (local_address() if self.name else None))
-        launcher = self._launcher()
+        launcher = self._launcher(self.resources(tables, optimizer))
         try:
             if self.parity is not None and self.rank == 0:
                 launcher.warn_of_sharing(self.parity)
@@ -111,7 +119,16 @@ class RayCluster:
             launcher.attach()
         return cluster
 
-    def _launcher(self) -> RayLauncher:
+    def resources(self, tables: Sequence[Table], optimizer: Optimizer) -> ServerResources:
+        """What each server takes of its node."""
+        if self.memory is not None:
+            memory = nbytes_of("memory", self.memory)
+        else:
+            memory = needed_memory(tables, optimizer, self.shards or 1, self.tier)
+        disk = 0 if self.disk is None else nbytes_of("disk", self.disk)
+        return ServerResources(cpus=self.cpus, memory=memory, disk=disk)
+
+    def _launcher(self, resources: ServerResources) -> RayLauncher:
         if self.name is not None:
             found = find(self.name)
             if found:
@@ -128,8 +145,8 @@ class RayCluster:
         assert self.shards is not None
         name = self.name or f"run-{uuid.uuid4().hex[:8]}"
         actors = start(
-            self.shards, name=name, cpus=self.cpus, threads=self.threads, security=self.security,
-            parity=self.parity, tier=self.tier,
+            self.shards, name=name, resources=resources, threads=self.threads,
+            security=self.security, parity=self.parity, tier=self.tier,
         )  # fmt: skip
         return RayLauncher(actors, owned=name, patience=self.timing.patience)
 
@@ -140,6 +157,8 @@ def ray_cluster(
     address: str | None = None,
     name: str | None = None,
     cpus: float = 0.1,
+    memory: int | str | None = None,
+    disk: int | str | None = None,
     threads: int | None = None,
     security: Security | None = None,
     timing: Timing | None = None,
@@ -150,12 +169,13 @@ def ray_cluster(
     """Servers placed by Ray: `ek.EmbeddingBags(..., cluster=ek.ray_cluster(shards=8))`.
 
     With `parity` a node gets at most `r` of them, if there are enough nodes. With
-    `tier=ek.Tier("/nvme/run", memory="48GB")` rows live in files of their nodes.
+    `tier=ek.Tier("/nvme/run", memory="48GB")` rows live in files of their nodes. Each server has
+    memory of its node set aside, for all rows of its tables unless `memory="60GB"` says how much.
     """
     return RayCluster(
-        shards=shards, address=address, name=name, cpus=cpus, threads=threads,
-        security=security or Security(), timing=timing or Timing(), parity=parity, tier=tier,
-        on_restart=on_restart,
+        shards=shards, address=address, name=name, cpus=cpus, memory=memory, disk=disk,
+        threads=threads, security=security or Security(), timing=timing or Timing(), parity=parity,
+        tier=tier, on_restart=on_restart,
     )  # fmt: skip
 
 
@@ -166,8 +186,9 @@ class _Host:
     """The actor: its process is the server. Ray makes it again when the process dies."""
 
     def __init__(
-        self, threads: int | None, host: str, security: Security, tier: Tier | None = None
-    ) -> None:
+        self, threads: int | None, host: str, security: Security, tier: Tier | None = None,
+        keep_rows_for: timedelta | None = None,
+    ) -> None:  # fmt: skip
         from emberkeep.runtime.event_log import EventLog, new_log_directory
         from emberkeep.runtime.metrics import MetricsServer
         from emberkeep.server.flight_server import ShardServer
@@ -185,7 +206,7 @@ class _Host:
         served.page.log = log.path
         self._metrics = MetricsServer(served.page.text, 0, not_ready=served.page.not_ready)
         served.page.metrics_url = f"http://127.0.0.1:{self._metrics.port}/metrics"
-        self._watch = ServerWatch(served)
+        self._watch = ServerWatch(served, keep_rows_for=keep_rows_for)
         self._watch.start()
         own = None if security.tls else own_socket()
         self._server = ShardServer(served, host=host, socket=own, security=security)
@@ -216,30 +237,34 @@ def start(
     shards: int,
     *,
     name: str,
-    cpus: float,
+    resources: ServerResources,
     threads: int | None,
     security: Security,
     detached: bool = False,
     parity: Parity | None = None,
     tier: Tier | None = None,
+    keep_rows_for: timedelta | None = None,
 ) -> list[Any]:
-    """Starts servers, spread over the nodes; with `parity`, at most `r` of them on each if there
-    are enough nodes. With a `tier` each has a node, to which it returns while that is there.
-    `detached` ones outlive this process."""
+    """Starts servers, spread over the nodes that have what each takes; with `parity`, at most `r`
+    of them on each if there are enough nodes. With a `tier` each has a node, to which it returns
+    while that is there. `detached` ones outlive this process; rows that a run has left there, they
+    let go after `keep_rows_for`."""
     ray = connected_ray()
     if find(name):
         raise _taken(name)
-    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    known = ray.nodes()
+    nodes = sum(bool(node["Alive"]) for node in known)
     if nodes > 1 and not (security.tls and security.authority and security.token):
         raise SecurityError(
             f"Ray has {nodes} nodes, so that rows would cross the network: start servers with "
             "emberkeep cluster up --tls-certificate … --tls-key … --authority … --token-file …, or "
             "give security="
         )
+    homes = resources.homes(shards, known)
     kind = ray.remote(_NodeHost if security.tls and security.token else _Host)
     security = security.with_token()
     options = {
-        "num_cpus": cpus,
+        **resources.options(),
         "max_restarts": -1,
         "max_task_retries": -1,
         "namespace": NAMESPACE,
@@ -247,19 +272,19 @@ def start(
         "runtime_env": {"env_vars": environment(threads)},
     }
     carried = security.carried()
-    strategies: list[Any] = ["SPREAD"] * shards if tier is None else _homes(shards)
+    strategies: list[Any] = ["SPREAD"] * shards if tier is None else _returning(homes)
     numbers = None if parity is None else places(shards, nodes, parity)
     actors: list[Any] = []
     group: str | None = None
     try:
         if numbers is not None and nodes > 1:
             group = name
-            strategies = _strategies(name, numbers, cpus, detached)
+            strategies = _strategies(name, numbers, resources, detached)
         for shard in range(shards):
             actors.append(
                 kind.options(
                     name=f"{name}/{shard}", scheduling_strategy=strategies[shard], **options
-                ).remote(threads, "127.0.0.1", carried, tier)
+                ).remote(threads, "127.0.0.1", carried, tier, keep_rows_for)
             )
         waiting = Waiting()
         waiting.say(f"waiting for Ray to start {shards} servers")
@@ -268,8 +293,9 @@ def start(
     except ray.exceptions.GetTimeoutError:
         _end(actors, group)
         raise ServerError(
-            f"{shards} servers of {cpus:g} cpus each did not start within {_START_SECONDS:g} s: "
-            "does the Ray cluster have room for them?"
+            f"{shards} servers that take {resources} each did not start within "
+            f"{_START_SECONDS:g} s: has something else taken the room of Ray's nodes? ray status "
+            "shows it"
         ) from None
     except ray.exceptions.RayError as error:
         _end(actors, group)
@@ -292,11 +318,13 @@ def _taken(name: str) -> ConfigError:
     )
 
 
-def _strategies(name: str, numbers: Sequence[int], cpus: float, detached: bool) -> list[Any]:
+def _strategies(
+    name: str, numbers: Sequence[int], resources: ServerResources, detached: bool
+) -> list[Any]:
     """For each server its place, those of one number on one node and no others; also for one that
     is started again."""
     ray = connected_ray()
-    bundles = [{"CPU": cpus * numbers.count(node) or 0.001} for node in range(max(numbers) + 1)]
+    bundles = [resources.bundle(numbers.count(node)) for node in range(max(numbers) + 1)]
     group = ray.util.placement_group(
         bundles,
         strategy="STRICT_SPREAD",
@@ -307,13 +335,11 @@ def _strategies(name: str, numbers: Sequence[int], cpus: float, detached: bool) 
     return [strategy(group, number) for number in numbers]
 
 
-def _homes(shards: int) -> list[Any]:
-    """For each server a node, one after the other: it is placed there, also when it is started
-    again, because its files are there; elsewhere only if that node is gone."""
-    ray = connected_ray()
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    return [affinity(node_id=nodes[shard % len(nodes)], soft=True) for shard in range(shards)]
+def _returning(homes: Sequence[str]) -> list[Any]:
+    """Each server is placed on its node, also when it is started again, because its files are
+    there; elsewhere only if that node is gone."""
+    affinity = connected_ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return [affinity(node_id=node, soft=True) for node in homes]
 
 
 def _group_name(name: str) -> str:
@@ -324,9 +350,11 @@ class _NodeHost(_Host):
     """Listens where other nodes can reach it."""
 
     def __init__(
-        self, threads: int | None, host: str, security: Security, tier: Tier | None = None
-    ) -> None:
-        super().__init__(threads, connected_ray().util.get_node_ip_address(), security, tier)
+        self, threads: int | None, host: str, security: Security, tier: Tier | None = None,
+        keep_rows_for: timedelta | None = None,
+    ) -> None:  # fmt: skip
+        node = connected_ray().util.get_node_ip_address()
+        super().__init__(threads, node, security, tier, keep_rows_for)
 
 
 def find(name: str) -> list[Any]:
