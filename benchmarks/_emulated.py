@@ -59,40 +59,44 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def emulated(root: Path, *, quick: bool) -> Found:
+def caches(root: Path, *, quick: bool, cache: float) -> Found:
+    """All contenders with a cache of this share."""
     bench = Bench(root / "paper", PAPER_SHAPE)
     ram = bench.memory(wait_s=0.0)
-    found = Found()
-    shape = bench.shape
+    found, shape, wait_ms = Found(), bench.shape, wait_of(_GPUS)
     found.config = {
         "emulated_rows": bench.rows, "emulated_dim": shape.dim, "emulated_batch": shape.batch,
         "emulated_network": shape.network, "emulated_optimizer": "row-wise adagrad",
         "emulated_cache_shares": list(CACHES), "emulated_embedding_share": round(SHARE, 3),
     }  # fmt: skip
-    wait_ms = wait_of(_GPUS)
     found.figures["emulated_wait_ms"] = wait_ms
-    for cache in CACHES[:1] if quick else CACHES:
-        if cache != CACHES[0]:
-            shape.fill(ram.cluster)  # all begin with the same rows
-            ram.start_over()
-        _at(bench, ram, cache, wait_ms, found, quick=quick)
-    if not quick:
-        swept = bench.contender(share=CACHES[-1], wait_s=wait_ms / 1e3)
-        warm_up([swept])
-        found.rows += _intervals(swept, wait_ms)
-        bench.drop(swept)
-        ram.close()
-        _recovery(root, found)
-    found.notes.append(
-        f"Where a step waits: DeepFM of dim {shape.dim}, batches of {shape.batch}, {bench.rows:,} "
-        f"rows. The paper's share of embedding on {_GPUS} GPUs is {SHARE:.0%} of a step in memory, "
-        f"and {EMBEDDING_MS:.0f} ms were measured beforehand: a step waits for {wait_ms:.1f} ms. "
-        f"With the shares of 8 and 4 GPUs ({embedding_share(8):.0%} and {embedding_share(4):.0%}) "
-        f"it would wait for {wait_of(8):.0f} and {wait_of(4):.0f} ms. All contenders "
-        "find the unique rows of the next batch while they wait. Core ms are of all threads. "
-        f"After the same batches the rows of the last {_CHECKED_BATCHES} were the same bits for "
-        "all of them."
+    _at(bench, ram, cache, wait_ms, found, quick=quick)
+    ram.close()
+    if cache == CACHES[0]:
+        found.notes.append(_about(bench.rows, wait_ms))
+    return found
+
+
+def _about(rows: int, wait_ms: float) -> str:
+    return (
+        f"Where a step waits: DeepFM of dim {PAPER_SHAPE.dim}, batches of {PAPER_SHAPE.batch}, "
+        f"{rows:,} rows. The paper's share of embedding on {_GPUS} GPUs is {SHARE:.0%} of a step "
+        f"in memory, and {EMBEDDING_MS:g} ms were measured beforehand: a step waits for "
+        f"{wait_ms:.1f} ms. With the shares of 8 and 4 GPUs ({embedding_share(8):.0%} and "
+        f"{embedding_share(4):.0%}) it would wait for {wait_of(8):.0f} and {wait_of(4):.0f} ms. "
+        "All contenders find the unique rows of the next batch while they wait. Core ms are of all "
+        f"threads. After the same batches the rows of the last {_CHECKED_BATCHES} were the same "
+        "bits for all of them."
     )
+
+
+def checkpoints(root: Path, *, quick: bool) -> Found:
+    """Figure 12: the tier alone, with checkpoints at several intervals."""
+    bench, found, wait_ms = Bench(root / "paper", PAPER_SHAPE), Found(), wait_of(_GPUS)
+    swept = bench.contender(share=CACHES[-1], wait_s=wait_ms / 1e3, last=True)
+    warm_up([swept])
+    found.rows += _intervals(swept, wait_ms)
+    swept.close()
     return found
 
 
@@ -211,8 +215,9 @@ def _intervals(one: Contender, wait_ms: float) -> Iterator[list[str]]:
         yield [*row[:3], f"{row[3]} of none", row[4]]
 
 
-def _recovery(root: Path, found: Found) -> None:
+def recovery(root: Path, *, quick: bool) -> Found:
     """Figure 14 with more than 2 GB of rows."""
+    found = Found()
     shape = replace(PAPER_SHAPE, optimizer=ek.Adagrad(lr=LR))
     bench = Bench(root / "large", shape)
     ram = bench.memory()
@@ -227,3 +232,4 @@ def _recovery(root: Path, found: Found) -> None:
         f"takes {back_s:.2f} s from the file and {load_s:.2f} s from a full checkpoint, medians of "
         f"3; ratios {min(ratios):.1f} to {max(ratios):.1f}."
     )
+    return found

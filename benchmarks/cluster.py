@@ -3,7 +3,8 @@
 One run, taking turns: pulls of 1k, 10k and 50k rows from each of 4 shards (dim 16) in process, over
 Flight, and from Ray actors that hold the same shards and are called with `ray.get`; how much of a
 pull is transport; one server under 1-4 client processes; what training costs on 4 servers against
-in process, with and without prefetch; how long a killed server is missed.
+in process, with and without prefetch; how long a killed server is missed; how soon a trainer that
+is started again trains on servers that hold its rows (4 servers × 1 GB), and on empty ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 import emberkeep as ek
 from _common import interleaved_ms, options, report
+from _restarts import restarts
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
@@ -65,6 +67,11 @@ def wanted(rows_per_shard: int, seed: int = 0) -> list[RowIds]:
     return [RowIds(ids, np.array([0, ids.size]))]
 
 
+RESTARTS = {
+    "adopt": "started again, rows adopted",
+    "rewind": "started again, rows go back to the version",
+    "reload": "started again, servers too",
+}
 NOTE = (
     f"Contenders take turns of {TURN} calls, two more uncounted before each; the rows marked "
     "alternating are the same calls one by one. Four servers and their client share the cores: "
@@ -290,10 +297,20 @@ def main() -> None:
     say("killed servers")
     figures["seconds_to_serve_after_kill"] = seconds_to_serve(hosts, 1 if given.quick else 4)
     hosts.close()
+    say("a trainer that is started again")
+    gigabytes = 1 / 32 if given.quick else 1
+    again, started = restarts(gigabytes, 1 if given.quick else 3, say)
+    for how, seconds in again.items():
+        share = f"{again['reload'] / seconds:.1f}× sooner" if how != "reload" else ""
+        rows.append([RESTARTS[how], "flight", f"{seconds * 1e3:,.0f}", "", share])
+    rows.append(["start of its process, beside", "", f"{started * 1e3:,.0f}", "", ""])
+    figures["adopt_vs_reload"] = again["reload"] / again["adopt"]
+    figures["rewind_vs_reload"] = again["reload"] / again["rewind"]
     say("done")
     report(
         given,
         config={
+            "gigabytes_per_server": gigabytes,
             "shards": SHARDS,
             "dim": DIM,
             "rows": ROWS,

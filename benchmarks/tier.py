@@ -16,22 +16,26 @@ the median, over cycles, of the ratio within one cycle.
 - *ordinary cache with our reads*: the same with our 64 reads under way at once;
 - *no cache* (the paper's PMem-Hash): every pull and every push goes to the file.
 
-`--compute real` or `--compute emulated` runs one half.
+`--compute real` or `--compute emulated` runs one half, `--part NAME` one part of it, which is kept
+until `--part joined` reports all of them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _baselines import Kind
-from _common import Options, options, report
-from _emulated import Found, emulated
+from _common import options, report
+from _emulated import CACHES, Found, checkpoints, recovery
+from _emulated import caches as caches_of
 from _tier_bench import COLUMNS, Bench, Counted, Cycles, Turn, beside_memory
 from _tiers import KAGGLE_SHAPE, Contender, Dumping, Tiering, probe, warm_up
 
@@ -74,32 +78,63 @@ def skews(root: Path) -> Iterator[list[str]]:
         shutil.rmtree(root / "skew")
 
 
+# What runs alone, each in a few minutes: the machine has to be quiet meanwhile.
+PARTS: dict[str, Callable[..., Found]] = {
+    "computed": lambda root, *, quick: computed(root, quick=quick),
+    "cache-0.4": partial(caches_of, cache=CACHES[0]),
+    "cache-2": partial(caches_of, cache=CACHES[1]),
+    "checkpoints": checkpoints,
+    "recovery": recovery,
+}
+COMPUTE = {
+    "both": [*PARTS],
+    "real": ["computed"],
+    "emulated": [p for p in PARTS if p != "computed"],
+}
+KEPT = Path(tempfile.gettempdir()) / "emberkeep-tier-parts"
+
+
 def main() -> None:
     summary = __doc__.splitlines()[0]
-    given = options(__file__, summary, {"compute": ("both", "real", "emulated")})
-    compute = given.chosen["compute"]
-    root = Path(tempfile.mkdtemp(prefix="emberkeep-tier-", dir=os.environ.get("EMBERKEEP_TMP")))
+    given = options(
+        __file__, summary,
+        {"compute": tuple(COMPUTE), "part": ("all", *PARTS, "joined")},
+    )  # fmt: skip
+    part = given.chosen["part"]
+    names = COMPUTE[given.chosen["compute"]] if part in ("all", "joined") else [part]
+    if given.quick:
+        names = [name for name in names if name in ("computed", "cache-0.4")]
     found = Found()
-    try:
-        if compute != "emulated":
-            computed(given, root, found)
-        if compute != "real":
-            waiting = emulated(root, quick=given.quick)
-            found.config |= waiting.config
-            found.figures |= waiting.figures
-            found.rows += waiting.rows
-            found.notes += waiting.notes
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    for name in names:
+        if part == "joined":
+            one = Found(**json.loads((KEPT / f"{name}.json").read_text()))
+        else:
+            one = measured(name, quick=given.quick)
+        found.config |= one.config
+        found.figures |= one.figures
+        found.rows += one.rows
+        found.notes += one.notes
+    if part not in ("all", "joined"):
+        KEPT.mkdir(exist_ok=True)
+        (KEPT / f"{part}.json").write_text(json.dumps(asdict(found)))
     report(
         given, config=found.config, figures=found.figures, columns=COLUMNS, rows=found.rows,
-        notes=found.notes, whole=compute == "both",
+        notes=found.notes, whole=names == [*PARTS],
     )  # fmt: skip
 
 
-def computed(given: Options, root: Path, found: Found) -> None:
+def measured(name: str, *, quick: bool) -> Found:
+    root = Path(tempfile.mkdtemp(prefix="emberkeep-tier-", dir=os.environ.get("EMBERKEEP_TMP")))
+    try:
+        return PARTS[name](root, quick=quick)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def computed(root: Path, *, quick: bool) -> Found:
     """The half where the network is computed."""
-    cycles = 1 if given.quick else 6
+    found = Found()
+    cycles = 1 if quick else 6
     bench = Bench(root / "retail", KAGGLE_SHAPE)
     ram, plain, kept = bench.memory(), bench.contender(), bench.contender()
     ordinary = bench.contender("ordinary")
@@ -108,7 +143,7 @@ def computed(given: Options, root: Path, found: Found) -> None:
         "kept": (kept, Tiering(kept, EVERY)),
         "ordinary": (ordinary, Dumping(ordinary, EVERY, root / "dump")),
     }
-    if not given.quick:
+    if not quick:
         inline = bench.contender("inline")
         keeping["inline"] = (inline, Dumping(inline, EVERY, root / "dump"))
     tiers = [plain, *(one for one, _ in keeping.values())]
@@ -124,7 +159,7 @@ def computed(given: Options, root: Path, found: Found) -> None:
         turns[name] = partial(one.train, TURN, before=saving)
     counted = Counted(plain)
     # A quick cycle is half of one, with a checkpoint at its start all the same.
-    turns_of_cycle = 1 if given.quick else EVERY // TURN
+    turns_of_cycle = 1 if quick else EVERY // TURN
     taken = Cycles(turns, cycles=cycles, turns=turns_of_cycle)
     keeping["kept"][1].finish()
     steps = cycles * turns_of_cycle * TURN
@@ -187,13 +222,13 @@ def computed(given: Options, root: Path, found: Found) -> None:
         f"Coming back takes {back_s:.2f} s from the file and {load_s:.2f} s from a full "
         "checkpoint that was not in the page cache."
     )
-    if not given.quick:
+    if not quick:
         found.figures["time_vs_ordinary_cache_with_our_reads"] = taken.ratio("kept", "inline")
         found.rows.append(taken.row("inline", "ordinary cache with our reads, with checkpoints"))
         found.rows += caches(bench, ram)
         found.rows += skews(root)
     ram.close()
-    shutil.rmtree(bench.root)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""A trainer that is killed and started again: what it does with servers that hold its rows.
+
+Three ways from `connect` to the end of the first step, in a process that has imported and compiled
+everything: rows are adopted; they go back to the newest version, after which fifty steps have
+changed some; or servers were started again too, and load all of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import emberkeep as ek
+from _common import criteo_batches
+from emberkeep._types import RowIds
+from emberkeep.cluster.remote.leases import let_go
+from emberkeep.cluster.remote.processes import Connect, ProcessLauncher
+from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.wire.security import Security
+
+SHARDS, TABLES, DIM, BATCH = 4, 26, 64, 2048
+ROW_NBYTES = 2 * 4 * DIM  # weight and accumulator
+STEPS = 50  # of a trainer, after it has come up
+TIMING = Timing(lease=timedelta(seconds=10))
+HOWS = ("adopt", "rewind", "reload")
+
+
+class Trainer:
+    """A DLRM whose rows are on servers, with its keeper."""
+
+    def __init__(
+        self, addresses: tuple[str, ...], security: Security, path: str, rows: int,
+        batches: list[Any], on_restart: Any = "adopt",
+    ) -> None:  # fmt: skip
+        import torch
+
+        from emberkeep.models import DLRM, DLRMShape
+
+        where = Connect(
+            addresses=addresses, security=security, timing=TIMING, on_restart=on_restart
+        )
+        tables = [ek.Table(f"C{t}", rows=rows, dim=DIM) for t in range(TABLES)]
+        self.bags = ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=0.01), cluster=where, seed=0)
+        shape = DLRMShape(bottom=(128, DIM), top=(128, 1))
+        self.network = DLRM(self.bags, shape, features=TABLES, dense=13, seed=0)
+        self._optimizers = [
+            self.bags.optimizer,
+            torch.optim.Adam(self.network.parameters(), lr=1e-3),
+        ]
+        self._batches = batches
+        self._criterion = torch.nn.BCEWithLogitsLoss()
+        self.keeper = ek.Keeper(
+            path, self.network, self._optimizers, strategy=ek.incremental(every=10**9)
+        )
+
+    def step(self) -> None:
+        dense, ids, labels = self._batches[self.keeper.steps % len(self._batches)]
+        self._criterion(self.network(dense, ids), labels).backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.keeper.step()
+
+    def fill(self, rows: int) -> None:
+        """Trains every row once."""
+        cluster, size = self.bags.cluster, 4096
+        for start in range(0, rows, size):
+            ids = np.arange(start, min(start + size, rows))
+            wanted = RowIds(np.tile(ids, TABLES), np.arange(TABLES + 1) * ids.size)
+            cluster.push([wanted], [np.full((wanted.ids.size, DIM), 0.1, np.float32)], lr=0.01)
+
+    def leave(self) -> None:
+        """As if killed, but for the lease: the next trainer need not wait for it."""
+        cluster: Any = self.bags.cluster
+        let_go(cluster._leases, cluster.handles, True)
+        cluster._finalizer.detach()
+
+
+def first_trainer(
+    addresses: tuple[str, ...], security: Security, path: str, rows: int, heard: Any
+) -> None:
+    """Fills the tables, saves a version, trains on until it is killed."""
+    warnings.simplefilter("ignore")
+    trainer = Trainer(addresses, security, path, rows, batches_of(rows))
+    trainer.fill(rows)
+    trainer.keeper.resume()
+    trainer.keeper.wait()
+    heard.put("saved")
+    for number in range(10**9):
+        trainer.step()
+        if number == STEPS:
+            heard.put("trained")
+
+
+def batches_of(rows: int) -> list[Any]:
+    names = [f"C{t}" for t in range(TABLES)]
+    return criteo_batches(names, rows=rows, batch=BATCH, dense=13, count=64)
+
+
+def process_start_seconds() -> float:
+    """Of an interpreter that imports what a trainer needs."""
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-c", "import torch, emberkeep as ek, emberkeep.models; ek.Keeper"],
+        check=True,
+    )
+    return time.perf_counter() - start
+
+
+def restarts(
+    gigabytes: float, rounds: int, say: Callable[[str], None]
+) -> tuple[dict[str, float], float]:
+    """Median seconds of each way, with so many gigabytes on each server; and those that a process
+    takes to start."""
+    rows = int(gigabytes * 2**30 * SHARDS / ROW_NBYTES / TABLES)
+    batches, taken = batches_of(rows), {how: list[float]() for how in HOWS}
+    directory = tempfile.mkdtemp(prefix="emberkeep-restarts-")
+    hosts = ProcessLauncher(SHARDS, spares=0, threads=1)
+    try:
+        path = f"{directory}/run"
+
+        def addresses() -> tuple[str, ...]:
+            return tuple(hosts.address(shard) for shard in range(SHARDS))
+
+        say(f"a trainer fills {TABLES * rows * ROW_NBYTES / 2**30:.2f} GB of rows")
+        context = multiprocessing.get_context("spawn")
+        heard = context.Queue()
+        given = (addresses(), hosts.security, path, rows, heard)
+        process = context.Process(target=first_trainer, args=given)
+        process.start()
+        for _ in range(2):
+            say(heard.get(timeout=500))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        time.sleep(1.2 * TIMING.lease.total_seconds())
+        for turn in range(-1, rounds):  # the first warms this process up
+            for how in HOWS:
+                if how == "reload":
+                    for shard in range(SHARDS):
+                        hosts.replace(shard, "")
+                start = time.perf_counter()
+                chosen = "adopt" if how == "adopt" else "rewind"
+                trainer = Trainer(addresses(), hosts.security, path, rows, batches, chosen)
+                trainer.keeper.resume()
+                trainer.step()
+                seconds = time.perf_counter() - start
+                say(f"{how}: {seconds:.2f} s")
+                if turn >= 0:
+                    taken[how].append(seconds)
+                for _ in range(STEPS):
+                    trainer.step()
+                trainer.leave()
+    finally:
+        hosts.close()
+        with suppress(OSError):
+            shutil.rmtree(Path(directory))
+    return {how: statistics.median(times) for how, times in taken.items()}, process_start_seconds()
