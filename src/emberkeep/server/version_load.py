@@ -25,8 +25,8 @@ def load_rows(
 
     Rows of the epoch before that were set aside stay where they have not changed since: the same
     bits as if all of them were loaded. Only for a version that is one instant and exact: rows of
-    any other are not what they were when it was cut. Those of a grid stand apart from the version
-    that they are of, so all of them are loaded.
+    any other are not what they were when it was cut. Those of a grid stand in files of many
+    versions, so all of them are loaded.
     """
     manifest = repository.manifest(version)
     exact = manifest.whole and not is_lossy(repository.chain(version), repository.tables)
