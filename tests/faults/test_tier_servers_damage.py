@@ -1,5 +1,5 @@
 """Files of a server's tier that are damaged: its rows come from the repository, and the run goes
-on; the files are kept for whoever wants to look at them."""
+on; the files are kept, to be looked at."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ cluster = ray_cluster(shards=2, name=sys.argv[2], memory="300MB", security=secur
 cluster.tell(repository="r")
 cluster.push(IDS, [np.ones((40, 2), np.float32)], lr=1.0)
 while not all(shard.status()["run"]["repository"] for shard in cluster.handles):
-    time.sleep(0.01)  # a renewal of the leases carries what was told
+    time.sleep(0.01)  # a renewal of the leases carries it
 print("ready", flush=True)
 time.sleep(600)
 """

@@ -197,9 +197,9 @@ def rewind_shard(
     for manifest in reversed(chain):
         met: dict[str, list[I64]] = {name: [] for name in left}
         for file in manifest.of_kind(KIND):
-            told = whose(manifest) and file.metadata.get("shard", shard) != shard
+            another = whose(manifest) and file.metadata.get("shard", shard) != shard
             held = {*counts_of(file, "rows"), *counts_of(file, "tombstones")}
-            if told or not held.intersection(left):
+            if another or not held.intersection(left):
                 continue
             for chunk in ahead_of(checked_rows(repository, file, pool)):
                 if chunk.table not in left:

@@ -191,12 +191,14 @@ class Epoch:
         The first that are written in this epoch let them go."""
         self._aside = kept
 
-    def take_aside(self, version: VersionId) -> bool:
+    def take_aside(self, repository: str, version: VersionId) -> bool:
         """Goes on with the rows that were set aside, if they were those of a version that is about
         to be loaded; they are not, yet."""
         kept = self._aside
-        if kept is None or not kept.versions.has(version):
+        if kept is None or not kept.versions.has(repository, version):
             return False
+        if any(slab.ranking is not None for slab in (*self.shard.slabs, *kept.shard.slabs)):
+            return False  # which rows matter most was counted for another run, or not at all
         with self._push_lock:
             self._aside, fresh = None, self.shard
             with kept.shard.lock:

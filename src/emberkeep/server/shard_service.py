@@ -164,13 +164,16 @@ class ShardService:
                     return epoch.push(request, session)
         except EmberkeepError as error:
             self.metrics.refused += 1
-            if isinstance(error, DamageError) and epoch is not None and epoch.tiered:
-                error = self._lose(epoch, error)
-            return refusal(error, 0 if epoch is None else epoch.number)
+            return refusal(self._met(error), 0 if epoch is None else epoch.number)
 
-    def _lose(self, epoch: Epoch, error: DamageError) -> EpochError:
-        """Rows that cannot be read are lost with their shard: the next admission opens its files
-        again, and knows what to do about them."""
+    def _met(self, error: EmberkeepError) -> EmberkeepError:
+        """What is answered. Rows that cannot be read from a file of the tier are lost with their
+        shard: the next admission opens its files again, and knows what to do about them."""
+        epoch, tier = self._epoch, self._tier
+        if epoch is None or tier is None or not isinstance(error, DamageError):
+            return error
+        if not tier.holds(epoch.index, error.name):
+            return error
         self._tell("tier_damaged", {"epoch": epoch.number, "error": str(error)})
         self.let_go(epoch)
         return EpochError(f"shard {epoch.index} has lost rows: {error}")
@@ -199,7 +202,7 @@ class ShardService:
             for answer in self.act(kind, header, arrays):
                 yield pack_frame(*answer)
         except EmberkeepError as error:
-            yield pack_frame(describe_error(error))
+            yield pack_frame(describe_error(self._met(error)))
         except Exception as error:  # a bug must end one action, not the server
             self.failed(error)
             yield pack_frame(describe_error(error))
@@ -484,10 +487,11 @@ class ShardService:
 
         Not every path is the same directory on every machine.
         """
-        store = self._checked(header).store(header["url"])
-        found = None
+        epoch = self._checked(header)
+        store, found = epoch.store(header["url"]), None
         if Repository.exists(store):
             found = Repository.open(store, clock=self._clock).id
+        epoch.versions.repository = found
         yield {"repository": found}, _NONE
 
     def _write(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

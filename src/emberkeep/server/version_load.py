@@ -25,12 +25,14 @@ def load_rows(
 
     Rows of the epoch before that were set aside stay where they have not changed since: the same
     bits as if all of them were loaded. Only for a version that is one instant and exact: rows of
-    any other are not what they were when it was cut. Those of a grid stand apart from the version
-    that they are of, so all of them are loaded.
+    any other are not what they were when it was cut. Those of a grid stand in files of many
+    versions, so all of them are loaded.
     """
     manifest = repository.manifest(version)
     exact = manifest.whole and not is_lossy(repository.chain(version), repository.tables)
-    kept = exact and grid_of(manifest) is None and epoch.take_aside(version)
+    complete = {*names} == {table.name for table in epoch.shard.tables}
+    in_grid = grid_of(manifest) is not None
+    kept = exact and complete and not in_grid and epoch.take_aside(repository.id, version)
 
     def own_rows(table: str, ids: I64) -> I64:
         advance()
@@ -53,5 +55,6 @@ def load_rows(
         else:
             target.clear()
             load_shard(repository, version, target, shard.index, whose, pool)
-    epoch.versions.loaded(version if manifest.whole else None)
+    if manifest.whole:
+        epoch.versions.loaded(repository.id, version)
     return {"rewound": kept}

@@ -54,7 +54,7 @@ from emberkeep.wire.transport import Transport
 _T = TypeVar("_T")
 
 _POLL_SECONDS = 0.1
-# Whoever only looks does not wait longer.
+# A look at figures does not wait longer.
 _LOOK = timedelta(seconds=2)
 # How often it is said again that a server is waited for.
 _REMINDER_SECONDS = 5.0
@@ -219,7 +219,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def tier_status(self) -> list[TierStatus]:
         """How the files of the servers' tiers are doing, one entry for each; of those that answer:
-        whoever looks at figures must not find a server lost, or wait for one."""
+        a look at figures must not find a server lost, or wait for one."""
         files: list[Json] = []
         for shard in self.handles if self._tiered else ():
             with suppress(EmberkeepError), shard.dialed() as connection:

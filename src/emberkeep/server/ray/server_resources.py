@@ -92,8 +92,7 @@ class ServerResources:
         }
         wants = {"memory": float(self.memory), DISK: self._disk_gb}
         wants = {name: wanted for name, wanted in wants.items() if wanted}
-        counts = dict.fromkeys(free, 0)
-        homes: list[str] = []
+        counts, homes = dict.fromkeys(free, 0), list[str]()
         for _ in range(shards):
             fitting = [
                 node
