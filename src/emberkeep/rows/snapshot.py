@@ -57,10 +57,14 @@ class TableRange:
     ids: I64 | None = None
 
     def ids_of(self, rows: I64) -> I64:
-        local = rows - self.base
+        ids = rows - self.base
         if self.ids is not None:
-            return self.ids[local]
-        return local * self.stride + self.offset
+            return self.ids[ids]
+        if self.stride != 1:
+            ids *= self.stride
+        if self.offset:
+            ids += self.offset
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,9 @@ class Snapshot:
         # What writers had to save, in the order of their rows.
         self._saved: list[_SavedRows] = []
         self._handing = threading.Lock()
+        # What the reader lists: rows, which of them are present, and which it may keep.
+        self._listed: I64 = np.empty(0, np.int64)
+        self._flags: Bools = np.empty((2, 0), np.bool_)
         self._saved_nbytes = 0
         self._source: RowSource = holder.source()
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
@@ -337,14 +344,15 @@ class Snapshot:
         if not source.beside_writers:
             return self._copy_locked(table, word, last, limit)
         limit = max(limit, 64)
-        rows, present = np.empty(limit, np.int64), np.empty(limit, np.bool_)
+        if self._listed.size < limit:  # used again: fresh pages cost more than what is in them
+            self._listed, self._flags = np.empty(limit, np.int64), np.empty((2, limit), np.bool_)
+        rows, (present, claimed) = self._listed, self._flags
         count, word = row_copies.list_slice(
             self._first, self._second, self._touched, self._copied, word, last, limit, rows, present
         )
-        rows, present = rows[:count], present[:count]
+        rows, present, claimed = rows[:count], present[:count], claimed[:count]
         ids, planes = table.ids_of(rows), self._empty(table, count)
         source.take(rows, planes)
-        claimed = np.empty(count, np.bool_)
         if row_copies.claim(rows, self._copied, claimed) < count:
             present, ids = present[claimed], ids[claimed]
             planes = {name: values[claimed] for name, values in planes.items()}
