@@ -53,7 +53,7 @@ class Job:
         self.keeper = Checkpointer(
             self.repository, self.cluster,
             spec=VersionSpec(layout="grid", grid=Grid(ratio=0.1, resets=False)),
-            settings=SaveSettings(retention=retention or KeepAll(), grace=timedelta(0)),
+            settings=SaveSettings(retention=retention or KeepAll(), grace=timedelta(0), nice=0),
             on_event=lambda *event: self.events.append(event),
         )  # fmt: skip
         self.random = np.random.default_rng(1)
@@ -82,10 +82,10 @@ class Job:
         repository = Repository.open(self.repository.store)
         assert verify(repository).ok
         for version in repository.versions():
-            for shards in (1, SHARDS + 1):
-                fresh = local(shards=shards, threads=1).open(tables(), Adagrad(lr=0.1), seed=3)
-                load(repository, version, fresh, Pool(1))
-                assert state(fresh) == self.states[version.number], version
+            shards = 1 + version.number % (SHARDS + 1)
+            fresh = local(shards=shards, threads=1).open(tables(), Adagrad(lr=0.1), seed=3)
+            load(repository, version, fresh, Pool(1))
+            assert state(fresh) == self.states[version.number], version
 
     def sent(self, since: int = 0) -> set[str]:
         return {event.kind for event in self.network.events[since:]}
@@ -101,7 +101,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_every_server_writes_extracts_and_restores_its_own_part(job: Job) -> None:
     """No rows pass through the process that coordinates, and no catalog is written there."""
-    job.save(12)
+    job.save(9)
     job.cluster.clear()
     at = len(job.network.events)
     job.keeper.restore(7)
@@ -110,7 +110,7 @@ def test_every_server_writes_extracts_and_restores_its_own_part(job: Job) -> Non
     assert not kinds & ALL_ROWS
     assert state(job.cluster) == job.states[7]
     catalog = job.catalog()
-    assert catalog.covered == 12
+    assert catalog.covered == 9
     assert [part.shard for part in catalog.parts] == list(range(SHARDS))
     for part in catalog.parts:
         files = part.files(job.repository).values()
@@ -242,14 +242,14 @@ def test_a_damaged_segment_is_named_and_brings_nothing_wrong(job: Job, tmp_path:
     named = [name for name in segments if name in job.catalog().files()]
     name = named[0]
     content = bytearray(repository.store.get(name))
-    for at in np.linspace(0, len(content) - 1, 25).astype(int).tolist():
+    for at in np.linspace(0, len(content) - 1, 10).astype(int).tolist():
         damaged = bytearray(content)
         damaged[at] ^= 0x10
         repository.store.put(name, bytes(damaged))
         assert name in {d.name for d in verify(Repository.open(repository.store)).damages}
         fresh = local(shards=1, threads=1).open(tables(), Adagrad(lr=0.1), seed=3)
         again = Repository.open(repository.store)
-        for version in again.versions():
+        for version in again.versions()[::3]:
             with contextlib.suppress(DamageError):
                 load(again, version, fresh, Pool(1))
                 assert state(fresh) == job.states[version.number]  # it reads other blocks
