@@ -74,11 +74,11 @@ class Job:
         assert grid is not None
         return newest_catalog(repository, grid)
 
-    def told(self, name: str) -> list[Any]:
+    def events_of(self, name: str) -> list[Any]:
         return [details for event, details in self.events if event == name]
 
     def check(self) -> None:
-        """Every version that stands is what it was, whoever reads it."""
+        """Every version that stands is what it was, for any number of shards."""
         repository = Repository.open(self.repository.store)
         assert verify(repository).ok
         for version in repository.versions():
@@ -189,7 +189,7 @@ def test_a_round_whose_order_fails_leaves_the_grid_as_it_was(job: Job, how: Any)
     if how == "repeat":  # the second is late, and changes nothing
         assert job.catalog().covered == 5
     else:
-        assert len(job.told("extraction_failed")) == 1
+        assert len(job.events_of("extraction_failed")) == 1
         assert job.catalog() == before
     job.network.rules = []
     job.save(2)
@@ -222,7 +222,7 @@ def test_a_server_that_dies_in_a_round_leaves_the_grid_as_it_was(job: Job, kind:
         job.keeper.settle()
     assert died
     assert job.catalog() == before
-    assert len(job.told("extraction_failed")) == 1
+    assert len(job.events_of("extraction_failed")) == 1
     # All go back to the newest version on what there is now, and the grid goes on.
     job.hosts.replace(1, "")
     other = Job(Path(job.repository.store.url.removeprefix("file://")))
