@@ -570,7 +570,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 planned = plan(self.repository, manifest)
                 assert planned is not None
                 self._extraction.restored(self._clock.monotonic() - start, planned.nbytes)
-            # Format 1 told the rows of shards not apart: to move them takes the process of each.
+            # Format 1 has rows of several shards in one piece: nobody could move those of one.
             mixed = shards > 1 and newest_catalog(self.repository, grid).is_mixed
             if not newest or mixed:
                 self._chain = _Chain()

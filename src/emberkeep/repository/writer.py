@@ -71,8 +71,7 @@ class Writer:
         self._resumed: VersionId | None = None
         # Versions known to stand, so that building on them needs no look at the store.
         self._standing: set[VersionId] = set()
-        # What names of files of grids begin with that no catalog may name yet, though one may
-        # come to.
+        # What names of files of grids begin with that a catalog may come to name.
         self._unsettled: set[str] = set()
         self._lock = threading.RLock()
 

@@ -476,7 +476,7 @@ class RemoteShard:
         self, connection: Connection, header: Json, what: str,
         cancelled: threading.Event | None = None,
     ) -> Json:  # fmt: skip
-        deadline, pause = self._timing.deadline, _POLL_SECONDS[0]
+        deadline, began = self._timing.deadline, self._clock.monotonic()
         progress, given_up = Progress(self._timing.bulk, self._clock), False
         while True:
             answer, _ = connection.act("work", header, deadline=deadline)
@@ -491,8 +491,9 @@ class RemoteShard:
             progress.require(
                 answer["progress"], lambda: f"shard {self.index} at {self.address} to {what}"
             )
-            self._clock.sleep(pause)
-            pause = min(_POLL_SECONDS[1], pause * 1.5)
+            # Work that has ended waits for a tenth of its time at most until that is heard.
+            waited = (self._clock.monotonic() - began) / 10
+            self._clock.sleep(min(max(_POLL_SECONDS[0], waited), _POLL_SECONDS[1]))
 
     @contextmanager
     def dialed(self) -> Iterator[Connection]:

@@ -246,7 +246,7 @@ def misplaced(
     columns: Mapping[str, Array], sizes_P: I64, widths_P: I64, files_P: I64
 ) -> str | None:
     """Why pieces cannot stand where they are said to: in files of these sizes, with rows of these
-    widths; `files_P` tells the files apart."""
+    widths; `files_P` says which pieces are in one file."""
     rows_P, offset_P, nbytes_P = columns["rows"], columns["offset"], columns["nbytes"]
     head_P, head_nbytes_P = columns["head"], columns["head_nbytes"]
     numbers = (columns["birth"], rows_P, offset_P, nbytes_P, head_P, head_nbytes_P)

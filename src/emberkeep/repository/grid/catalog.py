@@ -5,10 +5,10 @@ its *birth*, up to the version that overwrote or deleted it, its *death*. Restor
 the pieces with birth ≤ v < death. A *catalog* lists pieces and says up to which version it covers
 the grid; pieces of later versions stand in their manifests and are alive.
 
-Each shard has a part of the catalog to itself, in files of its own (`segments`), which whoever
-holds the shard's rows writes. What makes them count is one small document that names them all: a
-*generation*, created under the next free number, of which the newest counts. Extraction and gc
-describe what they want as a change of whatever generation is newest, so one does not undo the
+Each shard has a part of the catalog to itself, in files of its own (`segments`), which the process
+writes that holds the shard's rows. What makes them count is one small document that names them
+all: a *generation*, created under the next free number, of which the newest counts. Extraction and
+gc describe what they want as a change of whatever generation is newest, so one does not undo the
 other; a writer that was replaced finds its number taken and stops. Before a writer removes
 anything that an earlier one wrote, it makes a generation of its own. (The manifest of a version
 could name the segments just as well, but a round would then wait for the next version, the last

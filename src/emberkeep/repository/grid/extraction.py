@@ -1,8 +1,8 @@
 """Extraction: rows that a newer version overwrote move out of the pieces that live on.
 
-A *round* takes every version that was committed since the last one. Whoever holds a shard
-prepares the round in its part (`shard_extraction`): writes the files that rows move to, and the
-segment of the catalog that tells of them. When all shards have, one generation names what they
+A *round* takes every version that was committed since the last one. The process that holds a
+shard prepares the round in its part (`shard_extraction`): writes the files that rows move to, and
+the segment of the catalog that tells of them. When all shards have, one generation names what they
 prepared, and from then on it counts; if one has not, nothing does.
 """
 

@@ -101,9 +101,9 @@ class PieceTable:
         if not len(gone) or not len(self):
             return self, gone
         listed = set(map(tuple, gone.keys.tolist()))
-        near = np.flatnonzero(np.isin(self["file"], gone.keys[:, 0]))
-        keys = zip(self["file"][near].tolist(), self["head"][near].tolist(), strict=True)
-        found = {key: at for at, key in zip(near.tolist(), keys, strict=True) if key in listed}
+        beside = np.flatnonzero(np.isin(self["file"], gone.keys[:, 0]))
+        keys = zip(self["file"][beside].tolist(), self["head"][beside].tolist(), strict=True)
+        found = {key: at for at, key in zip(beside.tolist(), keys, strict=True) if key in listed}
         kept = np.ones(len(self), np.bool_)
         kept[list(found.values())] = False
         others = [key for key in gone.keys.tolist() if tuple(key) not in found]

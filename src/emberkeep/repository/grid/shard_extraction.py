@@ -1,12 +1,12 @@
-"""Extraction in the part of one shard, by whoever holds the shard: this process, or a server.
+"""Extraction in the part of one shard, in the process that holds it: this one, or a server.
 
 A round notes which rows of the living pieces the versions that wait have ended. It moves rows once
 enough of all living rows have ended, so that rounds which move are few and their files long: then
 pieces are split of which more than `ratio` has ended, those with the most ended rows first, until
 half of what is allowed is left. So a restore reads at most 1/(1 − ratio) times the rows that
-it needs. The dead of a piece are told apart by when they ended in at most 1/ratio steps: finer
-ones would make many small pieces and read no less than the newest version does anyway. A
-piece all of whose rows have ended is not moved: that it ended is written in the catalog.
+it needs. The deaths of a piece's rows are recorded in at most 1/ratio steps: finer ones would make
+many small pieces, for little less than the newest version reads anyway. A piece all of whose rows
+have ended is not moved: that it ended is written in the catalog.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from emberkeep.runtime.fields import Fields
 _ROUND_NBYTES = 256 * 2**20
 # A file of which less than this is used is rewritten.
 _LEAST_USED = 0.5
-# Dead rows that are fewer bytes than this are not told apart any further.
+# A step in which deaths are recorded has so many bytes of rows at least.
 _LEAST_NBYTES = 16384
 # Files that a round may write for one shard before names could meet those of the next.
 _SHARD_FILES = 10**6
