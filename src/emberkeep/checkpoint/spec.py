@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from emberkeep.blobs import BlobStore, Reading
 from emberkeep.checkpoint.widths import Widths
 from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
@@ -137,6 +138,11 @@ class SaveSettings:
     writes as fast as it can. From it follows how often a version can be taken
     (`Keeper.shortest_interval`).
 
+    `read_depth` is how many reads of a version are under way at once when one is brought back (16
+    unless the store says otherwise, 64 for object stores), and `read_nbytes` how many bytes they
+    and what was not used yet take together (8 MiB for each read, 256 MiB at most). Servers that
+    read versions themselves use what suits the store.
+
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
     """
@@ -151,6 +157,8 @@ class SaveSettings:
     grace: timedelta = timedelta(minutes=10)
     most_mb_per_second: float | None = None
     mirror_mb_per_second: float | None = None
+    read_depth: int | None = None
+    read_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.overlap not in ("wait", "cancel"):
@@ -160,3 +168,8 @@ class SaveSettings:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
         check_rate(self.most_mb_per_second)
         check_rate(self.mirror_mb_per_second)
+        self.reading(None)
+
+    def reading(self, store: BlobStore | None) -> Reading:
+        """How much of a store is read at once."""
+        return Reading.of(store, self.read_depth, self.read_nbytes)
