@@ -261,6 +261,7 @@ def test_what_versions_cost_is_printed_one_by_one(tmp_path: Path) -> None:
         (["keep_for=long"], "keep_for='long' is no age"),
         (["most_mb_per_second=0"], "most_mb_per_second must be above 0"),
         (["background_share=0"], "background_share must be above 0"),
+        (["read_depth=0"], "read_depth must be 1 or more"),
         (["recovery=partial", "accuracy_budget=1e-3"], "not for partial recovery"),
         (["predictor=paper", "layout=full"], "when an intermittent layout starts over"),
     ],

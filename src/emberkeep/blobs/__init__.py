@@ -3,7 +3,15 @@
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.object_store import ObjectStore
-from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, ReadsInto, check_name, read_into
+from emberkeep.blobs.store import (
+    BlobInfo,
+    BlobStore,
+    Buffer,
+    Reading,
+    ReadsInto,
+    check_name,
+    read_into,
+)
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.blobs.url import open_store
 
@@ -15,6 +23,7 @@ __all__ = [
     "LocalStore",
     "MemoryStore",
     "ObjectStore",
+    "Reading",
     "ReadsInto",
     "check_name",
     "open_store",

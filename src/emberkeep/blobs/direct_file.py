@@ -114,17 +114,33 @@ def read_long(disk: Disk, handle: int, start: int, length: int) -> memoryview:
         return memoryview(b"")
     first = start // BLOCK_NBYTES * BLOCK_NBYTES
     into = recycled(-(-(end - first) // BLOCK_NBYTES) * BLOCK_NBYTES)
+    found = read_aligned(disk, handle, first, into)
+    return into[start - first : min(found, end - first)]
+
+
+def is_aligned(start: int, into: memoryview) -> bool:
+    """Whether memory and place suit a direct read: all are whole blocks."""
+    import numpy as np
+
+    address = np.frombuffer(into, np.uint8).ctypes.data
+    return not (start | len(into) | address) % BLOCK_NBYTES
+
+
+def read_aligned(disk: Disk, handle: int, start: int, into: memoryview) -> int:
+    """Fills whole blocks of memory with those of a file, past the page cache unless they are in it;
+    how many bytes there were before the file ended."""
+    wanted = min(len(into), max(disk.size(handle) - start, 0))
     found = None
-    if not disk.is_cached(handle, start) and disk.set_direct(handle, True):
+    if wanted and not disk.is_cached(handle, start) and disk.set_direct(handle, True):
         try:
-            found = disk.read_blocks(handle, into, first, end - first)
+            found = disk.read_blocks(handle, into, start, wanted)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise  # else this file system takes the flag and refuses to read
         disk.set_direct(handle, False)
     if found is None:
-        found = disk.read_into(handle, into[: end - first], first)
-    return into[start - first : min(found, end - first)]
+        found = disk.read_into(handle, into[:wanted], start)
+    return min(found, wanted)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -22,7 +22,13 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
-from emberkeep.blobs.direct_file import DirectFile, copy_bytes, read_long
+from emberkeep.blobs.direct_file import (
+    DirectFile,
+    copy_bytes,
+    is_aligned,
+    read_aligned,
+    read_long,
+)
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
@@ -180,6 +186,8 @@ class LocalStore:
         with self._open(name) as handle:
             if len(into) < _LONG_NBYTES:
                 return self._call(name, self._disk.read_into, handle, into, start)
+            if is_aligned(start, into):
+                return self._call(name, read_aligned, self._disk, handle, start, into)
             found = self._call(name, read_long, self._disk, handle, start, len(into))
             copy_bytes(into[: len(found)], found)
             return len(found)

@@ -14,6 +14,8 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 class MemoryStore:
     """A dictionary with the guarantees of a store, except that it dies with the process."""
 
+    reads_at_once = 1  # nothing is waited for
+
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._objects: dict[str, tuple[bytes, datetime]] = {}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from emberkeep.blobs.direct_file import copy_bytes
 from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range
 from emberkeep.errors import (
     ConfigError,
@@ -45,6 +46,8 @@ class ObjectStore:
     Large streams go up in parts and appear only when complete. Parts of interrupted uploads stay
     hidden in the bucket and cannot be listed here: a lifecycle rule should remove them.
     """
+
+    reads_at_once = 64  # one connection has a fraction of the bandwidth, and every request waits
 
     def __init__(
         self,
@@ -158,15 +161,25 @@ class ObjectStore:
         return self._look(name, lambda: bytes(obstore.get(self._store, name).bytes()))
 
     def get_range(self, name: str, start: int, length: int) -> Buffer:
+        return memoryview(self._range(name, start, length))
+
+    def read_into(self, name: str, start: int, into: memoryview) -> int:
+        """Fills `into` with bytes from `start` on; how many there were before the object ended."""
+        found = memoryview(self._range(name, start, len(into)))
+        copy_bytes(into[: len(found)], found)
+        return len(found)
+
+    def _range(self, name: str, start: int, length: int) -> Any:
+        """Bytes of an object, as obstore has them: they are not copied."""
         import obstore
         from obstore.exceptions import GenericError
 
         check_range(name, start, length)
         check_name(name)
 
-        def read() -> bytes:
+        def read() -> Any:
             try:
-                return bytes(obstore.get_range(self._store, name, start=start, length=length))
+                return obstore.get_range(self._store, name, start=start, length=length)
             except GenericError as error:
                 if "non-partial response" not in str(error):
                     raise

@@ -23,6 +23,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9_=.-]*\Z")
 _LONGEST_NAME = 400
 
+_READS_AT_ONCE = 16
+_LONGEST_PART, _SHORTEST_PART = 8 * 2**20, 2**20
+_MOST_NBYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobInfo:
@@ -43,6 +47,8 @@ class BlobStore(Protocol):
     - A call that raises `StorageError` may or may not have taken effect; the store decides
       nothing for its caller.
     - All methods may be called from several threads.
+
+    A store may have `reads_at_once`, the number of reads at once that pay off (`reads_at_once`).
 
     `emberkeep.testing.StoreContract` is the same list as tests.
     """
@@ -112,6 +118,45 @@ class ReadsInto(Protocol):
     def read_into(self, name: str, start: int, into: memoryview) -> int:
         """Fills `into` with bytes from `start` on; how many there were before the object ended."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How much of a store is read at once: `depth` reads, of `nbytes` together.
+
+    Reads wait for a disk or a network, not for a core: how many there are does not depend on cores.
+    Memory that is taken for bytes which were not used yet is bounded by `nbytes`, but for a single
+    read that is longer.
+    """
+
+    depth: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "nbytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"read_{name} must be 1 or more, not {getattr(self, name)}")
+
+    @classmethod
+    def of(
+        cls, store: BlobStore | None, depth: int | None = None, nbytes: int | None = None
+    ) -> Reading:
+        """What suits a store, where nothing else is given."""
+        depth = reads_at_once(store) if depth is None else depth
+        if nbytes is None:
+            nbytes = min(depth * _LONGEST_PART, _MOST_NBYTES)
+        return cls(depth=depth, nbytes=nbytes)
+
+    @property
+    def part_nbytes(self) -> int:
+        """The length of reads of which as many as may be are under way; whole blocks of a disk."""
+        fitting = min(self.nbytes // self.depth, _LONGEST_PART)
+        return max(fitting // _SHORTEST_PART, 1) * _SHORTEST_PART
+
+
+def reads_at_once(store: BlobStore | None) -> int:
+    """How many reads of a store pay off at once, as its `reads_at_once` says: 16 unless it does."""
+    return int(getattr(store, "reads_at_once", _READS_AT_ONCE))
 
 
 def read_into(store: BlobStore, name: str, start: int, into: memoryview) -> int:

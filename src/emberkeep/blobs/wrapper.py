@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 from emberkeep.blobs.memory_store import MemoryStore
-from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, KeepsReserve
+from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, KeepsReserve, reads_at_once
 from emberkeep.errors import MissingObjectError
 
 
@@ -21,6 +21,10 @@ class WrapperStore:
     @property
     def url(self) -> str:
         return self.inner.url
+
+    @property
+    def reads_at_once(self) -> int:
+        return reads_at_once(self.inner)
 
     def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
         return self.inner.put(name, data)

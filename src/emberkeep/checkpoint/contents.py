@@ -8,15 +8,17 @@ gives every row once, in a single pass, with nothing in memory but the ids of th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, Array, Json
+from emberkeep.blobs import Buffer
 from emberkeep.checkpoint.targets import DENSE
 from emberkeep.errors import ConfigError, DamageError, NoVersionError, StateError, StorageError
 from emberkeep.repository import FileRef, Manifest, Pin, Repository, VersionId
@@ -24,6 +26,7 @@ from emberkeep.repository.grid.bundles import Bundle
 from emberkeep.repository.grid.catalog import plan
 from emberkeep.repository.grid.version_rows import rows_of_bundle, rows_of_plan
 from emberkeep.repository.pieces import KIND, counts_of, read_chunks
+from emberkeep.repository.repository import block_count
 from emberkeep.rows.snapshot import Chunk
 from emberkeep.runtime.pool import Pool
 
@@ -137,8 +140,8 @@ def merged_rows(
         files = manifest.of_kind(KIND)
         with_tombstones = {name for file in files for name in counts_of(file, "tombstones")}
         written: dict[str, list[I64]] = defaultdict(list)
-        for file in files:
-            for chunk in checked_rows(repository, file, pool):
+        for _, chunks in rows_of_files(repository, files, pool):
+            for chunk in chunks:
                 if tables is not None and chunk.table not in tables:
                     continue
                 new = ~met[chunk.table].has(chunk.ids)
@@ -164,9 +167,25 @@ def merged_rows(
                 yield manifest, Chunk(table, ids, None)
 
 
-def checked_rows(repository: Repository, file: FileRef, pool: Pool) -> Iterator[Chunk]:
+def rows_of_files(
+    repository: Repository, files: Sequence[FileRef], pool: Pool
+) -> Generator[tuple[FileRef, Iterator[Chunk]], None, None]:
+    """`checked_rows` of files one after the other: each is to be looked at to its end before the
+    next. What comes later is read meanwhile."""
+    streamed = {file.name: file for file in files if Bundle.of(file) is None}
+    with closing(repository.blocks(streamed.values())) as blocks:
+        for file in files:
+            own = islice(blocks, block_count(file)) if file.name in streamed else None
+            yield file, checked_rows(repository, file, pool, own)
+            for _ in own or ():  # what follows the last record is the file's all the same
+                pass
+
+
+def checked_rows(
+    repository: Repository, file: FileRef, pool: Pool, blocks: Iterator[Buffer] | None = None
+) -> Iterator[Chunk]:
     """The rows of one file, held against the schema and, where all of its pieces are read, against
-    the counts in the manifest.
+    the counts in the manifest. Its blocks may be on their way.
 
     A file whose bytes are as they were written can still hold what does not belong there, if it
     was written wrong; that is `DamageError` too.
@@ -174,7 +193,7 @@ def checked_rows(repository: Repository, file: FileRef, pool: Pool) -> Iterator[
     counted: dict[str, dict[str, int]] = {"rows": {}, "tombstones": {}}
     bundle = Bundle.of(file)
     chunks = (
-        read_chunks(file.name, repository.stream(file), pool)
+        read_chunks(file.name, repository.stream(file) if blocks is None else blocks, pool)
         if bundle is None
         else rows_of_bundle(repository, bundle, pool)
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from emberkeep._types import I64, Json
-from emberkeep.checkpoint.contents import checked_rows
+from emberkeep.checkpoint.contents import checked_rows, rows_of_files
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.cluster.base import Cluster
 from emberkeep.errors import ChangedError, DamageError, StateError, StorageError
-from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.grid.catalog import grid_of, plan
+from emberkeep.repository import FileRef, Manifest, Repository, VersionId
+from emberkeep.repository.grid.catalog import GridPlan, grid_of, plan
 from emberkeep.repository.grid.version_rows import scattered_rows
 from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.rows.snapshot import Chunk
@@ -32,6 +34,8 @@ class Restored:
     manifest: Manifest
     dense: bytes | None
     lost: tuple[VersionId, ...] = ()
+    planned: GridPlan | None = None
+    """Where its rows were found, if this process has read them from a grid."""
 
 
 Fits = Callable[[Restored], object]
@@ -69,7 +73,8 @@ def load_into(
     rest = _load_by_holders(view, repository, chain)
     if rest.parts:
         rest.clear()
-        _load_rows(repository, chain, rest, pool, lambda _: None)
+        planned = _load_rows(repository, chain, rest, pool, lambda _: None)
+        return replace(restored, planned=planned)
     return restored
 
 
@@ -118,36 +123,32 @@ def _load_by_holders(
     return TargetView(rest)
 
 
-def loads_here(subject: Subject, url: str) -> bool:
-    """Whether this process loads some of the rows itself."""
-    parts = view_of(subject).parts
-    return any(
-        part.names and not (isinstance(part.target, LoadsItself) and part.target.reaches(url))
-        for part in parts
-    )
-
-
 def _load_rows(
     repository: Repository, chain: Sequence[Manifest], target: TargetView, pool: Pool,
     shard_of: Callable[[Manifest], int | None],
-) -> None:  # fmt: skip
+) -> GridPlan | None:  # fmt: skip
     """The rows of the last version of a chain; of versions of which `shard_of` names a shard, its
-    files alone."""
+    files alone. Where those of a grid were found."""
+    planned = None
     if grid_of(chain[-1]) is not None:
-        _load_grid(repository, chain[-1], target, pool, shard_of(chain[-1]))
+        planned = _load_grid(repository, chain[-1], target, pool, shard_of(chain[-1]))
     else:
-        _install(
-            target, chain, lambda earlier: rows_of(repository, earlier, pool, shard_of(earlier)),
-            lambda earlier: _removals(repository, earlier, pool, shard_of(earlier)),
-        )  # fmt: skip
+        files = [file for earlier in chain for file in files_of(earlier, shard_of(earlier))]
+        with closing(rows_of_files(repository, files, pool)) as rows:
+            _install(
+                target, chain,
+                lambda earlier: _chunks(islice(rows, len(files_of(earlier, shard_of(earlier))))),
+                lambda earlier: _removals(repository, earlier, pool, shard_of(earlier)),
+            )  # fmt: skip
     target.load_table_state(table_state(chain[-1]))
+    return planned
 
 
 def _load_grid(
     repository: Repository, manifest: Manifest, target: TargetView, pool: Pool, shard: int | None
-) -> None:
+) -> GridPlan:
     """Each row once, in whatever order its pieces stand; again if they were moved meanwhile."""
-    for attempt in range(_ATTEMPTS):
+    for left in reversed(range(_ATTEMPTS)):
         planned = plan(repository, manifest, shard=shard)
         assert planned is not None
         try:
@@ -156,11 +157,13 @@ def _load_grid(
                 target.install_scattered(
                     rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
                 )
-            break
         except ChangedError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-    target.forget_changes(keep_since_baseline=False)
+            if left:
+                continue
+            raise
+        target.forget_changes(keep_since_baseline=False)
+        return planned
+    raise AssertionError("the last attempt returns or raises")
 
 
 def load_shard(
@@ -231,11 +234,12 @@ def _install(
     for at, earlier in enumerate(chain):
         for chunk in removals(earlier):
             target.delete(chunk.table, chunk.ids)
-        for chunk in ahead_of(rows(earlier)):
-            if chunk.planes is None:
-                target.delete(chunk.table, chunk.ids)
-            else:
-                target.install(chunk.table, chunk.ids, chunk.planes)
+        with closing(ahead_of(rows(earlier))) as chunks:
+            for chunk in chunks:
+                if chunk.planes is None:
+                    target.delete(chunk.table, chunk.ids)
+                else:
+                    target.install(chunk.table, chunk.ids, chunk.planes)
         if earlier.described.text("kind") == "full":
             target.forget_changes(keep_since_baseline=False)
         if at == last_whole:
@@ -252,10 +256,22 @@ def rows_of(
     repository: Repository, manifest: Manifest, pool: Pool, shard: int | None = None
 ) -> Iterator[Chunk]:
     """The rows that one version wrote itself, or one shard of it, file by file."""
-    for file in manifest.of_kind(KIND):
-        if shard is not None and file.metadata.get("shard", shard) != shard:
-            continue
-        yield from checked_rows(repository, file, pool)
+    with closing(rows_of_files(repository, files_of(manifest, shard), pool)) as rows:
+        yield from _chunks(rows)
+
+
+def _chunks(files: Iterable[tuple[FileRef, Iterator[Chunk]]]) -> Iterator[Chunk]:
+    for _, chunks in files:
+        yield from chunks
+
+
+def files_of(manifest: Manifest, shard: int | None) -> list[FileRef]:
+    """The files of rows that a version wrote itself, or those of one shard."""
+    return [
+        file
+        for file in manifest.of_kind(KIND)
+        if shard is None or file.metadata.get("shard", shard) == shard
+    ]
 
 
 def table_state(manifest: Manifest) -> Json:

@@ -24,7 +24,6 @@ from emberkeep.checkpoint.restore import (
     check_schema,
     load,
     load_shard,
-    loads_here,
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
@@ -48,9 +47,10 @@ from emberkeep.errors import (
     StateError,
 )
 from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
-from emberkeep.repository.grid.catalog import grid_of, newest_catalog, plan
+from emberkeep.repository.grid.catalog import grid_of, newest_catalog
 from emberkeep.repository.grid.extraction import Remote
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
+from emberkeep.repository.history import History
 from emberkeep.repository.pieces import KIND
 from emberkeep.repository.policies import ENDLESS, Grid, needs_baseline, resets
 from emberkeep.rows.snapshot import FrozenRows, closed_if_raised
@@ -94,11 +94,13 @@ class Checkpointer(BackgroundSaver[Manifest]):
         spec: VersionSpec | None = None,
         settings: SaveSettings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
+        history: History | None = None,
     ) -> None:
         self.repository = repository
         self.subject = subject
         self.spec = spec or VersionSpec()
         self.settings = settings or SaveSettings()
+        repository.reading = self.settings.reading(repository.store)
         check_schema(repository.tables, subject.schema())
         check_tables(self.spec.widths, repository.tables)
         subject.track(self.spec.priority)
@@ -107,11 +109,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
             nice=self.settings.nice, on_event=on_event,
         )  # fmt: skip
-        self.writer = Writer.open(repository)
+        self.writer = Writer.open(repository, history)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
-        self._restores = {exact: repository.restores(exact=exact) for exact in (True, False)}
+        self._restores = repository.restore_counts()
         # What the layouts of all versions say of the run, beside what is in them.
         self.run_marks: Json = {}
         self._codecs: Json = {}
@@ -517,21 +519,21 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._saving = None
         self.writer.settle()
         versions = list(self.repository.versions())
-        if version is not None:
-            chosen = self.repository.version(version)
-            if not self.repository.manifest(chosen).whole:
-                raise StateError(
-                    f"version {chosen} is a prioritised one: it holds no instant and serves to "
-                    "bring single shards back; restore a whole version"
-                )
+        chosen = None if version is None else self.repository.version(version, versions)
+        if chosen is not None:
             versions = [v for v in versions if v <= chosen]
         lost: list[VersionId] = []
         while versions:
             target = versions.pop()
             try:
-                if not self.repository.manifest(target).whole:
-                    continue
                 restored = self._restore(target, fits)
+                if restored is None and target == chosen:
+                    raise StateError(
+                        f"version {chosen} is a prioritised one: it holds no instant and serves to "
+                        "bring single shards back; restore a whole version"
+                    )
+                if restored is None:
+                    continue
             except DamageError as error:
                 if not fall_back and versions:
                     raise DamageError(
@@ -550,30 +552,33 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.join()
         self._chain = _Chain()
 
-    def _restore(self, target: VersionId, fits: Fits | None) -> Restored:
+    def _restore(self, target: VersionId, fits: Fits | None) -> Restored | None:
+        """None if the version is a prioritised one."""
         start = self._clock.monotonic()
-        with Pin(self.repository, target):
+        with Pin(self.repository, target) as pin:
+            if not pin.manifest.whole:
+                return None
             restored = load(self.repository, target, self.subject, self._pool, fits)
-        self.count_restore(target)
-        manifest = restored.manifest
-        shards = manifest.described.number("shards", least=1)
+            chain = self.repository.chain(target)
+            self.count_restore(target)
+            manifest = restored.manifest
+            newest = self.writer.resume(target)
+            shards, grid = manifest.described.number("shards", least=1), grid_of(manifest)
+            # Format 1 has rows of several shards in one piece: nobody could move those of one.
+            mixed = (
+                shards > 1 and grid is not None and newest_catalog(self.repository, grid).is_mixed
+            )
         self._chain = _Chain()
         # Increments count from a baseline of the same shards: another number starts over.
         if shards == self.subject.schema().get("shards", shards):
-            for earlier in self.repository.chain(target):
+            for earlier in chain:
                 self._follow(earlier)
         self._whole = manifest
-        newest = self.writer.resume(target)
-        grid = grid_of(manifest)
-        if grid is not None:
-            if loads_here(self.subject, self.repository.store.url):  # servers' plans are theirs
-                planned = plan(self.repository, manifest)
-                assert planned is not None
-                self._extraction.restored(self._clock.monotonic() - start, planned.nbytes)
-            # Format 1 has rows of several shards in one piece: nobody could move those of one.
-            mixed = shards > 1 and newest_catalog(self.repository, grid).is_mixed
-            if not newest or mixed:
-                self._chain = _Chain()
+        if restored.planned is not None:  # servers' plans are theirs
+            nbytes = restored.planned.nbytes
+            self._extraction.restored(self._clock.monotonic() - start, nbytes)
+        if grid is not None and (not newest or mixed):
+            self._chain = _Chain()
         return restored
 
     def restore_shard(self, target: TargetView, shard: int, whose: Whose) -> Manifest | None:

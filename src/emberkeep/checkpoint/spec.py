@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from emberkeep.blobs import BlobStore, Reading
 from emberkeep.checkpoint.widths import Widths
 from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
@@ -137,6 +138,11 @@ class SaveSettings:
     them they hurry. A save then lasts longer, and more rows change before it has copied them, so
     that pushes copy them: it is for cores that others need, not for a shorter stall.
 
+    `read_depth` is how many reads of a version are under way at once when one is brought back (16
+    unless the store says otherwise, 64 for object stores), and `read_nbytes` how many bytes they
+    and what was not used yet take together (8 MiB for each read, 256 MiB at most). Servers that
+    read versions themselves use what suits the store.
+
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
     """
@@ -152,6 +158,8 @@ class SaveSettings:
     most_mb_per_second: float | None = None
     mirror_mb_per_second: float | None = None
     background_share: float | None = None
+    read_depth: int | None = None
+    read_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.overlap not in ("wait", "cancel"):
@@ -162,3 +170,8 @@ class SaveSettings:
         check_rate(self.most_mb_per_second)
         check_rate(self.mirror_mb_per_second)
         check_share(self.background_share)
+        self.reading(None)
+
+    def reading(self, store: BlobStore | None) -> Reading:
+        """How much of a store is read at once."""
+        return Reading.of(store, self.read_depth, self.read_nbytes)

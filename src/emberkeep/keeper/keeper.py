@@ -407,7 +407,7 @@ class Keeper(RunReport):
         with self._ranks.agreeing("another rank could not start from the version"):
             started = warm_start(
                 self._store if source is None else source, version, self._parts.subject,
-                self._state, renamed=renamed, partial=partial, threads=self._settings.threads,
+                self._state, renamed=renamed, partial=partial, settings=self._settings,
                 clock=self._clock,
             )  # fmt: skip
         if source is None and isinstance(self._saver, RepositorySaver):
@@ -450,7 +450,7 @@ class Keeper(RunReport):
         began = self._clock.monotonic()
         returned, number = bring_back_together(
             self._ranks, self._saver, self._store, version, fall_back, self._parts.subject,
-            self._settings.threads, self._state, self._clock,
+            self._settings, self._state, self._clock,
         )  # fmt: skip
         if returned is None:
             return None

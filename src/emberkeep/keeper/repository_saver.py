@@ -32,7 +32,7 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
-from emberkeep.repository.maintenance.version_copy import newest_origin, run_of
+from emberkeep.repository.maintenance.version_copy import newest_readable, run_of
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Strategy
@@ -59,19 +59,20 @@ class RepositorySaver(Checkpointer):
         if mirror is not None:
             copies = mirror(must_exist=must_exist and not Repository.exists(store))
         must_exist = must_exist and (copies is None or copies.empty)
-        if Repository.exists(store):
+        try:
             repository = Repository.open(store, clock=clock)
-        elif must_exist:
-            raise NoRepositoryError(
-                f"{store.url} holds no repository, and this run must exist: nothing was "
-                "created. Check the path, and that its disk is mounted; leave must_exist out to "
-                "start a new run"
-            )
-        else:
+        except NoRepositoryError:
+            if must_exist:
+                raise NoRepositoryError(
+                    f"{store.url} holds no repository, and this run must exist: nothing was "
+                    "created. Check the path, and that its disk is mounted; leave must_exist out "
+                    "to start a new run"
+                ) from None
             check_holders(subject, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
-        if must_exist and repository.latest() is None:
+        history = repository.history() if must_exist else None
+        if history is not None and history.newest is None:
             raise NoVersionError(
                 f"{store.url} has no version, and this run must exist: nothing was started "
                 "over. Bring its versions back; leave must_exist out to start a new run"
@@ -89,6 +90,7 @@ class RepositorySaver(Checkpointer):
             spec=strategy.spec,
             settings=replace(settings, retention=strategy.retention),
             on_event=on_event,
+            history=history,
         )
         self.url = store.url
         self._about = about
@@ -100,8 +102,9 @@ class RepositorySaver(Checkpointer):
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
-        newest = newest_origin(repository)
-        run = repository.id if newest is None else run_of(repository.manifest(newest[1]))
+        newest = newest_readable(repository, [v for v in (self.writer.newest,) if v is not None])
+        newest = newest or newest_readable(repository, repository.versions())
+        run = repository.id if newest is None else run_of(newest)
         if run != repository.id:  # the run has moved here
             self.run_marks = {**self.run_marks, "run": run}
 
@@ -115,7 +118,7 @@ class RepositorySaver(Checkpointer):
         self.spec = spec
 
     def holds_run(self) -> bool:
-        return self.repository.latest() is not None
+        return self.writer.newest is not None or self.repository.latest() is not None
 
     def cut(
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
@@ -157,7 +160,9 @@ class RepositorySaver(Checkpointer):
         if version is None and take_adopted(self.subject, self.repository.id):
             return self._beside_adopted(fits)
         drop_adopted(self.subject)
-        number = None if version is None else self.repository.named(version).number
+        if isinstance(version, str) and not version.isdigit():
+            version = self.repository.named(version).number
+        number = None if version is None else int(version)
 
         def restore(fall_back: bool) -> Restored | None:
             return self.restore(
@@ -272,7 +277,7 @@ def kept_nbytes(store: BlobStore) -> int:
 
 def bring_back_together(
     ranks: Ranks, saver: RunSaver | None, store: BlobStore | None, version: int | str | None,
-    fall_back: bool, subject: Subject, threads: int, state: RunState, clock: Clock,
+    fall_back: bool, subject: Subject, settings: SaveSettings, state: RunState, clock: Clock,
 ) -> tuple[Returned | None, int]:  # fmt: skip
     """Has all ranks bring back the version that the writing one chooses, everything but rows
     included; with its number, 0 for a tier. None if there is nothing to bring back."""
@@ -290,17 +295,19 @@ def bring_back_together(
         if returned is None:
             assert store is not None
             returned = _bring_back_beside(
-                store, VersionId(number, epoch), subject, threads, state.fit, clock
+                store, VersionId(number, epoch), subject, settings, state.fit, clock
             )
         state.load()
     return returned, number
 
 
 def _bring_back_beside(
-    store: BlobStore, version: VersionId, subject: Subject, threads: int, fits: Fits, clock: Clock
-) -> Returned:
+    store: BlobStore, version: VersionId, subject: Subject, settings: SaveSettings, fits: Fits,
+    clock: Clock,
+) -> Returned:  # fmt: skip
     """The version that the writing rank has brought back, into another rank."""
-    repository, pool = Repository.open(store, clock=clock), Pool(threads)
+    repository, pool = Repository.open(store, clock=clock), Pool(settings.threads)
+    repository.reading = settings.reading(repository.store)
     return _returned(
         load(repository, version, subject, pool, lambda found: _check_fit(found, fits))
     )

@@ -11,6 +11,7 @@ from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.contents import Hold
 from emberkeep.checkpoint.partial_load import check_renaming, load_partly, renaming
 from emberkeep.checkpoint.restore import Restored, check_schema, shortened
+from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import ConfigError, NoVersionError
 from emberkeep.keeper.adopted_rows import clear_adopted
@@ -83,7 +84,7 @@ def warm_start(
     *,
     renamed: Mapping[str, str],
     partial: bool,
-    threads: int,
+    settings: SaveSettings,
     clock: Clock,
 ) -> WarmStart:
     """Loads what fits of a version of a repository; unless `partial` all of it must. Nothing has
@@ -91,6 +92,7 @@ def warm_start(
     assert source is not None
     store = open_store(source, clock=clock) if isinstance(source, str | os.PathLike) else source
     repository = Repository.open(store, clock=clock)
+    repository.reading = settings.reading(repository.store)
     chosen = repository.newest_whole() if version is None else repository.named(version)
     if chosen is None:
         raise NoVersionError(f"{store.url} has no version yet: there is nothing to start from")
@@ -107,7 +109,9 @@ def warm_start(
         clear_adopted(subject)
 
     with Hold(repository, chosen):
-        restored, loaded = load_partly(repository, chosen, subject, Pool(threads), renamed, fits)
+        restored, loaded = load_partly(
+            repository, chosen, subject, Pool(settings.threads), renamed, fits
+        )
     notes = state.load_partly(captured_in(restored), rename, same_rows=loaded.same_optimizers)
     names = {*subject.schema()["tables"]}
     return WarmStart(

@@ -7,6 +7,7 @@ exists because readers die; a reader that takes longer than the lifetime renews.
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 
 from emberkeep.errors import ConfigError, DamageError, NoVersionError
@@ -42,11 +43,13 @@ class Pin:
         self._expires: datetime | None = None
         self._name = f"{names.PINS}/{secrets.token_hex(8)}.json"
         self.renew()
+        self._held = ExitStack()
         try:
             self.manifest: Manifest = repository.ensure_kept(version)
         except BaseException:
             self.release()
             raise
+        self._held.enter_context(repository.pinned(self.manifest))
 
     def renew(self) -> None:
         """Restarts the lifetime; too late once the pin has expired, for gc may have acted."""
@@ -62,6 +65,7 @@ class Pin:
         self._expires = now + self._lifetime
 
     def release(self) -> None:
+        self._held.close()
         self._repository.store.delete([self._name])
 
     def __enter__(self) -> Pin:

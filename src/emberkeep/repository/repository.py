@@ -7,13 +7,14 @@ reader who takes long should hold a pin. Writing is `Writer`'s alone.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobInfo, BlobStore, Buffer
+from emberkeep.blobs import BlobInfo, BlobStore, Buffer, Reading
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.codecs import is_plane
 from emberkeep.errors import (
@@ -27,6 +28,7 @@ from emberkeep.errors import (
 from emberkeep.repository import documents, names
 from emberkeep.repository.digests import digest
 from emberkeep.repository.history import (
+    Claim,
     History,
     Lineage,
     Listing,
@@ -42,6 +44,7 @@ from emberkeep.repository.marks import read_marks
 from emberkeep.repository.names import VersionId
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.fields import Fields, plain
+from emberkeep.runtime.readahead import in_order
 
 
 class Repository:
@@ -64,8 +67,16 @@ class Repository:
         )
         self.origin = Lineage.of(description)
         self.clock = clock
+        self.reading = Reading.of(store)
+        """How much is read at once; whoever opened the repository may choose another."""
         # Names known to hold manifests or seals, as they were listed: asked for once.
         self._seals: dict[BlobInfo, bool] = {}
+        # Seals that this process has made itself, and claims of epochs: neither changes any more.
+        self.own_seals: set[str] = set()
+        self.claims: dict[int, Claim] = {}
+        # Manifests of versions that this process has pinned and of those that they need: gc spares
+        # all of them, so that each is read once. One entry for each pin.
+        self._pinned: list[dict[VersionId, Manifest]] = []
         # The newest catalog of each grid as it was last read, and the segments of their parts:
         # immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
@@ -200,7 +211,7 @@ class Repository:
         """The versions with the listing and the lineage that they were decided from."""
         marks = read_marks(self.store, self.id)
         listing = Listing.of(self.store, self.origin)
-        claim = newest_claim(self.store, self.id, listing, self.origin)
+        claim = self._newest_claim(listing)
         standing = listing.history(claim.lineage)
         # A successor that has sealed the newest epoch but not claimed its own yet, or died in
         # between, leaves a seal where the newest version would be.
@@ -227,9 +238,17 @@ class Repository:
             condemned=tuple(version for version in standing if version in condemned),
         )
 
-    def version(self, number: int) -> VersionId:
-        """The version with that number in the history."""
-        versions = self.versions()
+    def _newest_claim(self, listing: Listing) -> Claim:
+        claim = self.claims.get(listing.epoch)
+        if claim is None:
+            claim = newest_claim(self.store, self.id, listing, self.origin)
+            if claim.honoured is not None:  # else it may have been read from elsewhere
+                self.claims[listing.epoch] = claim
+        return claim
+
+    def version(self, number: int, among: Sequence[VersionId] | None = None) -> VersionId:
+        """The version with that number in the history, which may be known."""
+        versions = self.versions() if among is None else among
         for version in versions:
             if version.number == number:
                 return version
@@ -244,6 +263,9 @@ class Repository:
         """The manifest of one version, checked."""
         if isinstance(version, int):
             version = self.version(version)
+        for known in self._pinned:
+            if version in known:
+                return known[version]
         try:
             content = self.store.get(version.manifest_name)
         except MissingObjectError:
@@ -257,7 +279,11 @@ class Repository:
         """The manifest of a version that another one needs: gc removes that one first, so if it
         stands and what it needs does not, somebody else has deleted that."""
         try:
-            return self.manifest(version)
+            found = self.manifest(version)
+            for known in self._pinned:
+                if by in known:
+                    known[version] = found
+            return found
         except NoVersionError as error:
             self.manifest(by)
             raise DamageError(
@@ -278,7 +304,19 @@ class Repository:
 
         return [found[needed] for needed in sorted(needed_by([top.version], needs))]
 
+    @contextmanager
+    def pinned(self, manifest: Manifest) -> Iterator[None]:
+        """While a version is pinned: its manifest and those that it needs are read once."""
+        known = {manifest.version: manifest}
+        self._pinned.append(known)
+        try:
+            yield
+        finally:
+            self._pinned = [other for other in self._pinned if other is not known]
+
     def _is_seal(self, listed: BlobInfo) -> bool:
+        if listed.name in self.own_seals:
+            return True
         if listed not in self._seals:
             try:
                 content = self.store.get(listed.name)
@@ -333,12 +371,21 @@ class Repository:
         return blocks[offset : offset + length]
 
     def stream(self, file: FileRef) -> Iterator[Buffer]:
-        """The file block by block, each checked before it is handed out."""
-        if not file.blocks:
-            yield self.read(file)
-            return
-        for index in range(len(file.blocks)):
-            yield self._block(file, index)
+        """The file block by block, each checked before it is handed out; the next ones are on their
+        way meanwhile."""
+        return self.blocks([file])
+
+    def blocks(self, files: Iterable[FileRef]) -> Generator[Buffer, None, None]:
+        """`stream` of files one after the other, of which each has `block_count` blocks: those of
+        later files are read while earlier ones are looked at."""
+        calls = (
+            (min(file.block_nbytes, file.size), partial(self._block, file, index))
+            for file in files
+            for index in range(block_count(file))
+        )
+        depth, nbytes = self.reading.depth, self.reading.nbytes
+        name = "emberkeep-blocks"
+        return in_order(calls, depth=depth, nbytes=nbytes, name=name, clock=self.clock)
 
     def _block(self, file: FileRef, index: int) -> Buffer:
         if not file.blocks:
@@ -423,9 +470,14 @@ class Repository:
     def restores(self, *, exact: bool | None = None) -> int:
         """How often versions of this repository were restored; those that were exact, or were not,
         alone."""
+        counts = self.restore_counts()
+        return sum(counts.values()) if exact is None else counts[exact]
+
+    def restore_counts(self) -> dict[bool, int]:
+        """How often versions were restored that were exact, and that were not, by one look."""
         start = f"{names.RESTORES}/{names.EXACT}"
         found = [info.name.startswith(start) for info in self.store.list(names.RESTORES)]
-        return len(found) if exact is None else found.count(exact)
+        return {exact: found.count(exact) for exact in (True, False)}
 
     def ensure_kept(self, version: VersionId) -> Manifest:
         """Called after a pin or tag was put: raises `NoVersionError` if gc may not have seen it.
@@ -457,6 +509,11 @@ class Repository:
         return documents.encode(name, kind, self.id, body)
 
 
+def block_count(file: FileRef) -> int:
+    """Into how many blocks a file is cut when it is streamed."""
+    return max(1, len(file.blocks))
+
+
 def tag_in(body: Fields) -> tuple[str, VersionId]:
     """What a tag says: itself, and the version that it names."""
     if body.parsed("tag", names.tag_name) != body.name:
@@ -473,6 +530,15 @@ def void(repository: Repository, version: VersionId) -> None:
     """Marks a version's name as spent on something that is not a version."""
     content = repository.encode(version.void_name, "void", {})
     repository.store.put(version.void_name, content)
+
+
+def is_void(store: BlobStore, version: VersionId) -> bool:
+    """Whether a version's name was marked as spent."""
+    try:
+        store.size(version.void_name)
+    except MissingObjectError:
+        return False
+    return True
 
 
 def _check_no_remains(store: BlobStore) -> None:

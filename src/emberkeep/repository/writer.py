@@ -27,6 +27,7 @@ from emberkeep.errors import (
 from emberkeep.repository import names
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
 from emberkeep.repository.history import (
+    Claim,
     History,
     create_or_read,
     is_torn,
@@ -39,7 +40,7 @@ from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.marks import put_mark
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pins import read_pins
-from emberkeep.repository.repository import Repository, void
+from emberkeep.repository.repository import Repository, is_void, void
 
 # A successor that looks for the end of an epoch gives up after so many names.
 _MOST_NAMES = 10_000
@@ -76,24 +77,25 @@ class Writer:
         self._lock = threading.RLock()
 
     @classmethod
-    def open(cls, repository: Repository) -> Writer:
+    def open(cls, repository: Repository, history: History | None = None) -> Writer:
         """Seals the epoch before, claims the next one, and starts from the newest version.
 
-        Of several that open at once one succeeds; the others get `FencedError`.
-        """
-        history = repository.history()
+        Of several that open at once one succeeds; the others get `FencedError`. A `history` looked
+        at before, however long ago, spares a look: what counts is seen after the seal."""
+        history = history or repository.history()
         nonce = secrets.token_hex(8)
         if history.listing.epoch:
             history = _seal(repository, history, nonce)
         newest = history.newest
         lineage = history.lineage.extended(newest)
         epoch = max(history.listing.epoch + 1, repository.origin.next_epoch)
+        honoured = _honoured(repository, history)
         content = writer_document(
             repository=repository.id,
             epoch=epoch,
             nonce=nonce,
             lineage=lineage,
-            honoured=_honoured(repository, history),
+            honoured=honoured,
             details={
                 "started": repository.clock.now().isoformat(),
                 "host": socket.gethostname(),
@@ -107,6 +109,7 @@ class Writer:
             repository.store.put(name, content)
         elif found != content:
             raise _lost_the_race(repository)
+        repository.claims[epoch] = Claim(lineage=lineage, honoured=honoured)
         keep_reserve(repository.store)
         start = lineage.newest.number if lineage.newest else 0
         return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
@@ -514,7 +517,7 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
     for _ in range(_MOST_NAMES):
         number += 1
         target = VersionId(number, epoch)
-        if _is_void(store, target):
+        if is_void(store, target):
             continue
         content = seal_document(
             repository=repository.id,
@@ -524,6 +527,7 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
         )
         found = create_or_read(store, target.manifest_name, content)
         if found == content or read_seal(target.manifest_name, found) is not None:
+            repository.own_seals.add(target.manifest_name)
             sealed = repository.history()
             if sealed.listing.epoch != epoch:
                 raise _lost_the_race(repository)
@@ -554,14 +558,6 @@ def _lost_the_race(repository: Repository) -> FencedError:
         f"another process opened {repository.store.url} for writing at the same moment: "
         "let that one run, or open again to take over from it"
     )
-
-
-def _is_void(store: BlobStore, version: VersionId) -> bool:
-    try:
-        store.size(version.void_name)
-    except MissingObjectError:
-        return False
-    return True
 
 
 def _honoured(repository: Repository, history: History) -> frozenset[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.crew import Crew
 
 _T = TypeVar("_T")
 
@@ -19,9 +21,41 @@ _PATIENCE = timedelta(hours=1)
 
 def ahead_of(
     items: Iterable[_T], depth: int = 4, nice: int = 0, *, clock: Clock = SYSTEM_CLOCK
-) -> Iterator[_T]:
+) -> Generator[_T, None, None]:
     with Ahead(items, nice, depth, clock=clock) as running:
         yield from running
+
+
+def in_order(
+    calls: Iterable[tuple[int, Callable[[], _T]]], *, depth: int, nbytes: int, name: str,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Generator[_T, None, None]:  # fmt: skip
+    """What calls return, in their order, while later ones are under way: each stands with the bytes
+    that it takes. Up to `depth` run at once, in threads of that name; together with what was not
+    asked for yet, and what was asked for last, they take `nbytes` at most, or one call does.
+
+    An error comes out where its call stands. Whoever leaves the iteration waits for what runs.
+    """
+    if depth == 1:
+        for _, call in calls:
+            yield call()
+        return
+    with Crew(depth, name, clock=clock) as crew:
+        under_way: deque[tuple[int, Future[_T]]] = deque()
+        waiting = iter(calls)
+        following = next(waiting, None)
+        taken = 0
+        while following is not None or under_way:
+            while following is not None and (
+                not under_way or (taken + following[0] <= nbytes and len(under_way) < 2 * depth)
+            ):
+                taken += following[0]
+                under_way.append((following[0], crew.submit(following[1])))
+                following = next(waiting, None)
+            size, result = under_way.popleft()
+            yield result.result()
+            del result
+            taken -= size
 
 
 class Ahead(Iterator[_T]):

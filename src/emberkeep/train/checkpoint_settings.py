@@ -80,6 +80,12 @@ class CheckpointSettings:
     background_share: float | None = setting(
         "of a core, for all that saves do beside training; as much as is idle if not set",
         default=None, above=0)
+    read_depth: int | None = setting(
+        "reads at once when a version is brought back; 16 if not set, 64 from object stores",
+        default=None, least=1)
+    read_mb: int | None = setting(
+        "how many MB these take together; 8 for each if not set, 256 at most (read_depth)",
+        default=None, least=1)
     mirror: str | None = setting(
         "a second place: whole versions are copied there, and the newest of either is resumed",
         default=None, path=True)
@@ -145,7 +151,7 @@ class CheckpointSettings:
             raise ConfigError("recovery needs versions: set path")
         else:
             for key in ("must_exist", "mirror", "most_mb_per_second", "background_share",
-                        "accuracy_budget"):
+                        "accuracy_budget", "read_depth", "read_mb"):
                 if getattr(self, key):
                     raise ConfigError(f"{key} needs versions: set path")
             if self.start_from is not None:
@@ -276,11 +282,13 @@ class CheckpointSettings:
         """How versions are written, where that is not as usual."""
         from emberkeep.checkpoint.spec import SaveSettings
 
-        given = {
-            name: value
-            for name in ("most_mb_per_second", "mirror_mb_per_second", "background_share")
-            if (value := getattr(self, name)) is not None
-        }
-        return SaveSettings(**given) if given else None
+        settings = SaveSettings(
+            most_mb_per_second=self.most_mb_per_second,
+            mirror_mb_per_second=self.mirror_mb_per_second,
+            background_share=self.background_share,
+            read_depth=self.read_depth,
+            read_nbytes=None if self.read_mb is None else self.read_mb * 2**20,
+        )
+        return None if settings == SaveSettings() else settings
 
 # fmt: on

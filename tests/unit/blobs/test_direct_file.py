@@ -14,6 +14,7 @@ from emberkeep.blobs import direct_file, local_store
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.errors import FullError, StorageError
+from emberkeep.runtime.memory import recycled
 from emberkeep.testing.disk import FaultyDisk
 
 BUFFER_NBYTES = 4 * BLOCK_NBYTES
@@ -120,6 +121,27 @@ def test_every_range_is_read(tmp_path: Path, kind: type[Disk], nbytes: int) -> N
             into = memoryview(bytearray(length))
             assert store.read_into("object", start, into) == len(expected)
             assert into[: len(expected)] == expected
+    if isinstance(disk, Counting):
+        assert (disk.direct_nbytes > 0) == (type(disk) is Counting)
+
+
+@pytest.mark.parametrize("kind", [Disk, Counting, Cached, Refusing])
+def test_whole_blocks_are_read_straight_into_memory_of_whole_blocks(
+    tmp_path: Path, kind: type[Disk]
+) -> None:
+    nbytes = 5 * BLOCK_NBYTES + 7
+    data = np.random.default_rng(0).bytes(nbytes)
+    disk = kind()
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", data)
+    if isinstance(disk, Counting):
+        disk.direct_nbytes = 0
+    area = recycled(8 * BLOCK_NBYTES)
+    for first, blocks in ((0, 2), (1, 4), (3, 8), (5, 1), (6, 1)):
+        start, into = first * BLOCK_NBYTES, area[: blocks * BLOCK_NBYTES]
+        expected = data[start : start + len(into)]
+        assert store.read_into("object", start, into) == len(expected)
+        assert into[: len(expected)] == expected
     if isinstance(disk, Counting):
         assert (disk.direct_nbytes > 0) == (type(disk) is Counting)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,13 +13,12 @@ from emberkeep.blobs import Buffer, read_into
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
-from emberkeep.runtime.crew import Crew
+from emberkeep.runtime.readahead import in_order
 
 # What lies between two wanted ranges is read with them if it is shorter than this.
 _GAP_NBYTES = 128 * 1024
 # Long reads take less of the processor, above all from a disk.
 _READ_NBYTES = 32 * 2**20
-_READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def read_range(repository: Repository, wanted: Range) -> Buffer:
         return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
 
 
-def read_part(repository: Repository, name: str, start: int, into: memoryview) -> None:
-    """Fills memory with part of a file."""
+def read_part(repository: Repository, name: str, start: int, into: memoryview, least: int) -> None:
+    """Fills memory with part of a file, of which so many bytes must be there."""
     with missing_is_damage(name):
-        if read_into(repository.store, name, start, into) != len(into):
+        if read_into(repository.store, name, start, into) < least:
             raise damaged(name)
 
 
@@ -126,11 +126,11 @@ def rows_of_pieces(
         starts = [piece.head for piece in bundle.pieces]
         return read_heads(repository, bundle.name, starts, [p.head_nbytes for p in bundle.pieces])
 
-    if len(bundles) <= _READERS:
-        every = list(map(read, bundles))
-    else:
-        with Crew(_READERS, "emberkeep-heads", clock=repository.clock) as readers:
-            every = list(readers.map(read, bundles))
+    every = in_order(
+        ((sum(p.head_nbytes for p in b.pieces), partial(read, b)) for b in bundles),
+        depth=repository.reading.depth, nbytes=repository.reading.nbytes, name="emberkeep-heads",
+        clock=repository.clock,
+    )  # fmt: skip
     found = []
     for bundle, heads in zip(bundles, every, strict=True):
         data = memoryview(heads.data)

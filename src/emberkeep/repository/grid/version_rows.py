@@ -8,17 +8,17 @@ which pieces are met, and no row is written twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8
+from emberkeep.blobs.system_disk import BLOCK_NBYTES
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
     ensure_there,
@@ -47,9 +47,9 @@ from emberkeep.runtime.pool import Pool, spans
 
 # Bodies are looked at together up to this: the more rows, the nearer stand those of one table.
 _BATCH_NBYTES = 32 * 2**20
-# Batches that are read at once, and that are under way or wait to be taken.
-_READERS = 2
-_AHEAD = 3
+_AREA_NBYTES = _BATCH_NBYTES + 2 * BLOCK_NBYTES
+# Batches that are looked at at once.
+_TAKERS = 2
 _LEAST_ROWS = 1024
 
 
@@ -121,7 +121,8 @@ class ScatteredTables:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pieces first..last of the listed ones, which are read together."""
+    """Pieces first..last of the listed ones, which stand side by side; `lead` bytes before them and
+    some after them are read too, so that whole blocks of a disk are."""
 
     name: str
     first: int
@@ -130,9 +131,23 @@ class _Run:
     length: int
 
     @property
+    def lead(self) -> int:
+        # What follows begins at a multiple of four, so that rows can be read where they are.
+        return 0 if self.start % 4 else self.start % BLOCK_NBYTES
+
+    @property
     def room(self) -> int:
-        # Each begins at a multiple of four, so that rows in it can be read where they are.
-        return -(-self.length // 4) * 4
+        return -(-(self.lead + self.length) // BLOCK_NBYTES) * BLOCK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Runs whose bytes are on their way: each into the memory from `begins` on."""
+
+    runs: Sequence[_Run]
+    begins: Sequence[int]
+    area: memoryview
+    parts: Sequence[Future[None]]
 
 
 def _rows(
@@ -144,9 +159,10 @@ def _rows(
     wanted = None if tables is None else {names.index(table) for table in tables}
     listed = Listed.of(bundles)
     choice: Future[Chosen] = Future()
+    reading = repository.reading
 
-    def take(batch: Sequence[_Run]) -> list[ScatteredTables]:
-        pieces, bodies, data = _read(repository, listed, batch)
+    def take(batch: _Batch) -> list[ScatteredTables]:
+        pieces, bodies, data = _arrived(listed, batch)
         chosen = choice.result()
         return [
             found
@@ -154,8 +170,11 @@ def _rows(
             if (found := _taken(chosen, names, pieces, bodies, data, family, pool, scattered))
         ]
 
-    with Crew(_READERS, "emberkeep-bodies", clock=repository.clock) as readers:
-        reading: deque[Future[list[ScatteredTables]]] = deque()
+    with (
+        Crew(reading.depth, "emberkeep-reads", clock=repository.clock) as readers,
+        Crew(_TAKERS, "emberkeep-bodies", clock=repository.clock) as takers,
+    ):
+        taking: deque[tuple[int, Future[list[ScatteredTables]]]] = deque()
         try:
             heads = [
                 readers.submit(
@@ -164,10 +183,25 @@ def _rows(
                 )
                 for name, pieces in listed.of_bundles()
             ]  # fmt: skip
+            batches = deque(_batches(listed))
+            for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
+                there.result()
+            held = 0
+
+            def read_on() -> int:
+                """Has as many batches read as there may be; what they take."""
+                asked = 0
+                while batches:
+                    nbytes = _nbytes(batches[0])
+                    if taking and held + asked + nbytes > reading.nbytes:
+                        break
+                    batch = _start(repository, batches.popleft(), readers)
+                    taking.append((nbytes, takers.submit(take, batch)))
+                    asked += nbytes
+                return asked
+
             # The first bodies are on their way while heads are looked at.
-            batches = iter(_batches(listed))
-            for batch in islice(batches, _AHEAD):
-                reading.append(readers.submit(take, batch))
+            held += read_on()
             try:
                 chosen = Chosen(listed, [each.result() for each in heads], limits, wanted)
                 choice.set_result(chosen)
@@ -176,17 +210,32 @@ def _rows(
                 raise
             for table, ids in chosen.tombstones():
                 yield ScatteredTables([names[table]], [0, ids.size], ids, None), 0
-            while reading:
-                found = reading.popleft().result()
-                for batch in islice(batches, 1):
-                    reading.append(readers.submit(take, batch))
+            while taking:
+                nbytes, taken = taking.popleft()
+                found = taken.result()
+                held += read_on()
                 for rows in found:
-                    # What is done needs no thread; what is not will keep at most the readers busy.
-                    yield rows, min(_READERS, sum(not later.done() for later in reading))
+                    # What is done needs no thread; what is not will keep at most the takers busy.
+                    yield rows, min(_TAKERS, sum(not later.done() for _, later in taking))
+                del found, taken
+                held -= nbytes
         finally:
             choice.cancel()  # nobody chooses any more where this ends early
-            for each in reading:
+            for _, each in taking:
                 each.cancel()
+
+
+def _long(batches: Iterable[Sequence[_Run]]) -> set[tuple[str, int, int]]:
+    """Of each file with a run that does not fit into a batch: where the last one ends, and its
+    length."""
+    longest: dict[str, tuple[int, int]] = {}
+    for run in (run for batch in batches for run in batch if run.length > _BATCH_NBYTES):
+        longest[run.name] = max(longest.get(run.name, (0, 0)), (run.start + run.length, run.length))
+    return {(name, *end) for name, end in longest.items()}
+
+
+def _nbytes(batch: Sequence[_Run]) -> int:
+    return sum(run.room for run in batch)
 
 
 def _batches(listed: Listed) -> list[list[_Run]]:
@@ -213,27 +262,43 @@ def _batches(listed: Listed) -> list[list[_Run]]:
     return found
 
 
-def _read(repository: Repository, listed: Listed, batch: Sequence[_Run]) -> tuple[I64, I64, U8]:
+def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Batch:
+    """Has the bytes of a batch read, all parts of it at once."""
+    # All of one size, so that they are used again: only what is written costs memory.
+    area = recycled(max(_nbytes(batch), _AREA_NBYTES))
+    step = repository.reading.part_nbytes
+    begins: list[int] = []
+    parts: list[Future[None]] = []
+    begin = 0
+    for run in batch:
+        # Without a lead nothing but the run itself is read: blocks would begin elsewhere.
+        end = run.room if run.lead or not run.start % BLOCK_NBYTES else run.length
+        for at in range(0, end, step):
+            into = area[begin + at : begin + min(at + step, end)]
+            least = min(len(into), run.lead + run.length - at)
+            start = run.start - run.lead + at
+            parts.append(readers.submit(read_part, repository, run.name, start, into, least))
+        begins.append(begin + run.lead)
+        begin += run.room
+    return _Batch(batch, begins, area[:begin], parts)
+
+
+def _arrived(listed: Listed, batch: _Batch) -> tuple[I64, I64, U8]:
     """The pieces of a batch, where the body of each begins, and the bytes: they match their
     digests."""
-    for run in batch:
-        ensure_there(repository, run.name, run.start + run.length, run.length)
-    nbytes = sum(run.room for run in batch)
-    # All of one size, so that they are used again: only what is written costs memory.
-    area = recycled(max(nbytes, _BATCH_NBYTES))[:nbytes]
-    bodies, begin = [], 0
-    for run in batch:
-        read_part(repository, run.name, run.start, area[begin : begin + run.length])
+    for part in batch.parts:
+        part.result()
+    bodies = []
+    for run, begin in zip(batch.runs, batch.begins, strict=True):
         some = slice(run.first, run.last)
         bodies.append(listed.offset_P[some] + (begin - run.start))
         about = zip(
             bodies[-1].tolist(), listed.nbytes_P[some].tolist(), listed.digests[some], strict=True
         )
         for at, length, digest in about:
-            check(run.name, area[at : at + length], digest)
-        begin += run.room
-    pieces = np.concatenate([np.arange(run.first, run.last) for run in batch])
-    return pieces, np.concatenate(bodies), np.asarray(area)
+            check(run.name, batch.area[at : at + length], digest)
+    pieces = np.concatenate([np.arange(run.first, run.last) for run in batch.runs])
+    return pieces, np.concatenate(bodies), np.asarray(batch.area)
 
 
 def _taken(

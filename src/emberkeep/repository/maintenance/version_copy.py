@@ -7,7 +7,7 @@ same version is known by its *origin*: the repository and version that were copi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -92,11 +92,17 @@ def origins(repository: Repository) -> dict[Origin, VersionId]:
 
 def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
     """The newest whole version whose manifest can be read; None where there is none."""
-    for version in reversed(repository.versions()):
+    manifest = newest_readable(repository, repository.versions())
+    return None if manifest is None else (Origin.of(manifest), manifest.version)
+
+
+def newest_readable(repository: Repository, versions: Sequence[VersionId]) -> Manifest | None:
+    """The manifest of the newest of versions, oldest first, that is whole and can be read."""
+    for version in reversed(versions):
         try:
             manifest = repository.manifest(version)
             if manifest.whole:
-                return Origin.of(manifest), version
+                return manifest
         except (DamageError, NoVersionError):
             continue
     return None

