@@ -338,7 +338,7 @@ class SlowExtractor:
     asked: ClassVar[list[tuple[int, bool]]] = []
     go = threading.Semaphore(0)
 
-    def __init__(self, writer: Any, grid: Any, rules: Grid, bandwidth: Any) -> None:
+    def __init__(self, writer: Any, grid: Any, rules: Grid, *_: Any) -> None:
         self.grid = grid
 
     def settle(self, newest: Any, *, split: bool) -> Extracted:
