@@ -180,7 +180,7 @@ def _parted(random: Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _apart(random: Random) -> dict[str, Any]:
+def _unreached(random: Random) -> dict[str, Any]:
     """A server dies, and its replacement does not reach one of the others, or only at first."""
     at, k = random.uniform(1, 8), random.choice((1, 2))
     other, later = random.randint(1, k + 1), random.choice((0.0, 0.0, random.uniform(0, 4)))
@@ -238,7 +238,7 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "together": _together,
     "unchanged": _unchanged,
     "parted": _parted,
-    "apart": _apart,
+    "unreached": _unreached,
     "tight": _tight,
     "ahead": _ahead,
     "ranks": _ranks,
