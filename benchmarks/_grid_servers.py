@@ -1,6 +1,6 @@
 """Thousands of versions of a grid on servers: what catalogs, rounds and restores come to.
 
-Rows are changed at random, 1% in each version, which is the hardest for a grid: nothing is changed
+Rows are changed at random, 1% in each version, which is hard for a grid: nothing is changed
 often, so rows of one version end in hundreds of others. Servers are processes of this machine.
 Versions are saved and brought back by `ek.Keeper`. A *round* is one round of extraction, as the
 event `extracted` tells of it. Restores are compared in pairs: a version of the grid, and the same
@@ -30,13 +30,12 @@ from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import SaveSettings, VersionSpec
 from emberkeep.nn import EmbeddingBags
-from emberkeep.repository import KeepAll, Repository
+from emberkeep.repository import KeepAll, Manifest, Repository
 from emberkeep.repository.grid.catalog import grid_of, newest_catalog
 from emberkeep.repository.policies import Grid
 from emberkeep.strategies import Every, Strategy
 from emberkeep.tables import Adagrad, Table
 
-CHANGED = 0.01
 DIM = 64
 LR = 0.01
 
@@ -49,6 +48,7 @@ class Shape:
     versions: int = 2000
     early: int = 200
     servers: int = 4
+    changed: float = 0.01
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +77,15 @@ class Run:
             settings=SaveSettings(grace=timedelta(0)), **given,
         )  # fmt: skip
 
-    def train(self, *, everything: bool = False) -> None:
+    def train(self, number: int, *, skip: bool = False) -> None:
+        """What changes until a version: all rows before the first. The ids are drawn also where it
+        is skipped."""
         rows = self.shape.rows
         ids = np.arange(rows)
-        if not everything:
-            ids = np.unique(self._random.integers(0, rows, int(rows * CHANGED * 1.005)))
+        if number > 1:
+            ids = np.unique(self._random.integers(0, rows, int(rows * self.shape.changed * 1.005)))
+        if skip:
+            return
         for part in np.array_split(ids, max(1, ids.size // 50_000)):
             wanted = RowIds(part, np.array([0, part.size]))
             self.cluster.push([wanted], [self._grads[: part.size]], lr=LR)
@@ -105,7 +109,8 @@ def catalog_nbytes(where: Path) -> dict[str, int]:
 
 
 def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, Any]:
-    """Saves all versions, or as many as there is time for; what catalogs and rounds came to."""
+    """Saves all versions, or as many as there is time for, and goes on where there are some; what
+    catalogs and rounds came to."""
     shape = run.shape
     rounds: list[dict[str, Any]] = []
 
@@ -116,13 +121,15 @@ def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, An
     # Without resets, which depend on how long things took: all versions are of one grid.
     spec = VersionSpec(layout="grid", grid=Grid(resets=False))
     keeper = run.keeper(where, spec, on_event=hear)
-    run.train(everything=True)
+    resumed = keeper.resume()
+    done = resumed.version.number if isinstance(resumed, Manifest) else 0
     found: dict[str, Any] = {}
     save_seconds: list[float] = []
     began = time.perf_counter()
     for number in range(1, shape.versions + 1):
-        if number > 1:
-            run.train()
+        run.train(number, skip=number <= done)
+        if number <= done:
+            continue
         keeper.step()
         start = time.perf_counter()
         keeper.save()
@@ -164,6 +171,8 @@ def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, An
 
 def growth(built: dict[str, Any], shape: Shape) -> float:
     """Bytes of catalog per version at the end against those early on."""
+    if "early" not in built:  # it went on from there
+        return float("nan")
     early = built["early"]["nbytes"] / shape.early
     return float(built["late"]["nbytes"] / built["versions"] / early)
 
@@ -201,7 +210,7 @@ def _save_whole(run: Run, where: Path, numbers: Sequence[int]) -> None:
     """Trains as for the grid, and saves some of the versions, whole."""
     keeper = run.keeper(where, VersionSpec(layout="full"))
     for number in range(1, max(numbers) + 1):
-        run.train(everything=number == 1)
+        run.train(number)
         if number in numbers:
             keeper.step()
             keeper.save()

@@ -295,7 +295,6 @@ class GridPlan:
     manifest: Manifest
     catalog: Catalog
     bundles: tuple[Bundle, ...]
-    shard: int | None = None
 
     @property
     def rows(self) -> int:
@@ -499,7 +498,7 @@ def plan(
             if newer.generation == catalog.generation:
                 raise
             catalog = newer
-    return GridPlan(manifest=manifest, catalog=catalog, bundles=bundles, shard=shard)
+    return GridPlan(manifest=manifest, catalog=catalog, bundles=bundles)
 
 
 def _planned(

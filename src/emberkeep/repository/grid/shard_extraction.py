@@ -36,6 +36,7 @@ from emberkeep.repository.grid.bundles import (
 from emberkeep.repository.grid.catalog import Part, bundles_of
 from emberkeep.repository.grid.living import Key, LivingRows, by_birth
 from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
+from emberkeep.repository.grid.segments import SegmentRef
 from emberkeep.repository.manifest import FileRef, Manifest
 from emberkeep.repository.names import VersionId
 from emberkeep.repository.pieces import KIND
@@ -155,6 +156,7 @@ class ShardExtraction:
         self.bandwidth = Bandwidth(None, clock=repository.clock)
         self._advance = advance
         self._known: str | None = None
+        self._listed_in: tuple[SegmentRef, ...] = ()
         self._rows = LivingRows()
         self._tables = list(repository.tables)
         self._read_nbytes = self._written_nbytes = 0
@@ -169,6 +171,9 @@ class ShardExtraction:
             self._start(order.part)
         prepared = self._run(order, manifests)
         self._known = prepared.part.living
+        self._listed_in = prepared.part.segments
+        for ref in {*order.part.segments} - {*self._listed_in}:
+            self.repository.segments.pop(ref.name, None)
         return prepared
 
     def _start(self, part: Part) -> None:
@@ -243,7 +248,10 @@ class ShardExtraction:
         moving: Counter[str] = Counter()
         for (name, _), (_, piece) in found.items():
             moving[name] += piece.nbytes + piece.head_nbytes
-        for bundle in (*self._mostly_unused(order.part, moving), *taken):
+        # How much of a file is used changes when something moves, or when gc has dropped pieces.
+        same = not found and order.part.segments == self._listed_in
+        unused = [] if same else self._mostly_unused(order.part, moving)
+        for bundle in (*unused, *taken):
             if bundle.used_nbytes - moving[bundle.name] < _LEAST_USED * bundle.file.size:
                 found.update(((bundle.name, p.head), (bundle, p)) for p in bundle.pieces)
         return found, {key: death for key, death in ended.items() if key not in found}
