@@ -20,7 +20,7 @@ _CHANGE = 0.02
 # Stretches that are kept, the likeliest.
 _MOST = 12
 # Caution is so many standard deviations: more saves jobs whose failures become more frequent, and
-# costs those whose failures become rare; this keeps both near an oracle, in simulated jobs.
+# costs those whose failures become rare; this keeps both close to an oracle, in simulated jobs.
 _CAUTION = 0.5
 # How many shards a failure takes is of about the last 1 / (1 - this) failures.
 _MEMORY = 0.85

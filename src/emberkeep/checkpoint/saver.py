@@ -27,10 +27,9 @@ from emberkeep.checkpoint.restore import (
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
-from emberkeep.checkpoint.target_view import TargetView, view_of
+from emberkeep.checkpoint.target_view import TargetView, extractor_of, view_of
 from emberkeep.checkpoint.targets import (
     DENSE,
-    ExtractsItself,
     NoticesEdits,
     Subject,
     WritesItself,
@@ -48,7 +47,6 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
 from emberkeep.repository.grid.catalog import grid_of, newest_catalog
-from emberkeep.repository.grid.extraction import Remote
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.history import History
 from emberkeep.repository.pieces import KIND
@@ -128,7 +126,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=min(_NICEST, self.settings.nice + 9), bandwidth=self._bandwidth,
-            holders=self._holder,
+            holders=partial(extractor_of, subject, repository.store.url, self._bandwidth),
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
@@ -448,18 +446,6 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 nice=settings.nice, shard=shard, cancelled=cancelled, bandwidth=self._bandwidth,
                 budget=self._budget,
             )  # fmt: skip
-
-    def _holder(self, shard: int) -> Remote | None:
-        """Who prepares rounds of extraction in the part of a shard, if it is not this process."""
-        url = self.repository.store.url
-        for part in view_of(self.subject).parts:
-            target = part.target
-            if not isinstance(target, ExtractsItself) or not target.reaches(url):
-                continue
-            if shard < target.shard_count:
-                rate = self._bandwidth.share(target.shard_count)
-                return partial(target.extract, url, most_mb_per_second=rate)
-        return None
 
     def _collect(self) -> None:
         try:

@@ -15,9 +15,17 @@ from itertools import groupby
 import numpy as np
 
 from emberkeep._types import I64, Json
-from emberkeep.checkpoint.targets import InstallsScattered, LimitsRows, Subject, Target
+from emberkeep.checkpoint.targets import (
+    ExtractsItself,
+    InstallsScattered,
+    LimitsRows,
+    Subject,
+    Target,
+)
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.table_states import of_shard
+from emberkeep.repository.grid.extraction import Remote
+from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.memory import Values
 
 
@@ -138,3 +146,15 @@ def shard_view(cluster: Cluster, shard: int, names: Mapping[str, str] | None = N
         own_state=partial(of_shard, shard=shard, count=cluster.shard_count),
     )
     return TargetView([part])
+
+
+def extractor_of(subject: Subject, url: str, bandwidth: Bandwidth, shard: int) -> Remote | None:
+    """Who prepares rounds of extraction in the part of a shard, if it is not this process."""
+    for part in view_of(subject).parts:
+        target = part.target
+        if not isinstance(target, ExtractsItself) or not target.reaches(url):
+            continue
+        if shard < target.shard_count:
+            rate = bandwidth.share(target.shard_count)
+            return partial(target.extract, url, most_mb_per_second=rate)
+    return None

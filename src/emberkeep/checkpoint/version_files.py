@@ -35,7 +35,7 @@ def write_pieces(
             files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
 
-def write_apart(
+def write_held(
     files: FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], *, threads: int,
     nice: int, piece_nbytes: int, shard: int, cancelled: threading.Event,
     most_mb_per_second: float | None, background_share: float | None, clock: Clock,

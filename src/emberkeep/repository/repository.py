@@ -68,7 +68,7 @@ class Repository:
         self.origin = Lineage.of(description)
         self.clock = clock
         self.reading = Reading.of(store)
-        """How much is read at once; whoever opened the repository may choose another."""
+        """How much is read at once; the caller that opened the repository may choose another."""
         # Names known to hold manifests or seals, as they were listed: asked for once.
         self._seals: dict[BlobInfo, bool] = {}
         # Seals that this process has made itself, and claims of epochs: neither changes any more.

@@ -34,7 +34,7 @@ def in_order(
     that it takes. Up to `depth` run at once, in threads of that name; together with what was not
     asked for yet, and what was asked for last, they take `nbytes` at most, or one call does.
 
-    An error comes out where its call stands. Whoever leaves the iteration waits for what runs.
+    An error comes out where its call stands. To leave the iteration is to wait for what runs.
     """
     if depth == 1:
         for _, call in calls:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.version_files import write_apart
+from emberkeep.checkpoint.version_files import write_held
 from emberkeep.codecs import codec_from_dict
 from emberkeep.errors import ProtocolError
 from emberkeep.repository import Repository, VersionId
@@ -45,7 +45,7 @@ def to_write(
 
     def write() -> Json:
         with files:
-            core_seconds = write_apart(
+            core_seconds = write_held(
                 files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
                 threads=int(header["threads"]), nice=int(header["nice"]),
                 piece_nbytes=int(header["piece_nbytes"]),

@@ -124,7 +124,7 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
     repository = Repository.create(LocalStore(tmp_path), schema=cluster.schema())
     keeper = Checkpointer(repository, cluster)
     late: list[dict[str, Any]] = []
-    write, write_apart = RemoteRows.write, version_work.write_apart
+    write, write_held = RemoteRows.write, version_work.write_held
 
     def cancel_earlier() -> None:
         for header in late:
@@ -136,12 +136,12 @@ def test_a_late_cancel_does_not_cancel_the_next_save(
         write(rows, draft, *given, **named)
         late.append({"epoch": rows._epoch, "nonce": draft.nonce, "version": str(draft.version)})
 
-    def cancelled_late(*given: Any, **named: Any) -> None:
+    def cancelled_late(*given: Any, **named: Any) -> float:
         cancel_earlier()
-        write_apart(*given, **named)
+        return write_held(*given, **named)
 
     monkeypatch.setattr(RemoteRows, "write", noted)
-    monkeypatch.setattr(version_work, "write_apart", cancelled_late)
+    monkeypatch.setattr(version_work, "write_held", cancelled_late)
     for step in (1, 2):
         push(cluster, np.random.default_rng(step), 3)
         keeper.save(step)
@@ -164,12 +164,12 @@ def test_servers_give_a_cancelled_version_up(
     push(cluster, np.random.default_rng(1), 3)
     heard: list[bool] = []
 
-    def write_apart(*_: Any, cancelled: threading.Event, **__: Any) -> None:
+    def write_held(*_: Any, cancelled: threading.Event, **__: Any) -> None:
         heard.append(cancelled.wait(20))
         raise CancelledError("given up")
 
     with monkeypatch.context() as patched:
-        patched.setattr(version_work, "write_apart", write_apart)
+        patched.setattr(version_work, "write_held", write_held)
         keeper.save(1)
         keeper.cancel()
         with pytest.raises(CancelledError):

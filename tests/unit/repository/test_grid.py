@@ -414,7 +414,8 @@ def test_nobody_waits_for_ever_for_a_round_that_hangs(monkeypatch: pytest.Monkey
 
 
 def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
-    rounds: Any = ExtractionWorker(WRITER, Grid(), lambda *_: None, lambda: None, nice=0)
+    rules = Grid(ratio=0.2)
+    rounds: Any = ExtractionWorker(WRITER, rules, lambda *_: None, lambda: None, nice=0)
     grid = VersionId(1, 1)
     rounds._extractor = SimpleNamespace(
         grid=grid, catalog=object(), stored_nbytes=900, living=(500, 100), read_seconds=1.0,

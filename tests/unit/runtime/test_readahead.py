@@ -69,18 +69,18 @@ def test_an_error_of_a_call_comes_out_where_the_call_stands() -> None:
 
 
 def test_calls_take_no_more_bytes_than_they_may_or_one_alone() -> None:
-    begun: list[int] = []
+    started: list[int] = []
     sizes = [40, 40, 40, 500, 10, 10]
 
     def call(number: int) -> int:
-        begun.append(number)
+        started.append(number)
         return number
 
     found = in_four([(size, partial(call, n)) for n, size in enumerate(sizes)])
     for number in range(len(sizes)):
         assert next(found) == number
         # With what was asked for last: that is still in use.
-        held = [sizes[n] for n in sorted(begun) if n >= number]
+        held = [sizes[n] for n in sorted(started) if n >= number]
         assert sum(held) <= 100 or held == [500]
     assert next(found, None) is None
 

@@ -30,7 +30,6 @@ from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     ConfigError,
-    EmberkeepError,
     PeerError,
     ServerError,
     ShardLostError,
@@ -54,8 +53,6 @@ from emberkeep.wire.transport import Transport
 _T = TypeVar("_T")
 
 _POLL_SECONDS = 0.1
-# A look at figures does not wait longer.
-_LOOK = timedelta(seconds=2)
 # How often it is said again that a server is waited for.
 _REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
@@ -218,14 +215,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return self._each([partial(shard.ask, "tier", header) for shard in self.handles])
 
     def tier_status(self) -> list[TierStatus]:
-        """How the files of the servers' tiers are doing, one entry for each; of those that answer:
-        a look at figures must not find a server lost, or wait for one."""
-        files: list[Json] = []
-        for shard in self.handles if self._tiered else ():
-            with suppress(EmberkeepError), shard.dialed() as connection:
-                status, _ = connection.act("status", deadline=_LOOK)
-                files += status.get("tier", {}).get("files", ())
-        return [TierStatus(**file) for file in files]
+        """How the files of the servers' tiers are doing, one entry for each; of those that
+        answer."""
+        handles = self.handles if self._tiered else ()
+        return [TierStatus(**file) for shard in handles for file in shard.tier_files()]
 
     def _reach(self, shard: RemoteShard) -> Json:
         try:

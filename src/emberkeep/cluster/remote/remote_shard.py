@@ -20,6 +20,7 @@ from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
+    EmberkeepError,
     ProtocolError,
     SecurityError,
     ServerError,
@@ -57,6 +58,8 @@ _ORDERED = {
 }  # fmt: skip
 # Whether a server is there at all is known sooner than what it has to say.
 _GREETING = timedelta(seconds=3)
+# A look at figures does not wait longer.
+_LOOK = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +383,14 @@ class RemoteShard:
     def reaches(self, url: str) -> bool:
         """Whether the server can open that store itself."""
         return is_shared(url)
+
+    def tier_files(self) -> list[Json]:
+        """How the files of its tier are doing; none if it does not answer soon: a look at figures
+        must not find a server lost, or wait for one."""
+        with suppress(EmberkeepError), self.dialed() as connection:
+            status, _ = connection.act("status", deadline=_LOOK)
+            return list(status.get("tier", {}).get("files", ()))
+        return []
 
     def check_repository(self, url: str, repository: str | None) -> None:
         """Raises `ConfigError` unless the server finds the repository of that id there: a path
