@@ -338,7 +338,7 @@ class SlowExtractor:
     asked: ClassVar[list[tuple[int, bool]]] = []
     go = threading.Semaphore(0)
 
-    def __init__(self, writer: Any, grid: Any, rules: Grid, *_: Any) -> None:
+    def __init__(self, writer: Any, grid: Any, *_: Any) -> None:
         self.grid = grid
 
     def settle(self, newest: Any, *, split: bool) -> Extracted:
@@ -414,8 +414,7 @@ def test_nobody_waits_for_ever_for_a_round_that_hangs(monkeypatch: pytest.Monkey
 
 
 def test_what_will_be_moved_is_no_reason_for_a_baseline() -> None:
-    rules = Grid(ratio=0.2)
-    rounds: Any = ExtractionWorker(WRITER, rules, lambda *_: None, lambda: None, nice=0)
+    rounds: Any = ExtractionWorker(WRITER, Grid(ratio=0.2), lambda *_: None, lambda: None, nice=0)
     grid = VersionId(1, 1)
     rounds._extractor = SimpleNamespace(
         grid=grid, catalog=object(), stored_nbytes=900, living=(500, 100), read_seconds=1.0,
