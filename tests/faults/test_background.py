@@ -359,12 +359,12 @@ def test_a_job_of_a_server_that_fails_is_reported_and_the_next_one_runs(
         ready.release()
 
     service, counted = ShardService(threads=1, on_event=on_event), errors_of("emberkeep-job")
-    service._begin("written", {"epoch": 1, "version": 1}, Failing(error))
+    service.long_work.begin("written", 1, {"version": 1}, Failing(error))
     assert ready.acquire(timeout=60)
     assert events[0] == ("failed", {"what": "written", "error": str(error)})
     with pytest.raises(type(error)):
         list(service._work({"epoch": 1}, {}))
-    service._begin("written", {"epoch": 1, "version": 2}, lambda: {"fine": True})
+    service.long_work.begin("written", 1, {"version": 2}, lambda: {"fine": True})
     assert ready.acquire(timeout=60)
     assert next(service._work({"epoch": 1}, {}))[0] == {"done": True, "fine": True}
     assert counted() == 1

@@ -227,9 +227,11 @@ def loading(
     network = LocalNetwork(VirtualClock())
     cluster = opened(network, LocalServers(network, 1), FIXED)
     monkeypatch.setattr(
-        "emberkeep.server.shard_service.load_shard",
+        "emberkeep.server.version_load.load_shard",
         lambda repository, version, target, *_: load(network.clock, target),
     )
+    monkeypatch.setattr("emberkeep.server.version_load.grid_of", lambda _: None)
+    monkeypatch.setattr(Repository, "manifest", lambda *_: SimpleNamespace(whole=False))
     return cluster
 
 

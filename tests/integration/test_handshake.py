@@ -146,16 +146,16 @@ def test_a_replacement_elsewhere_neither_writes_nor_reads_a_version(
     nodes.end()
 
 
-def test_a_grid_needs_no_store_that_servers_reach(
+def test_a_grid_needs_a_store_that_servers_reach_too(
     farm: Farm, directories: tuple[Path, Path]
 ) -> None:
-    """Its rows are written and read by the process that coordinates."""
+    """They write and read its rows themselves."""
     nodes = Nodes(farm, *directories)
-    with nodes.keeper(ek.all_versions(every=1)) as keeper:
-        nodes.step(keeper)
-        keeper.save()
-        keeper.wait()
-        keeper.resume()
+    own = directories[0] / "run"
+    Repository.create(open_store(own), schema=nodes.bags.cluster.schema())
+    with pytest.raises(ConfigError) as refused:
+        nodes.keeper(ek.all_versions(every=1))
+    assert nodes.refusal("no") in str(refused.value)
     nodes.end()
 
 

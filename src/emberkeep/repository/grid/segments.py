@@ -18,7 +18,6 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,6 +136,7 @@ class Segment:
         self.gone = gone
         self._blocks = blocks
         self._store = store
+        self._everything: PieceTable | None = None
 
     @classmethod
     def open(cls, store: BlobStore, ref: SegmentRef) -> Segment:
@@ -169,9 +169,13 @@ class Segment:
         wanted = [b for b in self._blocks if b.first_birth <= version < b.last_death]
         return self._table(wanted) if len(wanted) < len(self._blocks) else self.everything
 
-    @cached_property
+    @property
     def everything(self) -> PieceTable:
-        return self._table(self._blocks)
+        """All pieces, read once. Two threads may both read them: a lock held meanwhile, as that of
+        a cached property before Python 3.12, would have all wait for the slowest store."""
+        if self._everything is None:
+            self._everything = self._table(self._blocks)
+        return self._everything
 
     def _table(self, blocks: Sequence[_Block]) -> PieceTable:
         ref = self.ref
