@@ -337,6 +337,7 @@ def stalls(contenders: Iterable[Contender], training: Any, rounds: int) -> dict[
     """By contender; in each round the next one begins."""
     order = list(contenders)
     found = {contender.name: Stalls() for contender in order}
+    timed(training.step, 3 * UNDISTURBED)  # the first steps of a process are slower
     for number in range(rounds):
         turn = number % len(order)
         for contender in order[turn:] + order[:turn]:

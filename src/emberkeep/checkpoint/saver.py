@@ -125,7 +125,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         # Behind saving in everything: training may have to wait for a save, never for a round.
         self._extraction = ExtractionWorker(
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
-            nice=min(_NICEST, self.settings.nice + 9), bandwidth=self._bandwidth,
+            nice=_NICEST, bandwidth=self._bandwidth,
             holders=partial(extractor_of, subject, repository.store.url, self._bandwidth),
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.

@@ -133,10 +133,10 @@ class SaveSettings:
     writes as fast as it can. From it follows how often a version can be taken
     (`Keeper.shortest_interval`).
 
-    Background threads yield to training: they are `nice`, and with `background_share` take no more
-    than that part of a core on average, in this process and in each server; while pushes wait for
-    them they hurry. A save then lasts longer, and more rows change before it has copied them, so
-    that pushes copy them: it is for cores that others need, not for a shorter stall.
+    Background threads can be made to yield: by `nice`, and by `background_share`, a part of a core
+    that they keep to on average, in this process and in each server; while pushes wait for them
+    they hurry. A save then lasts longer, and more rows change before it has copied them, so that
+    pushes copy them: it is for cores that others need, and makes the stall longer, not shorter.
 
     `read_depth` is how many reads of a version are under way at once when one is brought back (16
     unless the store says otherwise, 64 for object stores), and `read_nbytes` how many bytes they
@@ -149,7 +149,7 @@ class SaveSettings:
 
     overlap: Literal["wait", "cancel"] = "wait"
     threads: int = 2
-    nice: int = 10
+    nice: int = 0
     piece_nbytes: int = PIECE_NBYTES
     buffer_nbytes: int = 256 * 2**20
     max_failures: int = 3

@@ -49,6 +49,8 @@ from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.metrics import Sample
 from emberkeep.strategies import Every, Interval, Strategy, schedule
 
+# No snapshot waits for a copy: it yields.
+_NICE = 10
 _RETRY = Retry(limit=None, first=timedelta(seconds=1), most=timedelta(minutes=1))
 # A version may be terabytes; a copy that takes longer hangs.
 _PATIENCE = timedelta(hours=6)
@@ -148,7 +150,8 @@ class Mirror:
         self._ended = False
         self._given_up = threading.Event()  # another each time: an earlier thread may still hang
         self._worker = Worker(
-            "emberkeep-mirror", self._copy_newest, nice=self._settings.nice, retry=_RETRY,
+            "emberkeep-mirror", self._copy_newest, nice=max(_NICE, self._settings.nice),
+            retry=_RETRY,
             on_error=self._failed, clock=self._clock,
         )  # fmt: skip
 

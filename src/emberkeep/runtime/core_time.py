@@ -123,10 +123,11 @@ def check_share(share: float | None) -> None:
 
 
 class CountedPool(Pool):
-    """A pool whose threads are counted; the caller, which is one of them, counts itself."""
+    """A pool for work beside training: its threads are counted, and sleep when they have none. The
+    caller, which is one of them, counts itself."""
 
     def __init__(self, threads: int | None, cores: CoreTime, *, nice: int = 0) -> None:
-        super().__init__(threads, nice=nice)
+        super().__init__(threads, nice=nice, eager=False)
         self._cores = cores
 
     def run(self, tasks: Sequence[Callable[[], object]]) -> None:

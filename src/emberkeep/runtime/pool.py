@@ -109,7 +109,7 @@ class Pool:
 
     A thread that has nothing to do looks for work a little while before it sleeps: the phases of
     a lookup follow each other within microseconds, and to wake a sleeping thread takes about as
-    long as a phase. One that is nice sleeps at once: looking takes what others could use.
+    long as a phase. Where it is not `eager` it sleeps at once: looking takes what others could use.
 
     Its threads are no `Worker`: to hand a task over must take microseconds, and each task is
     awaited by its caller, who gets its error whatever that is. A thread that ends with an error of
@@ -117,8 +117,9 @@ class Pool:
     `StoppedError` within a second. Parts of jobs are taken in compiled code, which raises nothing.
     """
 
-    def __init__(self, threads: int | None = None, *, nice: int = 0) -> None:
+    def __init__(self, threads: int | None = None, *, nice: int = 0, eager: bool = True) -> None:
         self.nice = nice
+        self._eager = eager
         self.threads = min(default_threads(), _MOST_THREADS) if threads is None else threads
         if not 1 <= self.threads <= _MOST_THREADS:
             raise ConfigError(f"threads must be 1 to {_MOST_THREADS}, not {threads}")
@@ -140,7 +141,10 @@ class Pool:
                 shared = _Shared()
                 for i in range(self.threads - 1):
                     threading.Thread(
-                        target=_work, args=(shared, self.nice), name=f"emberkeep-{i}", daemon=True
+                        target=_work,
+                        args=(shared, self.nice, self._eager),
+                        name=f"emberkeep-{i}",
+                        daemon=True,
                     ).start()
                     weakref.finalize(self, shared.queue.put, None)  # the thread ends with the pool
                 self._shared = shared
@@ -242,11 +246,11 @@ def be_nice(nice: int) -> None:
 _WAKE: tuple[Task, _Join] = (lambda: None, _Join(-1))
 
 
-def _work(shared: _Shared, nice: int) -> None:
+def _work(shared: _Shared, nice: int, eager: bool) -> None:
     with suppress(OSError):  # it works all the same
         be_nice(nice)
     try:
-        _work_until_ended(shared, 1 if nice else _LOOKS)
+        _work_until_ended(shared, _LOOKS if eager else 1)
     except BaseException:
         shared.ended += 1
         background_failures.count("emberkeep-pool")
