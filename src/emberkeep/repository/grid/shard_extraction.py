@@ -49,7 +49,7 @@ _ROUND_NBYTES = 256 * 2**20
 # A file of which less than this is used is rewritten.
 _LEAST_USED = 0.5
 # A step in which deaths are recorded has so many bytes of rows at least.
-_LEAST_NBYTES = 16384
+_LEAST_NBYTES = 65536
 # Files that a round may write for one shard before names could meet those of the next.
 _SHARD_FILES = 10**6
 
