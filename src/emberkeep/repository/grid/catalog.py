@@ -25,7 +25,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -149,6 +148,9 @@ class Catalog:
     epoch: int = 0
     covered: int = 0
     parts: tuple[Part, ...] = ()
+    _files: list[frozenset[str]] = field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
 
     @property
     def name(self) -> str:
@@ -163,24 +165,23 @@ class Catalog:
         """The part of a shard; an empty one where there is none yet."""
         return next((p for p in self.parts if p.shard == shard), Part(shard=shard))
 
-    @cached_property
+    @property
     def bundles(self) -> tuple[Bundle, ...]:
         """All pieces of all shards, file by file."""
-        return tuple(
-            bundle for part in self.parts for bundle in part.everything(self.repository).bundles()
-        )
+        tables = [part.everything(self.repository) for part in self.parts]
+        return tuple(bundle for table in tables for bundle in table.bundles())
 
     def pieces(self) -> Iterator[tuple[Bundle, Piece]]:
         return ((bundle, piece) for bundle in self.bundles for piece in bundle.pieces)
 
-    @cached_property
-    def _files(self) -> frozenset[str]:
-        rows = (f.file.name for p in self.parts for f in p.files(self.repository).values())
-        return frozenset((*rows, *(ref.name for part in self.parts for ref in part.segments)))
-
     def files(self) -> frozenset[str]:
-        """The files of rows that have pieces, and those of the catalog itself."""
-        return self._files
+        """The files of rows that have pieces, and those of the catalog itself. Found once, with no
+        lock held meanwhile: segments may have to be read."""
+        if not self._files:
+            rows = (f.file.name for p in self.parts for f in p.files(self.repository).values())
+            segments = (ref.name for part in self.parts for ref in part.segments)
+            self._files.append(frozenset((*rows, *segments)))
+        return self._files[0]
 
     def encode(self, repository: str) -> bytes:
         body = {
