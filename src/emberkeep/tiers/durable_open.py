@@ -121,13 +121,12 @@ def tier_files(
 ) -> dict[str, list[str]]:
     """The files of every tier of these tables, by its directory; those of one shard if it has a
     directory of its own."""
-    slabs = {
-        table.tier.path: range(len(_slabs(tables, table.tier)))
-        for table in tables
-        if table.tier is not None
-    }
+    tiers = dict.fromkeys(table.tier for table in tables if table.tier is not None)
     places = range(shards) if only is None else (only,)
-    return {top: [_file(s, n) for s in places for n in its] for top, its in slabs.items()}
+    return {
+        tier.path: [_file(s, n) for s in places for n in range(len(_slabs(tables, tier)))]
+        for tier in tiers
+    }
 
 
 def _slabs(tables: Sequence[Table], tier: Tier) -> list[_Slab]:

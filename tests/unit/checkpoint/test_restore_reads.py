@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,46 +37,37 @@ class Watched(WrapperStore):
         self._changed = threading.Condition()
 
     def get(self, name: str) -> bytes:
-        self.requests.append(name)
-        if not name.endswith(ROWS):
+        with self._read(name, 0):
             return self.inner.get(name)
-        with self._changed:
-            self._begin(0)
-        try:
-            return self.inner.get(name)
-        finally:
-            self._end(0)
 
     def get_range(self, name: str, start: int, length: int) -> Buffer:
-        self.requests.append(name)
-        with self._changed:
-            self._begin(length)
-        try:
+        with self._read(name, length):
             return self.inner.get_range(name, start, length)
-        finally:
-            self._end(length)
 
     def read_into(self, name: str, start: int, into: memoryview) -> int:
-        self.requests.append(name)
-        with self._changed:
-            self._begin(len(into))
-        try:
+        with self._read(name, len(into)):
             return read_into(self.inner, name, start, into)
-        finally:
-            self._end(len(into))
 
-    def _begin(self, nbytes: int) -> None:
-        self._now += 1
-        self._nbytes += nbytes
-        self.most, self.most_nbytes = max(self.most, self._now), max(self.most_nbytes, self._nbytes)
-        self._changed.notify_all()
-        if self.most < self._together:
-            self._changed.wait_for(lambda: self.most >= self._together, timeout=20)
-
-    def _end(self, nbytes: int) -> None:
+    @contextmanager
+    def _read(self, name: str, nbytes: int) -> Iterator[None]:
+        self.requests.append(name)
+        if not name.endswith(ROWS):  # catalogs, which are read before anything else can be
+            yield
+            return
         with self._changed:
-            self._now -= 1
-            self._nbytes -= nbytes
+            self._now += 1
+            self._nbytes += nbytes
+            self.most = max(self.most, self._now)
+            self.most_nbytes = max(self.most_nbytes, self._nbytes)
+            self._changed.notify_all()
+            if self.most < self._together:
+                self._changed.wait_for(lambda: self.most >= self._together, timeout=20)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._now -= 1
+                self._nbytes -= nbytes
 
 
 def history(store: BlobStore, layout: Layout, versions: int = 6) -> LocalCluster:
