@@ -104,7 +104,7 @@ def check_goes_on(memory: MemoryStore, story: Story) -> None:
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_a_fault_at_any_operation_loses_nothing(fault: Fault) -> None:
-    survive(fault, range(TRANSIENT.index(fault), COUNT, len(TRANSIENT)))
+    survive(fault, range(TRANSIENT.index(fault), COUNT, 2 * len(TRANSIENT)))
 
 
 @pytest.mark.soak

@@ -97,8 +97,8 @@ def survive(
 @pytest.mark.parametrize(
     ("settings", "kills"),
     [
-        ({"layout": "intermittent"}, 6),
-        ({"layout": "consecutive", "tables": DYNAMIC, "optimizer": "adam"}, 6),
+        ({"layout": "intermittent"}, 3),
+        ({"layout": "consecutive", "tables": DYNAMIC, "optimizer": "adam"}, 3),
     ],
 )
 def test_emberkeep_train_survives_sigkill(
@@ -108,7 +108,7 @@ def test_emberkeep_train_survives_sigkill(
 
 
 def test_a_keeper_of_plain_modules_survives_sigkill(nursery: Nursery, tmp_path: Path) -> None:
-    check_plain(nursery, tmp_path, 8)
+    check_plain(nursery, tmp_path, 4)
 
 
 @pytest.mark.parametrize(("end", "code"), [("sigterm_at_step", 75), ("sigint_at_step", 130)])

@@ -55,6 +55,7 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.soak  # the next one is made again, too, and finds its files
 def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
     cluster = ray_cluster(shards=2, name="two").open(
         [Table("t", rows=40, dim=2)], SGD(lr=1.0), seed=0
@@ -101,6 +102,8 @@ def test_rows_from_outside_go_to_servers_of_ray() -> None:
         [Table("item", capacity=50, dim=2), Table("user", rows=40, dim=2)],
         optimizer=ek.Adagrad(lr=1.0), cluster=ek.ray_cluster(shards=2, name="upserted"),
     )  # fmt: skip
+    assert clusters() == ["upserted"]
+    assert len(find("upserted")) == 2
     ids = torch.tensor([7, -2, 2**40, 10])  # on both shards
     weights = torch.arange(8.0).reshape(4, 2)
     bags.upsert("item", ids, {"weight": weights, "accumulator": weights + 1})
@@ -118,6 +121,7 @@ def test_rows_from_outside_go_to_servers_of_ray() -> None:
     assert bags.delete("item", [7, 8]) == 1
     assert bags.touched_ids("item").tolist() == [-2, 10, 2**40]
     bags.cluster.close()
+    assert clusters() == []
 
 
 @pytest.mark.soak  # Ray's part is the test before, that of parity is in test_parity_servers
