@@ -30,7 +30,7 @@ demo: $(READY) ## train over 8 shards, kill two of them, recover; about two minu
 	@$(BIN)/emberkeep demo
 
 check: lint ## what to run before each commit: ruff, mypy and the unit tests that take no second
-	@$(PYTEST) -n 2 --hypothesis-profile=check -m "not soak and not processes and not long" \
+	@$(PYTEST) --hypothesis-profile=check -m "not soak and not processes and not long" \
 	    tests/unit tests/test_*.py
 
 test: $(READY) ## run all tests but the long ones

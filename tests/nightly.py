@@ -13,12 +13,12 @@ import secrets
 import pytest
 
 _SHARES = {"nightly": 1, "check": 12}
-_BY_DAY = 3
+_BY_DAY = 4
 _share = _BY_DAY
 
 
 def examples(count: int) -> int:
-    """So many examples by night; by day a third, which are the same every day; a twelfth in
+    """So many examples by night; by day a quarter, which are the same every day; a twelfth in
     `make check`."""
     return -(-count // _share)
 

@@ -283,7 +283,7 @@ def fuzzed_pieces() -> None:
     """Bytes of real pieces changed at random; the seed comes from outside."""
     random = np.random.default_rng(int(os.environ.get("HOSTILE_SEED", "0")))
     content = _piece()
-    for _ in range(int(os.environ.get("HOSTILE_ROUNDS", "300"))):
+    for _ in range(int(os.environ.get("HOSTILE_ROUNDS", "100"))):
         forged = bytearray(content)
         # Metadata of Arrow, mostly: there offsets and lengths are.
         for at in random.integers(0, len(forged) if random.random() < 0.3 else 3000, 4).tolist():
@@ -373,7 +373,7 @@ def fuzzed_segments() -> None:
     _, _, body, table = _segment()
     segment = body["parts"][0]["segments"][0][0]
     content, ref = encoded_segment(segment, table, Gone())
-    for _ in range(int(os.environ.get("HOSTILE_ROUNDS", "300"))):
+    for _ in range(int(os.environ.get("HOSTILE_ROUNDS", "100"))):
         index = bytearray(content[: ref.index_nbytes])
         for at in random.integers(0, len(index), 3).tolist():
             index[at] = int(random.choice([0, 1, 127, 128, 255, index[at] ^ 8]))

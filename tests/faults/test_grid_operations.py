@@ -123,9 +123,12 @@ def survive(fault: Fault, positions: range) -> None:
             check_goes_on(memory, story)
 
 
-def test_death_at_any_operation_loses_nothing() -> None:
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.soak) for first in (1, 2))]
+)
+def test_death_at_any_operation_loses_nothing(first: int) -> None:
     """Death after an operation is death before the next one."""
-    for position in range(COUNT):
+    for position in range(first, COUNT, 3):
         memory, story = new_story(position, Fault.DIE_BEFORE)
         with contextlib.suppress(ProcessDied):
             story.tell()

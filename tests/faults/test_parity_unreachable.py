@@ -19,10 +19,16 @@ def _check_whole(run: Scene) -> None:
     run.check()
 
 
-@pytest.mark.parametrize("way", ["to", "from", "both ways"])
+SIZES = [(3, 1, 1), (3, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 3), (5, 3, 1), (5, 3, 4)]
+
+
 @pytest.mark.parametrize(
-    ("shards", "k", "peer"),
-    [(3, 1, 1), (3, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 3), (5, 3, 1), (5, 3, 4)],
+    ("shards", "k", "peer", "way"),
+    [
+        pytest.param(*size, way, marks=[] if way == "both ways" or nth == 2 else pytest.mark.soak)
+        for nth, size in enumerate(SIZES)
+        for way in ("to", "from", "both ways")
+    ],
 )
 def test_other_peers_bring_rows_back(shards: int, k: int, peer: int, way: str) -> None:
     """With k = 2 and more, a host of some rows is a member beside others: it is asked for values,

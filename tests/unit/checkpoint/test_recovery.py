@@ -172,6 +172,7 @@ def saved_rows(repository: Repository, chain: list[Any]) -> Iterator[tuple[str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.long
 def test_a_lost_shard_gets_the_newest_saved_value_of_every_row(layout: Any, kind: Any) -> None:
     run = Run(layout, kind)
     kinds = []
@@ -208,6 +209,7 @@ def test_a_lost_shard_gets_the_newest_saved_value_of_every_row(layout: Any, kind
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.long
 def test_versions_after_a_partial_recovery_hold_all_that_they_must(
     layout: Any, kind: Any, seed: int
 ) -> None:

@@ -367,6 +367,7 @@ POINTS = {
 
 @pytest.mark.parametrize("kind", [MemoryError, OSError, IndexError, KeyboardInterrupt])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.long
 def test_a_round_that_fails_anywhere_is_reported_and_done_again(
     point: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def weights(source: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.long
 def test_every_refresh_is_the_newest_version(layout: Any, shards: int) -> None:
     random = np.random.default_rng(shards)
     store, cluster = MemoryStore(), opened(shards)
@@ -137,6 +138,7 @@ def test_a_refresh_reads_the_new_increment_alone() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.long
 def test_a_run_that_is_taken_back_is_followed_back(layout: Any) -> None:
     """Rows that only the abandoned versions changed must not stay as those versions left them."""
     random = np.random.default_rng(4)

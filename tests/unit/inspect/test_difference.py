@@ -36,6 +36,7 @@ def plain(before: State, after: State, top: int) -> list[TableDifference]:
 
 @pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
 @pytest.mark.parametrize("budget_nbytes", [2**30, 3000])
+@pytest.mark.long
 def test_differences_are_those_of_the_rows(layout: Any, budget_nbytes: int) -> None:
     run = Run(layout=layout, shards=1)
     for _ in range(4):

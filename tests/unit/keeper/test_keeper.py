@@ -127,6 +127,7 @@ def uninterrupted(steps: int, **options: Any) -> Run:
 
 @pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
 @pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, layout: Any) -> None:
     expected = uninterrupted(14, kind=kind)
     store = MemoryStore()

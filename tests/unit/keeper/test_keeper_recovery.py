@@ -144,6 +144,7 @@ RANKED = ek.partial(every=6, priority="mfu", fraction=0.5)
 
 @pytest.mark.parametrize("lost", [(0,), (4,), (1, 2, 3), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("step", [1, 3, 4, 12])
+@pytest.mark.long
 def test_full_recovery_takes_everything_back(
     lost: tuple[int, ...], step: int, uninterrupted: dict[str, bytes]
 ) -> None:

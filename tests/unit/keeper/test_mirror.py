@@ -375,6 +375,7 @@ def test_a_run_that_must_exist_may_exist_in_the_mirror(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", range(0, 40, 3))
+@pytest.mark.long
 def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> None:
     """Every call of the mirror's store, from some point on, never happens; another process starts
     with the disk, and one without."""

@@ -109,6 +109,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.long
 def test_a_table_added_another_removed_a_third_renamed(
     layout: Any, cluster: str, tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_padding_without_pooling_is_zero_and_untrained() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.long
 def test_each_table_may_have_its_own_optimizer(make: Make, layout: Any, tmp_path: Path) -> None:
     adam, slow = ek.Adam(lr=0.02), ek.SGD(lr=0.001)
     specs = {"a": None, "b": adam, "c": slow, "d": adam}
