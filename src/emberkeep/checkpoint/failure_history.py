@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from emberkeep._types import Json
+from emberkeep.checkpoint.overheads import RAREST
 from emberkeep.errors import DamageError
 
 DEFAULT_MTBF = timedelta(hours=24)
@@ -121,7 +122,7 @@ class FailureHistory:
 
     @property
     def mtbf(self) -> timedelta:
-        return max(1 / self._rate()[0], 1e-6) * _HOUR
+        return _time_between(self._rate()[0])
 
     @property
     def cautious_mtbf(self) -> timedelta:
@@ -129,7 +130,7 @@ class FailureHistory:
         too few failures has spent that before knowing better, and all later failures are full
         recoveries; who plans for too many takes some versions more."""
         mean, deviation = self._rate()
-        return max(1 / (mean + _CAUTION * deviation), 1e-6) * _HOUR
+        return _time_between(mean + _CAUTION * deviation)
 
     @property
     def together(self) -> int:
@@ -151,8 +152,19 @@ class FailureHistory:
         try:
             given = dict(document)
             made = tuple(Stretch(*map(float, stretch)) for stretch in given.pop("stretches"))
-            if not made or not all(s.hours > 0 and s.count > 0 for s in made):
+            if not made or not all(0 < v < math.inf for s in made for v in (s.hours, s.count)):
                 raise ValueError(made)
-            return cls(stretches=made, **given)
+            if not 0 < math.fsum(stretch.weight for stretch in made) < math.inf:
+                raise ValueError(made)
+            found = cls(stretches=made, **given)
+            numbers = (found.since, found.shards, found.count, found.total, found.seen)
+            if not (0 < found.believed < math.inf and all(0 <= n < math.inf for n in numbers)):
+                raise ValueError(given)
+            return found
         except (KeyError, TypeError, ValueError) as error:
             raise DamageError(f"the counters of a version are damaged: {error!r}") from error
+
+
+def _time_between(rate: float) -> timedelta:
+    """Failures that come so often in an hour, as a time that can be said."""
+    return min(max(1 / rate, 1e-6), RAREST / _HOUR) * _HOUR

@@ -490,9 +490,7 @@ def partial_pays(
     ).overhead  # fmt: skip
     alone = job.failing_together < job.shards  # else none goes on without the others
     pays = alone and same_cost(partial.total) < same_cost(full.total)
-    shares = (
-        f"{_percent(partial.total)} of the job against {_percent(full.total)} with full recovery"
-    )
+    shares = f"{percent(partial.total)} of the job against {percent(full.total)} with full recovery"
     if pays:
         reason = f"partial recovery costs {shares}"
     elif not alone:
@@ -520,8 +518,9 @@ def same_cost(overhead: float) -> float:
     return round(overhead, 4)
 
 
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f}%"
+def percent(fraction: float) -> str:
+    """An overhead for people, also one that no job gets to the end of."""
+    return f"{100 * fraction:.2f}%" if math.isfinite(fraction) else f"over {100 * _MANY:.0f}%"
 
 
 def _hours(time: timedelta) -> str:

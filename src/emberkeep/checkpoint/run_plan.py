@@ -141,13 +141,15 @@ class RunPlan:
     layout: Layout
     bits: int | None
     overhead: float
-    """Expected of the rest of the job."""
+    """Expected of the rest of the job; infinite where it would not end."""
     reason: str
     step: int = 0
     """At which it was made."""
 
     def to_dict(self) -> Json:
         document = asdict(self)
+        if math.isinf(self.overhead):  # JSON has no word for it
+            document["overhead"] = None
         document["interval_seconds"] = document.pop("interval").total_seconds()
         document["least_interval_seconds"] = document.pop("least_interval").total_seconds()
         return document
@@ -158,6 +160,8 @@ class RunPlan:
             given = dict(document)
             for name in ("interval", "least_interval"):
                 given[name] = timedelta(seconds=float(given.pop(f"{name}_seconds")))
+            if given["overhead"] is None:
+                given["overhead"] = math.inf
             return cls(**given)
         except (KeyError, TypeError, ValueError) as error:
             raise DamageError(f"the plan of a version is damaged: {error!r}") from error
@@ -224,7 +228,9 @@ def plan_run(
         ),
         step=step,
     )
-    if current is not None and not _moved(current, made, seen.left):
+    longest = target.max_interval
+    late = current is not None and longest is not None and current.interval > longest
+    if current is not None and not late and not _moved(current, made, seen.left):
         return current
     return made
 

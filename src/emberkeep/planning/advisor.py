@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.checkpoint.overheads import Job, Overhead, same_cost
+from emberkeep.checkpoint.overheads import Job, Overhead, percent, same_cost
 from emberkeep.checkpoint.run_plan import DEFAULT_PLS
 from emberkeep.errors import ConfigError
 from emberkeep.planning.candidates import Candidate, Measurement, Wish, candidates
@@ -19,6 +19,7 @@ from emberkeep.planning.job_simulator import HOUR, simulate
 _SHORT_OF_SAVES = 0.5
 _NOT_SMALL = 0.2
 _MEASURED_PLS = 0.2  # the paper shows accuracy up to a target of this
+_MOST_SAVES = 2e8  # of all simulated jobs together: seconds of work
 _LITTLE_ROUNDING = 1e-4  # accuracy that Check-N-Run takes for none
 
 TITLES = {
@@ -211,7 +212,11 @@ def advise(question: Question) -> Plan:
     ranking = ranked(question, found)
     recommended = ranking[0]
     # Of another kind: the same with other rows in between is hardly an alternative.
-    others = [name for name in ranking if name[:3] != recommended[:3]]
+    others = [
+        name
+        for name in ranking
+        if name[:3] != recommended[:3] and math.isfinite(found[name].overhead.total)
+    ]
     runner_up = next(iter(others), None)
     return Plan(
         question=question,
@@ -245,10 +250,19 @@ def _allowed(question: Question, candidate: Candidate) -> bool:
     return candidate.rounding <= (_LITTLE_ROUNDING if most is None else most)
 
 
+def _can_be_simulated(question: Question, candidate: Candidate) -> bool:
+    """Not what never ends, nor what saves too often to count: neither is worth minutes."""
+    if not question.jobs or candidate.tactic is None or math.isinf(candidate.overhead.total):
+        return False
+    tactic = candidate.tactic
+    saves = question.job.duration / tactic.interval * tactic.rounds
+    return question.jobs * saves <= _MOST_SAVES
+
+
 def _option(question: Question, candidate: Candidate) -> Option:
     job, pls = question.job, candidate.pls
     spread = deviation = None
-    if question.jobs and candidate.tactic is not None:
+    if candidate.tactic is not None and _can_be_simulated(question, candidate):
         runs = simulate(job, candidate.tactic, jobs=question.jobs, together=question.together)
         p50, p90, p99 = runs.percentiles(0.5, 0.9, 0.99)
         pls95 = float(np.quantile(runs.pls, 0.95))
@@ -423,4 +437,4 @@ def time_text(time: timedelta) -> str:
 
 
 def _percent(option: Option) -> str:
-    return f"{100 * option.overhead.total:.2f}%"
+    return percent(option.overhead.total)

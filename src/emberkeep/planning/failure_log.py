@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import F64
+from emberkeep.checkpoint.overheads import RAREST
 from emberkeep.config import read_text
 from emberkeep.errors import ConfigError, DataError
 
@@ -29,8 +30,10 @@ FEWEST = 5
 
 _FORMATS = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%m/%d/%Y %H:%M:%S", "%d.%m.%Y %H:%M")
 _EPOCH = (1e8, 1e10)  # seconds since 1970 for dates of 1973 to 2286
+_PER_SECOND = (1, 1e3, 1e6, 1e9)  # what such a number may count; no two can be confused
 _TIME_WORDS = ("start", "fail", "began", "begin", "occur", "time", "date")
 _GAP_WORDS = ("gap", "between", "ttf", "tbf", "until", "uptime", "interval", "lifetime")
+_SPAN_WORDS = (*_GAP_WORDS, "duration", "elapsed")  # of what is no date, however large
 _NODE_WORDS = ("node", "host", "machine", "server", "shard")
 _ENDED_WORDS = ("failed", "event", "censored", "status", "outcome", "exit", "reason")
 _UNITS = {
@@ -94,7 +97,10 @@ def read_failures(
     """
     header, lines = _lines(Path(path))
     values = list(itertools.zip_longest(*lines, fillvalue=""))
-    times = {place: _timestamps(cells) for place, cells in enumerate(values)}
+    times = {
+        place: _timestamps(cells, numbers=not _is_span(header, place))
+        for place, cells in enumerate(values)
+    }
     numbers = {place: _numbers(cells) for place, cells in enumerate(values)}
     if column is not None:
         place = _place(header, column, path)
@@ -104,6 +110,11 @@ def read_failures(
     hours, are_gaps, what = _hours(name, times[place], numbers[place])
     known = hours[np.isfinite(hours)]
     taken = [f"{path}: {what}"]
+    if known.size and np.abs(known).max() > RAREST / timedelta(hours=1):
+        raise DataError(
+            f"{path}: {name} holds {np.abs(known).max():.3g} hours, which is no time; name another "
+            "column, or its unit in its name"
+        )
     if len(known) < _LEAST_READABLE * len(hours):
         raise DataError(f"{path}: {name} holds neither times nor numbers; name another column")
     if len(known) < len(hours):
@@ -241,14 +252,19 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _timestamp(cell: str) -> float:
-    """Seconds since 1970; NaN where the cell is no time. A time without a zone is UTC."""
+def _timestamp(cell: str, *, numbers: bool = True) -> float:
+    """Seconds since 1970; NaN where the cell is no time. A time without a zone is UTC; `numbers`
+    may be seconds since 1970, or milli-, micro- or nanoseconds."""
+    number = _number(cell)
+    if not numbers and math.isfinite(number):
+        return math.nan
+    # Before dates: thirteen digits may pass for one of the year 1700.
+    for per_second in _PER_SECOND:
+        if _EPOCH[0] <= number / per_second <= _EPOCH[1]:
+            return number / per_second
     try:
         parsed = datetime.fromisoformat(cell.replace("Z", "+00:00"))
     except ValueError:
-        number = _number(cell)
-        if _EPOCH[0] <= number <= _EPOCH[1]:
-            return number
         for form in _FORMATS:
             try:
                 parsed = datetime.strptime(cell, form)
@@ -270,8 +286,13 @@ def _number(cell: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _timestamps(cells: Sequence[str]) -> F64:
-    return np.array([_timestamp(cell) for cell in cells])
+def _timestamps(cells: Sequence[str], *, numbers: bool) -> F64:
+    return np.array([_timestamp(cell, numbers=numbers) for cell in cells])
+
+
+def _is_span(header: Sequence[str], place: int) -> bool:
+    name = header[place].lower() if place < len(header) else ""
+    return any(word in name for word in _SPAN_WORDS)
 
 
 def _numbers(cells: Sequence[str]) -> F64:

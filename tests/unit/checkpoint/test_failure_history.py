@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -86,9 +87,16 @@ def test_it_is_plain_data() -> None:
 
 @pytest.mark.parametrize(
     "damage", [{"stretches": []}, {"stretches": [[1.0, -1.0, 1.0]]}, {"stretches": [[1.0]]},
-               {"stretches": "x"}, {"other": 1}]
+               {"stretches": "x"}, {"other": 1}, {"since": math.nan}, {"since": -1.0},
+               {"believed": 0.0}, {"believed": "x"}, {"shards": math.inf},
+               {"stretches": [[math.nan, 1.0, 1.0]]}, {"stretches": [[0.0, 1.0, 1.0]]}]
 )  # fmt: skip
 def test_damage_is_named(damage: dict[str, Any]) -> None:
     document = {**FailureHistory.expected(HOUR).to_dict(), **damage}
     with pytest.raises(DamageError, match="the counters of a version are damaged"):
         FailureHistory.from_dict(document)
+
+
+def test_what_is_rarer_than_any_time_can_be_said() -> None:
+    history = FailureHistory.expected(timedelta.max).passed(1000 * HOUR)
+    assert history.mtbf >= history.cautious_mtbf > timedelta(days=100_000_000)

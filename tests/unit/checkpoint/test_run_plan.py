@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -200,3 +201,19 @@ def test_intervals_beyond_the_end_are_no_news() -> None:
     for left in (5, 4, 3, 2, 1):
         later = seen(left=left * HOUR, done=1 - left / 200)
         assert plan_run(TARGET, later, plan) is plan
+
+
+def test_a_plan_for_a_run_that_would_never_end_can_be_stored() -> None:
+    plan = plan_run(replace(TARGET, reschedule=10 * HOUR), seen(mtbf=0.1), None)
+    assert math.isinf(plan.overhead)
+    document = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+    assert document["overhead"] is None
+    assert RunPlan.from_dict(document) == plan
+    assert "inf" not in plan_run(replace(TARGET, pls=1e-12), seen(), None).reason
+
+
+def test_no_plan_stays_that_is_beyond_the_interval_wanted_at_most() -> None:
+    plan = plan_run(replace(TARGET, max_interval=60 * MINUTE), seen(), None)
+    again = plan_run(replace(TARGET, max_interval=55 * MINUTE), seen(), plan)
+    assert again.interval == 55 * MINUTE
+    assert plan_run(replace(TARGET, max_interval=65 * MINUTE), seen(), plan) is plan

@@ -216,3 +216,22 @@ def test_parity_that_is_too_small_is_not_recommended() -> None:
     question = {"pls": 0.0, "parity_slowdown": 0.02, "parity_r": 1}
     assert plan(question=question, failing_together=2).recommended == "full"
     assert plan(question={**question, "parity_r": 2}, failing_together=2).recommended == "parity"
+
+
+@pytest.mark.parametrize(
+    "question", [{"pls": 1e-8}, {"max_interval": timedelta(milliseconds=1)}, {"pls": 1e-6}]
+)
+def test_what_never_ends_is_not_simulated(question: dict[str, Any]) -> None:
+    found = plan(question={**question, "jobs": 1000})  # would take minutes
+    option = found.strategies["cpr"]
+    assert math.isinf(option.overhead.total)
+    assert option.spread is None
+    assert "inf%" not in found.reason
+    assert found.recommended == "full"
+    assert found.runner_up is None
+
+
+def test_versions_without_number_are_not_simulated() -> None:
+    found = plan(question={"pls": 1e-7, "jobs": 1000}, save=timedelta(milliseconds=1))
+    assert found.strategies["cpr"].spread is None
+    assert found.strategies["full"].spread is not None

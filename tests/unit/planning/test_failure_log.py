@@ -210,3 +210,28 @@ def test_json_that_is_no_log(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=words):
         read_failures(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_second"),
+    [("timestamp", 1), ("timestamp", 1e3), ("time_ms", 1e3), ("at", 1e6), ("ts_ns", 1e9)],
+)
+def test_time_since_1970_in_any_unit(tmp_path: Path, name: str, per_second: float) -> None:
+    path = tmp_path / "failures.csv"
+    seconds = [1_700_000_000 + 3600 * hours for hours in (0, 1, 3, 6, 10, 15)]
+    path.write_text(name + "\n" + "".join(f"{second * per_second:.0f}\n" for second in seconds))
+    np.testing.assert_allclose(read_failures(path).gaps_hours, [1, 2, 3, 4, 5])
+
+
+def test_long_times_until_failures_are_no_dates(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    hours = [30, 50, 80, 29, 60]  # more than 10^8 milliseconds
+    path.write_text("uptime_ms\n" + "".join(f"{3_600_000 * hour}\n" for hour in hours))
+    np.testing.assert_allclose(read_failures(path).gaps_hours, hours)
+
+
+def test_times_beyond_all_clocks(tmp_path: Path) -> None:
+    path = tmp_path / "failures.csv"
+    path.write_text("ttf_h\n1e300\n2\n3\n5\n8\n")
+    with pytest.raises(DataError, match=r"'ttf_h' holds 1e\+300 hours, which is no time"):
+        read_failures(path)
