@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ConfigError, DataError
-from emberkeep.planning.failures import drawn_failures, fits, scaled_mtbf, uniform_times
+from emberkeep.planning.failures import (
+    drawn_failures,
+    fits,
+    observed_survival,
+    scaled_mtbf,
+    uniform_times,
+)
 
 HOUR = timedelta(hours=1)
 
@@ -35,6 +41,16 @@ def test_all_four_are_listed_best_first() -> None:
     found = fits(np.random.default_rng(0).gamma(2.0, 3.0, 200))
     assert {fit.name for fit in found} == {"gamma", "weibull", "exponential", "log-normal"}
     assert [fit.aic for fit in found] == sorted(fit.aic for fit in found)
+
+
+def test_survival_counts_everyone_who_was_still_there() -> None:
+    gaps, censored = np.array([1.0, 2.0, 2.0, 5.0]), np.array([9.0, 2.0, 1.5])
+    # Of seven, then five, then four (one of two equal gaps after the other), then two.
+    after = np.cumprod([6 / 7, 4 / 5, 3 / 4, 1 / 2])
+    before = np.array([1.0, *after[:-1]])
+    assert np.allclose(observed_survival(gaps, censored), (before + after) / 2)
+    many = np.sort(np.random.default_rng(0).exponential(3.0, 1_000_000))  # a log of a whole fleet
+    assert abs(observed_survival(many, np.empty(0)) - np.exp(-many / 3.0)).max() < 0.005
 
 
 @pytest.mark.parametrize("gaps", [[1.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1.0] * 5 + [np.inf]])
