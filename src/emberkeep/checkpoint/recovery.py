@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -60,11 +60,12 @@ class Losses:
     """What the model has lost so far: part of its state, saved and restored with it.
 
     `recovered_at` has the step at which each shard was last brought back: what it had lost until
-    then is counted already.
+    then is counted already. `total` is of how many steps `pls` is a share, once something was lost.
     """
 
     pls: float = 0.0
     recovered_at: Mapping[int, int] = field(default_factory=dict)
+    total: int | None = None
 
     def after(
         self, lost: Sequence[int], *, step: int, saved: int, total: int, shards: int
@@ -79,21 +80,32 @@ class Losses:
             pls += pls_of_loss(
                 lost_samples=max(0, step - since), total_samples=total, shards=shards
             )
-        return Losses(pls=pls, recovered_at={**self.recovered_at, **dict.fromkeys(lost, step)})
+        return Losses(
+            pls=pls, recovered_at={**self.recovered_at, **dict.fromkeys(lost, step)}, total=total
+        )
+
+    def of_job(self, total: int) -> Losses:
+        """The same losses as a share of a job that is to end sooner or later than was meant."""
+        if self.total is None or self.total == total:
+            return self
+        return replace(self, pls=self.pls * self.total / total, total=total)
 
     def to_dict(self) -> Json:
-        return {
+        found: Json = {
             "pls": self.pls,
             "recovered_at": {str(shard): step for shard, step in self.recovered_at.items()},
         }
+        return found if self.total is None else {**found, "total_steps": self.total}
 
     @classmethod
     def from_dict(cls, document: Json) -> Losses:
         try:
             recovered_at = document.get("recovered_at", {})
+            total = document.get("total_steps")
             return cls(
                 pls=float(document.get("pls", 0.0)),
                 recovered_at={int(shard): int(step) for shard, step in recovered_at.items()},
+                total=None if total is None else int(total),
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise DamageError(f"the counters of a version are damaged: {error}") from error

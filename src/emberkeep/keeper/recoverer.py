@@ -412,8 +412,11 @@ class Recoverer:
         return self._failures_before + sum(len(home.cluster.losses) for home in self._homes)
 
     def load(self, counters: dict[str, Any]) -> None:
-        """The losses of a version that was brought back; failures of a run are counted on."""
+        """The losses of a version that was brought back, as a share of the job as long as it is to
+        be now; failures of a run are counted on."""
         self.losses = Losses.from_dict(counters)
+        if self._total_steps is not None:
+            self.losses = self.losses.of_job(self._total_steps)
         self._failures_before += max(0, counters.get("failures", 0) - self._failures)
         again = int(counters.get(STEPS_APPLIED_TWICE, 0)) * self._samples_per_step
         self._applied_twice = int(counters.get("samples_applied_twice", 0)) + again

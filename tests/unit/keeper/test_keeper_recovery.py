@@ -103,9 +103,8 @@ def keeper_of(model: Model, store: Any, strategy: Any, **more: Any) -> ek.Keeper
         model.users.optimizer, model.items.optimizer,
         torch.optim.Adam(model.dense.parameters(), lr=0.01),
     ]  # fmt: skip
-    return ek.Keeper(
-        store, model, optimizers, reader=Batches(), strategy=strategy, total_steps=STEPS, **more
-    )
+    more = {"total_steps": STEPS, **more}
+    return ek.Keeper(store, model, optimizers, reader=Batches(), strategy=strategy, **more)
 
 
 def train(model: Model, keeper: ek.Keeper, at: dict[int, Any] | None = None) -> list[int]:
@@ -197,6 +196,13 @@ def test_partial_recovery_is_not_noticed_by_the_loop(strategy: Any) -> None:
     assert (resumed.pls, resumed.failures) == (recoveries.pls, 3)
     assert again.bits() == model.bits()
     after.close()
+    # A share of the job, however long that is to be now.
+    longer = keeper_of(Model(), store, strategy, total_steps=4 * STEPS)
+    longer.resume()
+    found = longer.recoveries()
+    assert found is not None
+    assert found.pls == recoveries.pls / 4
+    longer.close()
 
 
 def test_partial_recovery_that_would_lose_too_much_is_full(
