@@ -493,6 +493,7 @@ def kept(part: str) -> Path:
 
 def say(given: Options, found: dict[str, tuple[Figures, Rows]]) -> None:
     full = TABLES * ROWS * (DIM + 1) * 4
+    joined = given.chosen["part"] == "join"
     figures = {name: value for part, _ in found.values() for name, value in part.items()}
     notes = [
         f"Bytes less and storage less: against {full / 1e6:.0f} MB, all planes in float32.",
@@ -523,6 +524,7 @@ def say(given: Options, found: dict[str, tuple[Figures, Rows]]) -> None:
         rows=[row for _, part in found.values() for row in part],
         notes=notes,
         whole=len(found) == len(PARTS),
+        by="checkpoint.py --part …, each, then --part join" if joined else None,
     )  # fmt: skip
 
 
