@@ -527,7 +527,7 @@ def notes(figures: Mapping[str, float], seeds: int) -> list[str]:
 
 
 def made(missing: Sequence[Job], seconds: float) -> Iterator[dict[str, Any]]:
-    """The lines of jobs, on all cores; after so many seconds none is begun any more."""
+    """The lines of jobs, on all cores; after so many seconds no other is started."""
     left, running = list(missing), set[Future[dict[str, Any]]]()
     cores = min(os.cpu_count() or 1, len(left))
     if not cores:
