@@ -9,8 +9,8 @@ network does.
 
 Each process restores through `ek.Keeper`, first once to compile and to touch memory. Beside it
 stand the same bytes in the same ranges, read by obstore alone with 64 requests at once: the ceiling
-of server, proxy and machine. EMBERKEEP_BEFORE names a checkout of an earlier commit, which restores
-the same versions in turns.
+of server, proxy and machine. EMBERKEEP_BEFORE names a checkout of an earlier commit, which saves
+the same versions in its own format and restores them in turns.
 """
 
 from __future__ import annotations
@@ -122,6 +122,21 @@ async def _body(source: asyncio.StreamReader, target: asyncio.StreamWriter, head
 # -- one process that restores ---------------------------------------------------------------------
 
 
+def build(path: str, dim: int, count: int) -> None:
+    """Saves so many versions in a grid, and waits until rows stand where they are to stay."""
+    import versions
+    from emberkeep.checkpoint import VersionSpec
+
+    run = versions.Run(dim, 0.0)
+    keeper = run.keeper(Path(path), VersionSpec(layout="grid"))
+    for number in range(count):
+        run.interval(number)
+        keeper.step()
+        keeper.save()
+    versions.settle(keeper)
+    keeper.close(save=False)
+
+
 def restores(url: str, dim: int, number: int, repeats: int) -> None:
     """Restores a version some times; a line of JSON with the seconds of each, the bytes of rows
     that were read, and a digest of all rows."""
@@ -224,28 +239,33 @@ def ceiling(url: str, ranges: list[tuple[str, int, int]]) -> float:
     return min(taken)
 
 
-def measured(directory: Path, bucket: str, dim: int, numbers: list[int], repeats: int) -> Restores:
-    """Restores versions of a repository in turns: by this code, and by earlier code where given."""
+def measured(directory: Path, dim: int, count: int, numbers: list[int], repeats: int) -> Restores:
+    """Saves versions and restores some in turns: by this code, and by earlier code where given."""
     here = Path(__file__).parent
     sources = {"now": str(here.parent / "src")}
     if "EMBERKEEP_BEFORE" in os.environ:
         sources["before"] = str(Path(os.environ["EMBERKEEP_BEFORE"]) / "src")
+
+    def run(name: str, *args: object) -> str:
+        return subprocess.run(
+            [sys.executable, str(here / "_s3.py"), *map(str, args)],
+            env={**os.environ, "PYTHONPATH": f"{sources[name]}:{here}"},
+            stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout  # fmt: skip
+
+    directory.mkdir()
+    for name in sources:
+        run(name, "build", directory / name, dim, count)
     seconds: dict[str, list[float]] = {name: [] for name in sources}
     requests: dict[str, list[float]] = {name: [] for name in sources}
     ceilings, sizes = [], []
     with served(directory) as port:
-        url = url_of(port, bucket)
         for number in numbers:
             rows = set()
-            for name, source in sources.items():
+            for name in sources:
+                url = url_of(port, name)
                 counted(port)
-                done = subprocess.run(
-                    [sys.executable, str(here / "_s3.py"), "restore", url, str(dim), str(number),
-                     str(repeats)],
-                    env={**os.environ, "PYTHONPATH": f"{source}:{here}"},
-                    stdout=subprocess.PIPE, text=True, check=True,
-                )  # fmt: skip
-                found = json.loads(done.stdout.splitlines()[-1])
+                found = json.loads(run(name, "restore", url, dim, number, repeats).splitlines()[-1])
                 requests[name].append(counted(port) / (repeats + 1))
                 seconds[name].append(statistics.median(found["seconds"]))
                 rows.add(found["rows"])
@@ -277,5 +297,7 @@ def measured(directory: Path, bucket: str, dim: int, numbers: list[int], repeats
 if __name__ == "__main__":
     if sys.argv[1] == "proxy":
         asyncio.run(Proxy(int(sys.argv[2]), float(sys.argv[3])).serve())
+    elif sys.argv[1] == "build":
+        build(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         restores(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -9,6 +9,8 @@ restored; the other layouts, of which each restore reads up to the whole history
 Versions are saved and brought back by `ek.Keeper`, as in a training loop. The time of a restore is
 that from making a keeper to the end of `resume`.
 
+`--only pairs` and `--only s3` make a part of it and keep that in a result of its own.
+
 The pushes of an interval are joined to one: which rows change, and so every figure, is the same.
 """
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import math
 import os
 import resource
@@ -28,7 +29,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,11 @@ ABLATION_VERSIONS = 30
 DENSE_MS = 20.0
 RATIO = Grid().ratio
 QUICK = (60, 24)  # versions, and how wide rows are
+S3_NOTE = (
+    f"s3: {QUICK[0]} versions of dim {QUICK[1]}, served by rclone, each request held back "
+    f"{_s3.DELAY_SECONDS * 1e3:.0f} ms; s3_plain_gets_seconds are the same ranges read by obstore "
+    f"alone, {_s3.AT_ONCE} at once; before: the commit that EMBERKEEP_BEFORE names."
+)
 
 
 @functools.cache
@@ -327,10 +333,8 @@ def from_s3(root: Path, versions: int, dim: int, repeats: int) -> dict[str, floa
     if _s3.rclone() is None:
         print("no rclone: restores from S3 are not measured", flush=True)
         return {}
-    run = Run(dim, 0.0)
-    history(run, root / "late", VersionSpec(layout="grid"), versions)
     numbers = list(range(versions // 3, versions + 1, versions // 3))
-    found = _s3.measured(root, "late", dim, numbers, repeats)
+    found = _s3.measured(root / "s3", dim, versions, numbers, repeats)
     figures = {
         "s3_restore_seconds": found.seconds, "s3_requests": found.requests,
         "s3_plain_gets_seconds": found.ceiling_seconds, "s3_mb": found.mb,
@@ -484,25 +488,47 @@ def many_versions(*, quick: bool) -> dict[str, Any]:
     return {"figures": figures, "config": asdict(shape), "note": note}
 
 
-def only(what: str, quick: bool) -> dict[str, float]:
-    """A part of all figures: pairs of the grid and full files, or restores from S3."""
-    versions, dim = (60, 24) if quick else (150, 128)
+def only(given: Options) -> None:
+    """Some of the figures, in a result of their own: pairs of the grid and full files, or restores
+    from S3."""
+    what = given.chosen["only"]
+    versions, dim = QUICK if given.quick or what == "s3" else (150, 128)
+    config: dict[str, Any] = {"versions": versions, "dim": dim, "iterations": ITERATIONS}
+    columns, rows, notes = ["what", "value"], [], []
     with directory() as root:
         if what == "s3":
-            return from_s3(root, *QUICK, repeats=3)
-        run = Run(dim, 0.0)
-        history(run, root / "grid", VersionSpec(layout="grid"), versions)
-        numbers = list(range(3, versions + 1, 3))
-        return pair_figures(*measure(
-            run, {"grid": root / "grid"}, numbers, [], repeats=2, warm_others=False
-        ))  # fmt: skip
+            figures = from_s3(root, versions, dim, repeats=1 if given.quick else 3)
+            if not figures:
+                return
+            config |= {"delay_ms": _s3.DELAY_SECONDS * 1e3, "at_once": _s3.AT_ONCE}
+            rows = [[name, f"{value:.3f}"] for name, value in figures.items()]
+            notes = [S3_NOTE]
+        else:
+            run = Run(dim, 0.0)
+            history(run, root / "grid", VersionSpec(layout="grid"), versions)
+            numbers = list(range(3, versions + 1, 3))
+            paths = {"grid": root / "grid"}
+            found, ratios = measure(run, paths, numbers, [], repeats=2, warm_others=False)
+            figures = pair_figures(found, ratios)
+            columns = ["version", "grid s", "whole s", "ratio", "MB", "MB whole", "files"]
+            for number, grid in found["grid"].items():
+                whole = found["full"][number]
+                seconds = grid["cold_s"], whole["cold_s"], grid["cold_s"] / whole["cold_s"]
+                sizes = grid["nbytes"] / 1e6, whole["nbytes"] / 1e6, grid["files"]
+                rows.append([str(number), *(f"{each:.3f}" for each in seconds),
+                             *(f"{each:.0f}" for each in sizes)])  # fmt: skip
+            some = f"two pairs of each version, in turns, and their medians; {len(ratios)} in all"
+            notes = [f"Cold restores through a keeper: {some}."]
+    report(
+        replace(given, name=f"versions-{what}"), config=config, figures=figures, columns=columns,
+        rows=rows, notes=notes, by=f"versions.py --only {what}",
+    )  # fmt: skip
 
 
 def main() -> None:
     given: Options = options(__file__, __doc__ or "", choices={"only": ("all", "pairs", "s3")})
     if given.chosen["only"] != "all":
-        found_alone = only(given.chosen["only"], given.quick)
-        print(json.dumps({"config": {"only": given.chosen["only"]}, "figures": found_alone}))
+        only(given)
         return
     versions, dim = QUICK if given.quick else (150, 128)
     dense_ms = 3.0 if given.quick else DENSE_MS
@@ -583,9 +609,7 @@ def main() -> None:
             f"percentile of {len(ratios)} cold pairs, {repeats} of {len(numbers)} versions each. "
             "CPU is that of all threads but the one that trains."),
             many["note"],
-            (f"s3: {QUICK[0]} versions of dim {QUICK[1]}, served by rclone, each request held back "
-            f"{_s3.DELAY_SECONDS * 1e3:.0f} ms; s3_plain_gets_seconds are the same ranges read by "
-            f"obstore alone, {_s3.AT_ONCE} at once."),
+            S3_NOTE,
             *(
                 [
                     (f"Over all {versions} versions of the grid: cold "

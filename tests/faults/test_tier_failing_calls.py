@@ -91,12 +91,14 @@ def test_no_call_of_a_tier_that_fails_loses_anything(
     assert error is None
     names = list(calls.made)
     assert len(names) > 20
-    refused = 0
+    failed = refused = 0
     for at, name in enumerate(names):
         shutil.rmtree(tmp_path / "t")
         shutil.copytree(template, tmp_path / "t")
         code = CODES[(at + turn) % len(CODES)]
         _, error = life(tmp_path / "t", calls, batch=2, at=at, code=code, good=good)
+        # On a busy machine the work beside training may make fewer calls, and none is left to fail.
+        failed += len(calls.made) > at
         refused += error is not None
         cluster = start(tmp_path / "t")
         found, batch = state(cluster), cluster.tier_batch()
@@ -106,4 +108,4 @@ def test_no_call_of_a_tier_that_fails_loses_anything(
         assert found == (second if batch == 2 else first), where
         if error is None:
             assert batch == 2, where
-    assert refused > len(names) // 2
+    assert refused > failed // 2
