@@ -145,10 +145,12 @@ def report(
     notes: Sequence[str] = (),
     packages: Sequence[str] = (),
     whole: bool = True,
+    by: str | None = None,
 ) -> None:
     """Prints the table; a full run also writes it, with config, figures, machine and versions.
 
-    One that was not `whole` leaves the files of the last whole run alone.
+    One that was not `whole` leaves the files of the last whole run alone. `by` is what it was
+    called with, if not by its name alone.
     """
     document = {
         "config": {**config, "quick": given.quick},
@@ -159,13 +161,14 @@ def report(
     for note in notes:
         print(f"\n{note}")
     if not given.quick and whole:
-        _write(given.name, document, table, notes, packages)
+        _write(given.name, by or f"{given.name}.py", document, table, notes, packages)
     if given.json:
         print(json.dumps(document), flush=True)
 
 
 def _write(
     name: str,
+    by: str,
     document: Mapping[str, Any],
     table: str,
     notes: Sequence[str],
@@ -178,7 +181,7 @@ def _write(
     (RESULTS / f"{name}.json").write_text(json.dumps(everything, indent=2) + "\n")
     parts = [
         f"# {name}",
-        f"Taken {when} by `python benchmarks/{name}.py`.",
+        f"Taken {when} by `python benchmarks/{by}`.",
         table,
         *notes,
         _list("Figures", document["figures"]),
