@@ -9,16 +9,14 @@ rows saved whole, both cold, in turns.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
+import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,12 @@ from typing import Any
 import numpy as np
 
 import emberkeep as ek
+from _common import Options, report
 from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import SaveSettings, VersionSpec
 from emberkeep.nn import EmbeddingBags
-from emberkeep.repository import KeepAll, Manifest, Repository
+from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.grid.catalog import grid_of, newest_catalog
 from emberkeep.repository.policies import Grid
 from emberkeep.strategies import Every, Strategy
@@ -38,6 +37,8 @@ from emberkeep.tables import Adagrad, Table
 
 DIM = 64
 LR = 0.01
+STAGES = ("servers-build", "servers-restores")
+_CHOSEN = 20  # versions that are restored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +78,12 @@ class Run:
             settings=SaveSettings(grace=timedelta(0)), **given,
         )  # fmt: skip
 
-    def train(self, number: int, *, skip: bool = False) -> None:
-        """What changes until a version: all rows before the first. The ids are drawn also where it
-        is skipped."""
+    def train(self, number: int) -> None:
+        """What changes until a version: all rows before the first."""
         rows = self.shape.rows
         ids = np.arange(rows)
         if number > 1:
             ids = np.unique(self._random.integers(0, rows, int(rows * self.shape.changed * 1.005)))
-        if skip:
-            return
         for part in np.array_split(ids, max(1, ids.size // 50_000)):
             wanted = RowIds(part, np.array([0, part.size]))
             self.cluster.push([wanted], [self._grads[: part.size]], lr=LR)
@@ -108,9 +106,8 @@ def catalog_nbytes(where: Path) -> dict[str, int]:
     }
 
 
-def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, Any]:
-    """Saves all versions, or as many as there is time for, and goes on where there are some; what
-    catalogs and rounds came to."""
+def build(run: Run, where: Path) -> dict[str, Any]:
+    """Saves all versions; what catalogs and rounds came to."""
     shape = run.shape
     rounds: list[dict[str, Any]] = []
 
@@ -118,31 +115,26 @@ def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, An
         if name == "extracted":
             rounds.append(details)
 
-    # Without resets, which depend on how long things took: all versions are of one grid.
-    spec = VersionSpec(layout="grid", grid=Grid(resets=False))
+    # Without resets, which depend on how long things took: all versions are of one grid. There is
+    # no training between saves for extraction to work beside, so saves wait for it.
+    spec = VersionSpec(layout="grid", grid=Grid(resets=False, behind="wait"))
     keeper = run.keeper(where, spec, on_event=hear)
-    resumed = keeper.resume()
-    done = resumed.version.number if isinstance(resumed, Manifest) else 0
+    keeper.resume()
     found: dict[str, Any] = {}
     save_seconds: list[float] = []
     began = time.perf_counter()
     for number in range(1, shape.versions + 1):
-        run.train(number, skip=number <= done)
-        if number <= done:
-            continue
+        run.train(number)
         keeper.step()
         start = time.perf_counter()
         keeper.save()
         keeper.wait()
         save_seconds.append(time.perf_counter() - start)
-        took = time.perf_counter() - began
-        last = number == shape.versions or took > most_seconds
-        if number == shape.early or last:
+        if number in (shape.early, shape.versions):
             keeper._saver.settle()  # type: ignore[union-attr]
-            found["late" if last else "early"] = catalog_nbytes(where)
+            found["early" if number == shape.early else "late"] = catalog_nbytes(where)
+            took = time.perf_counter() - began
             print(f"{number} versions, {took:.0f} s: {catalog_nbytes(where)}", flush=True)
-        if last:
-            break
     keeper.close(save=False)
     found["versions"] = number
     by_version = {max(r["versions"], default=r["covered"]): r for r in rounds}
@@ -171,8 +163,6 @@ def build(run: Run, where: Path, most_seconds: float = math.inf) -> dict[str, An
 
 def growth(built: dict[str, Any], shape: Shape) -> float:
     """Bytes of catalog per version at the end against those early on."""
-    if "early" not in built:  # it went on from there
-        return float("nan")
     early = built["early"]["nbytes"] / shape.early
     return float(built["late"]["nbytes"] / built["versions"] / early)
 
@@ -279,6 +269,8 @@ def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
         if w
     ]
     return {
+        "grid_seconds": statistics.median(s for at in found.values() for s in at["grid"]),
+        "whole_seconds": statistics.median(s for at in found.values() for s in at["whole"]),
         "p50": statistics.median(ratios),
         "p95": ratios[min(len(ratios) - 1, int(np.ceil(0.95 * len(ratios))) - 1)],
         "worst": ratios[-1],
@@ -287,35 +279,74 @@ def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """The stages one by one: what is built stays in the directory that is given."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=["build", "restores"])
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--versions", type=int, default=2000)
-    parser.add_argument("--early", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=400_000)
-    parser.add_argument("--servers", type=int, default=4)
-    parser.add_argument("--chosen", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    given = parser.parse_args()
-    shape = Shape(
-        rows=given.rows, versions=given.versions, early=given.early, servers=given.servers
-    )
+def many_versions(root: Path, *, quick: bool) -> dict[str, Any]:
+    """Thousands of versions on servers, with a tenth of them for comparison. If it shall be quick,
+    there are a tenth of each, of which each changes ten times as much, so that as many rows of a
+    version end within the run; they are in this process, and nothing is restored."""
+    quick_shape = Shape(rows=8000, versions=200, early=20, servers=0, changed=0.1)
+    shape = quick_shape if quick else Shape()
     run = Run(shape)
     try:
-        if given.stage == "build":
-            built = build(run, given.path, given.seconds)
-            print(json.dumps({**built, "catalog_growth": growth(built, shape)}))
-        else:
-            last = Repository.open(LocalStore(given.path)).versions()[-1].number
-            numbers = [max(1, round(last * (at + 1) / given.chosen)) for at in range(given.chosen)]
-            print(json.dumps(compared(restores(run, given.path, numbers, given.repeats))))
+        built = build(run, root / "grid")
+        return summary(shape, built, None if quick else pairs_of(run, root / "grid"))
     finally:
         run.close()
 
 
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=UserWarning)
-    main()
+def pairs_of(run: Run, where: Path) -> dict[str, float]:
+    """Restores of versions from all of the run, five times each."""
+    chosen = [run.shape.versions * (at + 1) // _CHOSEN for at in range(_CHOSEN)]
+    return compared(restores(run, where, chosen, repeats=5))
+
+
+def summary(shape: Shape, built: dict[str, Any], pairs: dict[str, float] | None) -> dict[str, Any]:
+    """Figures, config and a note of what was built and restored."""
+    late, rounds = built["late"], built["round_seconds"]
+    figures = {"catalog_growth": growth(built, shape)}
+    note = (
+        f"{shape.versions} versions of {shape.nbytes / 1e6:.0f} MB, {shape.changed:.0%} changed in "
+        f"each, on {shape.servers or 'no'} servers: a catalog of {late['nbytes'] / 1e6:.2f} MB, "
+        f"{late['pieces']} pieces; a round takes {rounds['late'] * 1e3:.0f} ms per version in the "
+        f"last tenth, {rounds['early'] * 1e3:.0f} ms in the second; "
+        f"{built['rounds_that_moved']} of {built['rounds']} rounds moved rows."
+    )
+    if pairs is not None:
+        figures |= {
+            "server_restore_vs_whole_median": pairs["p50"],
+            "server_restore_vs_whole_p95": pairs["p95"],
+            "server_restore_vs_whole_worst": pairs["worst"],
+            "server_bytes_read_vs_whole": pairs["bytes_read"],
+        }
+        note += (
+            f" {pairs['pairs']:.0f} pairs of cold restores through a keeper: "
+            f"{pairs['grid_seconds']:.3f} s from the grid and {pairs['whole_seconds']:.3f} s of "
+            "whole versions, medians."
+        )
+    return {"figures": figures, "config": asdict(shape), "note": note}
+
+
+def report_stage(given: Options) -> None:
+    """One of the two stages of `many_versions`, each of which takes minutes. What was built stays
+    until it has been restored from."""
+    kept, shape = Path(tempfile.gettempdir()) / "emberkeep-grid-servers", Shape()
+    run = Run(shape)
+    try:
+        if given.chosen["only"] == STAGES[0]:
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir()
+            (kept / "built.json").write_text(json.dumps(build(run, kept / "grid")))
+            return
+        built = json.loads((kept / "built.json").read_text())
+        found = summary(shape, built, pairs_of(run, kept / "grid"))
+    finally:
+        run.close()
+    catalogs = [
+        [f"{number} versions", f"{at['nbytes'] / 1e6:.2f}", str(at["pieces"]), str(at["segments"])]
+        for number, at in ((shape.early, built["early"]), (built["versions"], built["late"]))
+    ]
+    report(
+        replace(given, name="versions-servers"), config=found["config"], figures=found["figures"],
+        columns=["catalog", "MB", "pieces", "segments"], rows=catalogs, notes=[found["note"]],
+        by=f"versions.py --only {STAGES[0]}, then --only {STAGES[1]}",
+    )  # fmt: skip
+    shutil.rmtree(kept)

@@ -17,7 +17,7 @@ the median, over cycles, of the ratio within one cycle.
 - *no cache* (the paper's PMem-Hash): every pull and every push goes to the file.
 
 `--compute real` or `--compute emulated` runs one half, `--part NAME` one part of it, which is kept
-until `--part joined` reports all of them.
+until `--part joined` reports all of them; where some were not run, in a result of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,8 @@ def main() -> None:
     names = COMPUTE[given.chosen["compute"]] if part in ("all", "joined") else [part]
     if given.quick:
         names = [name for name in names if name in ("computed", "cache-0.4")]
+    if part == "joined":
+        names = [name for name in names if (KEPT / f"{name}.json").exists()]
     found = Found()
     for name in names:
         if part == "joined":
@@ -117,9 +119,12 @@ def main() -> None:
     if part not in ("all", "joined"):
         KEPT.mkdir(exist_ok=True)
         (KEPT / f"{part}.json").write_text(json.dumps(asdict(found)))
+    whole, by = names == [*PARTS], None
+    if part == "joined" and not whole:
+        given, by = replace(given, name="tier-parts"), f"tier.py --part {' and '.join(names)}"
     report(
         given, config=found.config, figures=found.figures, columns=COLUMNS, rows=found.rows,
-        notes=found.notes, whole=names == [*PARTS],
+        notes=found.notes, whole=whole or part == "joined", by=by,
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ restored; the other layouts, of which each restore reads up to the whole history
 Versions are saved and brought back by `ek.Keeper`, as in a training loop. The time of a restore is
 that from making a keeper to the end of `resume`.
 
-`--only pairs` and `--only s3` make a part of it and keep that in a result of its own.
+`--only pairs` and `--only s3` make a part of it and keep that in a result of its own. `--only
+servers-build` saves 2,000 versions on servers, which takes a quarter of an hour, and keeps them;
+`--only servers-restores` restores some and keeps what both found.
 
 The pushes of an interval are joined to one: which rows change, and so every figure, is the same.
 """
@@ -29,7 +31,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ import numpy as np
 import _grid_servers as grid_servers
 import _s3
 from _common import RESULTS, Options, options, report
-from _grid_servers import Shape, forget
+from _grid_servers import forget
 from emberkeep._types import RowIds
 from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
 from emberkeep.blobs.wrapper import WrapperStore
@@ -454,40 +456,6 @@ def plot(
     figure.savefig(RESULTS / "versions.png", dpi=110)
 
 
-def many_versions(*, quick: bool) -> dict[str, Any]:
-    """Thousands of versions on servers, with a tenth of them for comparison. If it shall be quick,
-    there are a tenth of each, of which each changes ten times as much, so that as many rows of a
-    version end within the run; they are in this process, and nothing is restored."""
-    quick_shape = Shape(rows=8000, versions=200, early=20, servers=0, changed=0.1)
-    shape = quick_shape if quick else Shape()
-    run = grid_servers.Run(shape)
-    try:
-        with directory() as root:
-            built = grid_servers.build(run, root / "grid")
-            figures = {"catalog_growth": grid_servers.growth(built, shape)}
-            restored = ""
-            if not quick:
-                chosen = [shape.versions * (at + 1) // 20 for at in range(20)]
-                pairs = grid_servers.compared(
-                    grid_servers.restores(run, root / "grid", chosen, repeats=5)
-                )
-                figures["server_restore_vs_whole_p95"] = pairs["p95"]
-                figures["server_restore_vs_whole_worst"] = pairs["worst"]
-                figures["server_bytes_read_vs_whole"] = pairs["bytes_read"]
-                restored = f" {pairs['pairs']:.0f} pairs of restores: median {pairs['p50']:.2f}."
-    finally:
-        run.close()
-    late, rounds = built["late"], built["round_seconds"]
-    note = (
-        f"{shape.versions} versions of {shape.nbytes / 1e6:.0f} MB, {shape.changed:.0%} changed in "
-        f"each, on {shape.servers or 'no'} servers: a catalog of {late['nbytes'] / 1e6:.2f} MB, "
-        f"{late['pieces']} pieces; a round takes {rounds['late'] * 1e3:.0f} ms per version in the "
-        f"last tenth, {rounds['early'] * 1e3:.0f} ms in the second; "
-        f"{built['rounds_that_moved']} of {built['rounds']} rounds moved rows.{restored}"
-    )
-    return {"figures": figures, "config": asdict(shape), "note": note}
-
-
 def only(given: Options) -> None:
     """Some of the figures, in a result of their own: pairs of the grid and full files, or restores
     from S3."""
@@ -526,7 +494,11 @@ def only(given: Options) -> None:
 
 
 def main() -> None:
-    given: Options = options(__file__, __doc__ or "", choices={"only": ("all", "pairs", "s3")})
+    choices = {"only": ("all", "pairs", "s3", *grid_servers.STAGES)}
+    given: Options = options(__file__, __doc__ or "", choices=choices)
+    if given.chosen["only"] in grid_servers.STAGES:
+        grid_servers.report_stage(given)
+        return
     if given.chosen["only"] != "all":
         only(given)
         return
@@ -568,7 +540,8 @@ def main() -> None:
         for name in found
     }
     grid, naive, differential = histories["grid"], histories["naive"], histories["differential"]
-    many = many_versions(quick=given.quick)
+    with directory() as root:
+        many = grid_servers.many_versions(root, quick=given.quick)
     figures = {
         **many["figures"],
         **pair_figures(found, ratios),

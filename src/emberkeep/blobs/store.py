@@ -159,6 +159,15 @@ def reads_at_once(store: BlobStore | None) -> int:
     return int(getattr(store, "reads_at_once", _READS_AT_ONCE))
 
 
+@runtime_checkable
+class ListsNames(Protocol):
+    """A store in which names alone are found sooner than sizes and times."""
+
+    def names(self, directory: str) -> Iterator[str]:
+        """What stands directly below a directory, which may be directories too."""
+        ...
+
+
 def read_into(store: BlobStore, name: str, start: int, into: memoryview) -> int:
     """`ReadsInto.read_into` of any store: others give bytes of their own, which are copied."""
     if isinstance(store, ReadsInto):

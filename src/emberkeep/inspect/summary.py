@@ -406,11 +406,11 @@ class WriterActivity:
 
 def newest_writer(repository: Repository) -> WriterActivity | None:
     """Who wrote last; None if nobody has opened the repository for writing."""
-    listing = repository.history().listing
+    listing = repository.history(dated=True).listing
     if not listing.epoch:
         return None
     name = places.writer_name(listing.epoch)
-    seen = [i.modified for v, i in listing.manifests.items() if v.epoch == listing.epoch]
+    seen = [listing.modified(v) for v in listing.manifests if v.epoch == listing.epoch]
     seen += [info.modified for info in repository.store.list(places.WRITERS) if info.name == name]
     host, pid = "unknown", 0
     with suppress(DamageError):

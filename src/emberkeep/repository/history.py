@@ -14,9 +14,10 @@ version and claiming, the predecessor could have committed another one and heard
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobInfo, BlobStore
+from emberkeep.blobs import BlobInfo, BlobStore, ListsNames
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import documents
 from emberkeep.repository.marks import Mark
@@ -24,6 +25,7 @@ from emberkeep.repository.names import (
     VERSIONS,
     WRITERS,
     VersionId,
+    is_note,
     parse_version,
     parse_writer,
     writer_name,
@@ -89,19 +91,27 @@ class Listing:
     """
 
     epoch: int
-    manifests: dict[VersionId, BlobInfo]
+    manifests: dict[VersionId, BlobInfo | None]
     void: frozenset[VersionId]
     removed: dict[int, int]
 
     @classmethod
-    def of(cls, store: BlobStore, origin: Lineage) -> Listing:
-        """Lists; `DamageError` if the claim of an epoch that has versions is gone."""
+    def of(cls, store: BlobStore, origin: Lineage, *, dated: bool = False) -> Listing:
+        """Lists; `DamageError` if the claim of an epoch that has versions is gone.
+
+        Unless it shall be `dated`, nothing but names may be looked at: manifests are None then. Not
+        where gc has freed names, since one of those may have been taken by something else."""
         epoch = newest_epoch(store)
-        manifests = {}
+        found: list[tuple[str, BlobInfo | None]] | None = None
+        if isinstance(store, ListsNames) and not dated:
+            found = [(name, None) for name in store.names(VERSIONS)]
+        if found is None or any(is_note(name) for name, _ in found):
+            found = [(info.name, info) for info in store.list(VERSIONS)]
+        manifests: dict[VersionId, BlobInfo | None] = {}
         void = set()
         removed: dict[int, int] = {}
-        for info in store.list(VERSIONS):
-            parsed = parse_version(info.name)
+        for name, info in found:
+            parsed = parse_version(name)
             if parsed is None:
                 continue
             version, what = parsed
@@ -126,15 +136,23 @@ class Listing:
         numbers = [version for version in self.manifests if version.epoch == epoch]
         return max(numbers, default=None)
 
+    def modified(self, version: VersionId) -> datetime:
+        """When a manifest was written; of a dated listing."""
+        info = self.manifests[version]
+        assert info is not None, "the listing is not dated"
+        return info.modified
+
     def history(self, lineage: Lineage) -> list[VersionId]:
         """The versions that count, in order; the last may still turn out to be a seal."""
         start = lineage.newest.number if lineage.newest else 0
-        return sorted(
+        counting = (
             version
             for version in self.manifests
             if version not in self.void
             and (version in lineage or (version.epoch == self.epoch and version.number > start))
         )
+        # As tuples, which are compared much faster: there may be thousands.
+        return sorted(counting, key=lambda version: (version.number, version.epoch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,8 +83,7 @@ def parse_version(name: str) -> tuple[VersionId, str] | None:
 
 def is_note(name: str) -> bool:
     """Whether an object notes how far gc has removed an epoch: then its name is all there is."""
-    parsed = parse_version(name)
-    return parsed is not None and parsed[1] == "removed"
+    return name.endswith(".removed") and parse_version(name) is not None
 
 
 def writer_name(epoch: int) -> str:

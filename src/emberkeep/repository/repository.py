@@ -207,10 +207,10 @@ class Repository:
                 return version
         return None
 
-    def history(self) -> History:
+    def history(self, *, dated: bool = False) -> History:
         """The versions with the listing and the lineage that they were decided from."""
         marks = read_marks(self.store, self.id)
-        listing = Listing.of(self.store, self.origin)
+        listing = Listing.of(self.store, self.origin, dated=dated)
         claim = self._newest_claim(listing)
         standing = listing.history(claim.lineage)
         # A successor that has sealed the newest epoch but not claimed its own yet, or died in
@@ -218,7 +218,7 @@ class Repository:
         if (
             standing
             and standing[-1].epoch == listing.epoch
-            and self._is_seal(listing.manifests[standing[-1]])
+            and self._is_seal(standing[-1], listing)
         ):
             standing.pop()
         # One that looked at the history long ago leaves a seal under a name that gc had freed.
@@ -226,7 +226,7 @@ class Repository:
             version
             for version in standing
             if version.number > listing.removed.get(version.epoch, 0)
-            or not self._is_seal(listing.manifests[version])
+            or not self._is_seal(version, listing)
         ]
         valid = (mark for mark in marks if mark.valid(listing.epoch, claim.honoured))
         condemned = frozenset[VersionId]().union(*(mark.versions for mark in valid))
@@ -314,16 +314,19 @@ class Repository:
         finally:
             self._pinned = [other for other in self._pinned if other is not known]
 
-    def _is_seal(self, listed: BlobInfo) -> bool:
-        if listed.name in self.own_seals:
+    def _is_seal(self, version: VersionId, listing: Listing) -> bool:
+        name, listed = version.manifest_name, listing.manifests[version]
+        if name in self.own_seals:
             return True
-        if listed not in self._seals:
-            try:
-                content = self.store.get(listed.name)
-            except MissingObjectError:
-                return False
-            self._seals[listed] = read_seal(listed.name, content) is not None
-        return self._seals[listed]
+        if listed in self._seals:
+            return self._seals[listed]
+        try:
+            found = read_seal(name, self.store.get(name)) is not None
+        except MissingObjectError:
+            return False
+        if listed is not None:  # else it may be another object next time
+            self._seals[listed] = found
+        return found
 
     def discard(self, version: VersionId) -> None:
         """Leaves a version whose manifest is damaged out of the history, for good.

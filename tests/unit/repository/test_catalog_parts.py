@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from emberkeep.blobs import MemoryStore
 from emberkeep.errors import DamageError
 from emberkeep.repository import Repository, VersionId, names
+from emberkeep.repository.grid.bundle_reader import runs
 from emberkeep.repository.grid.bundles import Bundle, Form, Piece, Rows
 from emberkeep.repository.grid.catalog import Part
 from emberkeep.repository.grid.living import LivingRows
@@ -217,3 +218,8 @@ def test_living_rows_know_who_ended_whom(seed: int, versions: int) -> None:
             )
             assert found == truth[place]
             assert rows.dead(living) == sum(death > 0 for death in found.values())
+
+
+@pytest.mark.parametrize("nbytes", [[10, 0, 20, 5], [10, 20, 0, 5]])
+def test_a_piece_without_a_body_takes_nothing_from_its_neighbour(nbytes: list[int]) -> None:
+    assert list(runs([0, 10, 10, 30], nbytes)) == [(0, 4, 0, 35)]

@@ -41,8 +41,8 @@ def runs(starts: Sequence[int], nbytes: Sequence[int]) -> Iterator[tuple[int, in
         start, stop = starts[at], starts[at] + nbytes[at]
         if start - end > _GAP_NBYTES or stop - begin > _READ_NBYTES:
             yield first, at, begin, end - begin
-            first, begin = at, start
-        end = stop
+            first, begin, end = at, start, stop
+        end = max(end, stop)  # one without a body may stand before its neighbour or after it
     yield first, len(starts), begin, end - begin
 
 

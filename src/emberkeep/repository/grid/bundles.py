@@ -103,7 +103,10 @@ class Piece(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Piece:
-        return cls._make((*value[:-1], int(value[-1], 16)))
+        piece = cls._make((*value[:-1], int(value[-1], 16)))
+        if max(int(piece.digest, 16), int(piece.head_digest, 16), piece.sum) >= 2**64:
+            raise ValueError("a digest is too long")
+        return piece
 
 
 class Bundle:
@@ -154,13 +157,13 @@ class Bundle:
         """The same file with fewer pieces, or others' deaths; the file itself stays."""
         return Bundle(self.file, self.families, tuple(pieces))
 
-    def read_by(self, version: int, since: int = -1) -> Bundle | None:
-        """The same file with the pieces that a restore of a version reads, or those of them that
-        were born after another; None if there is none."""
+    def read_by(self, version: int) -> Bundle | None:
+        """The same file with the pieces that a restore of a version reads; None if there is
+        none."""
         listed = [
             each
             for each in self.listed
-            if since < each[0] <= version and (each[1] is None or version < each[1])
+            if each[0] <= version and (each[1] is None or version < each[1])
         ]
         return Bundle(self.file, self.families, listed) if listed else None
 
@@ -558,6 +561,14 @@ def check(name: str, data: memoryview, digest: str) -> None:
     """Whether part of a file, a head or a body, is what was written."""
     if xxhash.xxh3_64_hexdigest(data) != digest:
         raise damaged(name)
+
+
+def check_pieces(name: str, data: memoryview, pieces: Iterable[tuple[int, int, int]]) -> None:
+    """`check` of many heads or bodies: where each begins in the data, its length, its digest."""
+    digest_of = xxhash.xxh3_64_intdigest
+    for at, nbytes, digest in pieces:
+        if digest_of(data[at : at + nbytes]) != digest:
+            raise damaged(name)
 
 
 def damaged(name: str) -> DamageError:

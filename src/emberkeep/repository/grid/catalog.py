@@ -291,25 +291,28 @@ def can_be_unneeded(grid: VersionId, kept: Collection[int]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridPlan:
-    """What a restore of one version of a grid reads."""
+    """What a restore of one version of a grid reads: thousands of pieces, as columns."""
 
     manifest: Manifest
     catalog: Catalog
-    bundles: tuple[Bundle, ...]
+    tables: tuple[PieceTable, ...]
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The files, each with its pieces one by one."""
+        return tuple(bundle for table in self.tables for bundle in table.bundles())
 
     @property
     def rows(self) -> int:
-        return sum(piece.rows for bundle in self.bundles for piece in bundle.pieces)
+        return sum(int(table["rows"].sum()) for table in self.tables)
 
     @property
     def nbytes(self) -> int:
-        return sum(bundle.used_nbytes for bundle in self.bundles)
+        return sum(int(table["nbytes"].sum() + table["head_nbytes"].sum()) for table in self.tables)
 
-    def since(self, version: int) -> tuple[Bundle, ...]:
+    def since(self, version: int) -> tuple[PieceTable, ...]:
         """The part that was written after an earlier version of the same grid."""
-        top = self.manifest.version.number
-        found = (bundle.read_by(top, since=version) for bundle in self.bundles)
-        return tuple(bundle for bundle in found if bundle is not None)
+        return tuple(table.taken(table["birth"] > version) for table in self.tables)
 
 
 def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
@@ -491,7 +494,7 @@ def plan(
     catalog = catalog or newest_catalog(repository, grid)
     while True:
         try:
-            bundles = _planned(repository, manifest, catalog, shard)
+            tables = _planned(repository, manifest, catalog, shard)
             break
         except (NoVersionError, DamageError):
             # It may have been covered and removed since the catalog was read, or a segment merged.
@@ -499,19 +502,20 @@ def plan(
             if newer.generation == catalog.generation:
                 raise
             catalog = newer
-    return GridPlan(manifest=manifest, catalog=catalog, bundles=bundles)
+    return GridPlan(manifest=manifest, catalog=catalog, tables=tables)
 
 
 def _planned(
     repository: Repository, manifest: Manifest, catalog: Catalog, shard: int | None
-) -> tuple[Bundle, ...]:
+) -> tuple[PieceTable, ...]:
     number = manifest.version.number
-    found: list[Bundle] = []
-    for part in catalog.parts:
-        if shard is None or part.shard in (None, shard):
-            found += part.read_by(repository, number).bundles()
+    found = [
+        part.read_by(repository, number)
+        for part in catalog.parts
+        if shard is None or part.shard in (None, shard)
+    ]
     for each in uncovered(repository, manifest, catalog.covered):
-        found += reading(bundles_of(each, shard), number)
+        found.append(PieceTable.of(enumerate(reading(bundles_of(each, shard), number))))
     return tuple(found)
 
 

@@ -86,9 +86,7 @@ class PieceTable:
         if len(tables) == 1:
             return tables[0]
         files = {number: file for table in tables for number, file in table.files.items()}
-        if not tables:
-            return cls()
-        return cls(files, {c: np.concatenate([t[c] for t in tables]) for c in COLUMNS})
+        return cls(files, joined_columns(tables))
 
     def taken(self, chosen: Bools | I64) -> PieceTable:
         """Some of the pieces; files without any are left out."""
@@ -177,6 +175,13 @@ class PieceTable:
         return misplaced(
             columns, sizes[inverse], widths[firsts[inverse] + columns["family"]], inverse
         )
+
+
+def joined_columns(tables: Sequence[PieceTable]) -> Columns:
+    """The columns of all, one after the other; files may bear the same numbers in several."""
+    if not tables:
+        return PieceTable().columns
+    return {name: np.concatenate([table[name] for table in tables]) for name in COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)

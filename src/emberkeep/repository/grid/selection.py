@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, Bools
+from emberkeep._types import I64, U64, Bools
 from emberkeep.errors import DamageError
 from emberkeep.repository.grid.bundle_reader import Heads
-from emberkeep.repository.grid.bundles import Bundle, Family, check, unpack_heads
+from emberkeep.repository.grid.bundles import Family, check_pieces, unpack_heads
+from emberkeep.repository.grid.piece_table import PieceTable, joined_columns
 from emberkeep.runtime.memory import lazy_zeros
 
 _MOST_BITS = 2**30  # 128 MiB of them
@@ -27,11 +28,11 @@ def _outside(table: int, limits: Sequence[int | None]) -> DamageError:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The pieces of bundles, in the order in which their bodies stand in the files."""
+    """The pieces of a plan, in the order in which their bodies stand in the files."""
 
-    bundles: Sequence[Bundle]
+    files: Sequence[str]
     families: Sequence[Family]
-    bundle_P: I64
+    file_P: I64
     birth_P: I64
     family_P: I64
     rows_P: I64
@@ -39,44 +40,49 @@ class Listed:
     nbytes_P: I64
     head_P: I64
     head_nbytes_P: I64
-    digests: Sequence[str]
-    head_digests: Sequence[str]
+    digest_P: U64
+    head_digest_P: U64
 
     @classmethod
-    def of(cls, bundles: Sequence[Bundle]) -> Listed:
+    def of(cls, tables: Sequence[PieceTable]) -> Listed:
+        """Every table numbers its own files."""
+        files: list[str] = []
         families: dict[Family, int] = {}
-        every = [each for bundle in bundles for each in bundle.listed]
-        columns = list(zip(*every, strict=True)) if every else [()] * 11
-        birth, _, family, rows, offset, nbytes, digests, head, head_nbytes, head_digests, _ = (
-            columns
-        )
-        numbers = np.array([birth, family, rows, offset, nbytes, head, head_nbytes], np.int64)
-        counts = np.array([len(bundle.listed) for bundle in bundles], np.int64)
-        bundle_P = np.repeat(np.arange(len(bundles)), counts)
-        # The families of all files under one number each.
-        of_files = [families.setdefault(f, len(families)) for b in bundles for f in b.families]
-        firsts = np.cumsum([0, *(len(bundle.families) for bundle in bundles)])
-        numbers[1] = np.array(of_files, np.int64)[firsts[bundle_P] + numbers[1]]
-        order = np.lexsort((numbers[3], bundle_P))
-        birth_P, family_P, rows_P, offset_P, nbytes_P, head_P, head_nbytes_P = np.take(
-            numbers, order, axis=1
-        )
-        listed = order.tolist()
+        of_files: list[int] = []  # the families of all files under one number each
+        file_of, family_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for table in tables:
+            numbers, inverse = np.unique(table["file"], return_inverse=True)
+            described = [table.files[number] for number in numbers.tolist()]
+            counts = [len(file.families) for file in described]
+            firsts = np.cumsum([len(of_files), *counts])
+            of_files += [
+                families.setdefault(f, len(families)) for d in described for f in d.families
+            ]
+            inverse = inverse.reshape(-1)
+            file_of.append(inverse + len(files))
+            family_of.append(firsts[inverse] + table["family"])
+            files += [file.file.name for file in described]
+        every = joined_columns(tables)
+        file_P = np.concatenate(file_of)
+        family_P = np.array(of_files, np.int64)[np.concatenate(family_of)]
+        # One without a body begins where its neighbour does, and comes before it.
+        order = np.lexsort((every["nbytes"], every["offset"], file_P))
         return cls(
-            bundles, list(families), bundle_P, birth_P, family_P, rows_P, offset_P, nbytes_P,
-            head_P, head_nbytes_P, [digests[piece] for piece in listed],
-            [head_digests[piece] for piece in listed],
+            files, list(families), file_P[order], every["birth"][order], family_P[order],
+            every["rows"][order], every["offset"][order], every["nbytes"][order],
+            every["head"][order], every["head_nbytes"][order], every["digest"][order],
+            every["head_digest"][order],
         )  # fmt: skip
 
     def name(self, piece: int) -> str:
         """The file that a piece is in."""
-        return self.bundles[int(self.bundle_P[piece])].name
+        return self.files[int(self.file_P[piece])]
 
-    def of_bundles(self) -> Iterator[tuple[str, slice]]:
+    def of_files(self) -> Iterator[tuple[str, slice]]:
         """The files, and which pieces are in each."""
-        ends = np.searchsorted(self.bundle_P, np.arange(len(self.bundles) + 1)).tolist()
-        for bundle, first, last in zip(self.bundles, ends, ends[1:], strict=False):
-            yield bundle.name, slice(first, last)
+        ends = np.searchsorted(self.file_P, np.arange(len(self.files) + 1)).tolist()
+        for name, first, last in zip(self.files, ends, ends[1:], strict=False):
+            yield name, slice(first, last)
 
 
 class Chosen:
@@ -117,14 +123,13 @@ class Chosen:
         listed = self.listed
         starts_P = np.empty(listed.head_P.size, np.int64)
         begin = 0
-        for (name, pieces), heads in zip(listed.of_bundles(), every, strict=True):
+        for (name, pieces), heads in zip(listed.of_files(), every, strict=True):
             view = memoryview(heads.data)
             about = zip(
-                heads.starts, listed.head_nbytes_P[pieces].tolist(), listed.head_digests[pieces],
-                strict=True,
+                heads.starts, listed.head_nbytes_P[pieces].tolist(),
+                listed.head_digest_P[pieces].tolist(), strict=True,
             )  # fmt: skip
-            for at, nbytes, digest in about:
-                check(name, view[at : at + nbytes], digest)
+            check_pieces(name, view, about)
             starts_P[pieces] = heads.starts
             starts_P[pieces] += begin
             begin += len(view)

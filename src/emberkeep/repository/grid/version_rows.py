@@ -32,12 +32,13 @@ from emberkeep.repository.grid.bundle_reader import (
 from emberkeep.repository.grid.bundles import (
     Bundle,
     Form,
-    check,
+    check_pieces,
     columns_of,
     decoded,
     widths_of,
 )
 from emberkeep.repository.grid.catalog import GridPlan, newest_catalog
+from emberkeep.repository.grid.piece_table import PieceTable
 from emberkeep.repository.grid.selection import Chosen, Listed
 from emberkeep.repository.repository import Repository
 from emberkeep.rows.snapshot import Chunk
@@ -66,9 +67,9 @@ def rows_of_plan(
     With `after`, only what was written since that earlier version of the grid. `ChangedError` if
     files went while they were read because the grid was rearranged: plan again.
     """
-    bundles = planned.bundles if after is None else planned.since(after)
+    pieces = planned.tables if after is None else planned.since(after)
     try:
-        for rows, _ in _rows(repository, bundles, pool, tables, scattered=False):
+        for rows, _ in _rows(repository, pieces, pool, tables, scattered=False):
             for table, start, stop in rows.by_table():
                 planes = rows.planes and {name: v[start:stop] for name, v in rows.planes.items()}
                 yield Chunk(
@@ -86,7 +87,7 @@ def scattered_rows(
     they are need not be copied together first. Tombstones are left out. With each, how many
     threads are busy with what comes next."""
     try:
-        for rows, busy in _rows(repository, planned.bundles, pool, None, scattered=True):
+        for rows, busy in _rows(repository, planned.tables, pool, None, scattered=True):
             if rows.planes is not None:
                 yield rows, busy
     except DamageError as error:
@@ -151,13 +152,13 @@ class _Batch:
 
 
 def _rows(
-    repository: Repository, bundles: Sequence[Bundle], pool: Pool,
+    repository: Repository, planned: Sequence[PieceTable], pool: Pool,
     tables: Collection[str] | None, *, scattered: bool,
 ) -> Iterator[tuple[ScatteredTables, int]]:  # fmt: skip
     schema = repository.tables
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
-    listed = Listed.of(bundles)
+    listed = Listed.of(planned)
     choice: Future[Chosen] = Future()
     reading = repository.reading
 
@@ -181,7 +182,7 @@ def _rows(
                     read_heads, repository, name, listed.head_P[pieces].tolist(),
                     listed.head_nbytes_P[pieces].tolist(),
                 )
-                for name, pieces in listed.of_bundles()
+                for name, pieces in listed.of_files()
             ]  # fmt: skip
             batches = deque(_batches(listed))
             for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
@@ -243,7 +244,7 @@ def _batches(listed: Listed) -> list[list[_Run]]:
     nothing can be written until one is there."""
     found: list[list[_Run]] = []
     nbytes = 0
-    for name, some in listed.of_bundles():
+    for name, some in listed.of_files():
         for first, last, start, length in runs(
             listed.offset_P[some].tolist(), listed.nbytes_P[some].tolist()
         ):
@@ -293,10 +294,10 @@ def _arrived(listed: Listed, batch: _Batch) -> tuple[I64, I64, U8]:
         some = slice(run.first, run.last)
         bodies.append(listed.offset_P[some] + (begin - run.start))
         about = zip(
-            bodies[-1].tolist(), listed.nbytes_P[some].tolist(), listed.digests[some], strict=True
-        )
-        for at, length, digest in about:
-            check(run.name, batch.area[at : at + length], digest)
+            bodies[-1].tolist(), listed.nbytes_P[some].tolist(), listed.digest_P[some].tolist(),
+            strict=True,
+        )  # fmt: skip
+        check_pieces(run.name, batch.area, about)
     pieces = np.concatenate([np.arange(run.first, run.last) for run in batch.runs])
     return pieces, np.concatenate(bodies), np.asarray(batch.area)
 

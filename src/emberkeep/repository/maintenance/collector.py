@@ -102,7 +102,7 @@ class Collector:
         oldest = self._repository.clock.now() - self._grace
         self._covered = {}
         newest = self._writer.newest
-        history = self._repository.history()
+        history = self._repository.history(dated=True)
         standing = frozenset((*history.versions, *history.condemned))
         if newest is not None and newest not in {*standing, *history.listing.void}:
             # It is never removed: what else cannot be seen would be taken for removed, too.
@@ -173,7 +173,7 @@ class Collector:
             VersionFacts(
                 version=version,
                 tags=tuple(tag for tag in tags if tags[tag] == version),
-                age=now - history.listing.manifests[version].modified,
+                age=now - history.listing.modified(version),
             )
             for version in standing
         ]
@@ -196,7 +196,7 @@ class Collector:
             if expires > oldest:
                 root(version, f"pinned until {_time(expires)}")
         for version in history.versions:
-            modified = history.listing.manifests[version].modified
+            modified = history.listing.modified(version)
             if modified > oldest:
                 root(version, f"grace until {_time(modified + self._grace)}")
         kept = needed_by([version for version in standing if roots[version]], self._needs)
