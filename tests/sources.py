@@ -9,3 +9,9 @@ from functools import cache
 @cache
 def parsed(source: str) -> ast.Module:
     return ast.parse(source)
+
+
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """`ast.walk`, walked once."""
+    return tuple(ast.walk(tree))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import parsed
+from tests.sources import nodes, parsed
 
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 
@@ -33,10 +33,10 @@ WAITERS = {"Event", "Condition", "Barrier"}
 WAITS = {"wait", "wait_for"}
 
 
-def imported(tree: ast.AST) -> dict[str, str]:
+def imported(tree: ast.Module) -> dict[str, str]:
     """What each name stands for that the module imports."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.split(".")[0]
@@ -75,7 +75,7 @@ def is_waiter(node: ast.AST | None, names: dict[str, str]) -> bool:
 
 def bindings(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
     """Every variable, attribute, parameter and property, with what it is or is declared to be."""
-    for node in ast.walk(tree):
+    for node in nodes(tree) if isinstance(tree, ast.Module) else ast.walk(tree):
         if isinstance(node, ast.Assign):
             yield from ((last_name(target), node.value) for target in node.targets)
         elif isinstance(node, ast.AnnAssign):
@@ -87,7 +87,7 @@ def bindings(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
             yield node.name, node.returns
 
 
-def waiters_of(trees: Iterable[ast.AST]) -> set[str]:
+def waiters_of(trees: Iterable[ast.Module]) -> set[str]:
     """The names that hold an `Event`, a `Condition` or a `Barrier` of `threading`, made in place,
     declared, or taken from another such name."""
     found, aliases = set[str](), list[tuple[str, str]]()
@@ -107,7 +107,7 @@ def violations(source: str, waiters: set[str]) -> Iterator[str]:
     """What a module does past the clock, one line each."""
     tree = parsed(source)
     names = imported(tree)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Attribute | ast.Name):
             continue
         owner, _, called = full_name(node, names).rpartition(".")
@@ -131,12 +131,12 @@ def sources(*packages: str) -> dict[str, str]:
 
 
 HANDED_ON = ("clock", "transport")
-Takers = dict[str, set[tuple[str, str]]]
+Takers = dict[str, dict[str, set[str]]]
 
 
 def takers_of(modules: dict[str, str]) -> Takers:
-    """For each of `HANDED_ON`: the functions and classes that take one, with their package."""
-    takers: Takers = {word: set() for word in HANDED_ON}
+    """For each of `HANDED_ON`: the functions and classes that take one, with their packages."""
+    takers: Takers = {word: {} for word in HANDED_ON}
     for module, source in modules.items():
         package = f"emberkeep.{module}".rsplit(".", 1)[0]
         for node in parsed(source).body:
@@ -152,7 +152,7 @@ def takers_of(modules: dict[str, str]) -> Takers:
                 functions[node.name] = node
             for name, function in functions.items():
                 for word in takes(function):
-                    takers[word].add((package, name))
+                    takers[word].setdefault(name, set()).add(package)
     return takers
 
 
@@ -184,14 +184,18 @@ def forgotten(source: str, module: str, takers: Takers) -> Iterator[str]:
                     continue
                 called = full_name(call.func, names)
                 given = [*call.args, *(keyword.value for keyword in call.keywords)]
-                known = any(
-                    called.startswith(package + ".") and called.endswith(f".{name}")
-                    for package, name in takers[word]
-                )
+                last = called.rsplit(".", 2)[1:]  # a function or class, or a method of one
+                packages = {
+                    package
+                    for name in (".".join(last), last[-1] if last else "")
+                    for package in takers[word].get(name, ())
+                }
+                if not any(called.startswith(f"{package}.") for package in packages):
+                    continue
                 handed = any(
                     last_name(inner).lstrip("_") == word for arg in given for inner in ast.walk(arg)
                 ) or any(keyword.arg in (None, word) for keyword in call.keywords)
-                if known and not handed:
+                if not handed:
                     yield f"line {call.lineno}: {called} is not handed the {word}"
 
 

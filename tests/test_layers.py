@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import emberkeep
-from tests.sources import parsed
+from tests.sources import nodes, parsed
 
 PACKAGE = Path(__file__).parent.parent / "src" / "emberkeep"
 
@@ -80,7 +80,7 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int
     inside = f"emberkeep.{module}".rstrip(".").split(".")
     if not is_package:
         inside = inside[:-1]
-    for node in ast.walk(parsed(source)):
+    for node in nodes(parsed(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name

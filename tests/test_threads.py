@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from tests.sources import parsed
+from tests.sources import nodes, parsed
 from tests.test_clocks import full_name, imported, sources
 
 MAKERS = {
@@ -32,7 +32,7 @@ ALLOWED = {
 def violations(source: str) -> Iterator[str]:
     tree = parsed(source)
     names = imported(tree)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         makers: list[ast.expr] = []
         if isinstance(node, ast.Call):
             makers = [node.func]
