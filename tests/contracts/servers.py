@@ -12,6 +12,7 @@ import pytest
 
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.errors import ServerError
 from emberkeep.runtime import pool
 from emberkeep.tables import Optimizer, Table
 from tests.contracts.cluster import ClusterContract
@@ -45,7 +46,18 @@ class Clusters:
         kind = (shards, threads, *sorted(more.items()))
         free = self._free.get(kind)
         hosts = free.pop() if free else self.launcher(shards, threads, **more)
-        cluster = FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))
+
+        def opened() -> FlightCluster:
+            return FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))
+
+        try:
+            cluster = opened()
+        except ServerError as refused:
+            if "serves another run" not in str(refused):
+                raise
+            hosts.end()  # one has not heard in time that the run before is over: its lease lasts
+            hosts = self.launcher(shards, threads, **more)
+            cluster = opened()
         self._open.append((cluster, hosts, kind))
         return cluster
 

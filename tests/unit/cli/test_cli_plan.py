@@ -163,6 +163,7 @@ def test_costs_are_measured_from_a_repository(
     assert "read and decoded" in printed.err
 
 
+@pytest.mark.long
 def test_nodes_that_fail_together_are_planned_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

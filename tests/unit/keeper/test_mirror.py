@@ -146,6 +146,7 @@ def steps_in(store: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.long
 def test_a_run_goes_on_from_the_mirror_when_its_disk_is_gone(tmp_path: Path, layout: Any) -> None:
     mirror, strategy = MemoryStore(), ek.incremental(every=2, layout=layout, keep=2)
     first = Life(tmp_path / "first", mirror, strategy=strategy).train(7).settle()

@@ -28,6 +28,7 @@ HOUR = timedelta(hours=1)
         ("log-normal", np.random.default_rng(4).lognormal(1.0, 1.5, 3000)),
     ],
 )
+@pytest.mark.long
 def test_the_best_fit_is_what_was_drawn(name: str, gaps: np.ndarray) -> None:
     best = fits(gaps)[0]
     assert best.name == name

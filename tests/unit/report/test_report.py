@@ -174,6 +174,7 @@ def test_time_is_projected() -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.00002, 0.0001, 0.0003, 0.0006, 0.001])
+@pytest.mark.long
 def test_auc_labels_do_not_lie_on_the_line_or_on_each_other(gap: float) -> None:
     """The line is the run without failures; some strategies come close to it, one is far below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -121,6 +121,7 @@ def test_a_part_holds_what_was_appended(seed: int, rounds: list[tuple[int, int, 
     log.check(len(rounds))
 
 
+@pytest.mark.long
 def test_segments_are_few_and_each_entry_is_written_a_few_times() -> None:
     """What all rounds write together grows as n log n, not with the square of their number."""
     log, per_round = Log(1), []

@@ -77,6 +77,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 @settings(max_examples=40)
 @given(manifests())
+@pytest.mark.long
 def test_a_manifest_is_read_back_exactly(manifest: Manifest) -> None:
     content = manifest.encode()
     assert Manifest.decode(manifest.version, "id", content) == manifest
@@ -87,6 +88,7 @@ def test_a_manifest_is_read_back_exactly(manifest: Manifest) -> None:
 
 @settings(max_examples=40)
 @given(manifests(), st.data())
+@pytest.mark.long
 def test_any_change_to_a_manifest_is_damage(manifest: Manifest, data: st.DataObject) -> None:
     content = bytearray(manifest.encode())
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
