@@ -105,13 +105,20 @@ class IdSet:
         """Which of the ids are in the set."""
         found = np.zeros(ids.size, np.bool_)
         for run in self._runs:
-            at = np.minimum(np.searchsorted(run, ids), run.size - 1)
-            found |= run[at] == ids
+            found |= among(run, ids)
         return found
 
     def all(self) -> I64:
         """Every id, ascending."""
         return np.unique(np.concatenate(self._runs)) if self._runs else np.empty(0, np.int64)
+
+
+def among(ascending: I64, ids: I64) -> npt.NDArray[np.bool_]:
+    """Which of the ids are in an ascending array that is not empty: it is searched, where `np.isin`
+    would sort both together."""
+    at = np.minimum(np.searchsorted(ascending, ids), ascending.size - 1)
+    found: npt.NDArray[np.bool_] = ascending[at] == ids
+    return found
 
 
 def merged_rows(

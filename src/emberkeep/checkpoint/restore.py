@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep._types import I64, Bools, Json
-from emberkeep.checkpoint.contents import checked_rows, rows_of_files
+from emberkeep._types import I64, Json
+from emberkeep.checkpoint.contents import among, checked_rows, rows_of_files
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.cluster.base import Cluster
@@ -207,7 +207,7 @@ def rewind_shard(
             for chunk in ahead_of(checked_rows(repository, file, pool)):
                 if chunk.table not in left:
                     continue
-                at = np.flatnonzero(_among(left[chunk.table], chunk.ids))
+                at = np.flatnonzero(among(left[chunk.table], chunk.ids))
                 met[chunk.table].append(chunk.ids[at])
                 if chunk.planes is not None and at.size:
                     planes = {name: values[at] for name, values in chunk.planes.items()}
@@ -219,14 +219,6 @@ def rewind_shard(
         if not left:
             break
     target.load_table_state(table_state(chain[-1]))
-
-
-def _among(ascending: I64, ids: I64) -> Bools:
-    """Which of the ids are in a long ascending array, which is searched: `np.isin` would sort both
-    together, for each chunk of a file."""
-    at = np.searchsorted(ascending, ids)
-    found: Bools = ascending[np.minimum(at, ascending.size - 1)] == ids
-    return found
 
 
 def _install(

@@ -127,8 +127,8 @@ def fits(gaps_hours: F64, censored_hours: F64 | None = None) -> tuple[Fit, ...]:
 def observed_survival(gaps: F64, censored: F64) -> F64:
     """The share of gaps that are longer, at each of the ascending `gaps`, in the middle of its
     step: after Kaplan and Meier, for whom a censored time counts until it ends."""
-    shorter, censored_shorter = (np.searchsorted(np.sort(x), gaps) for x in (gaps, censored))
-    at_risk = gaps.size - shorter + censored.size - censored_shorter
+    shorter = np.searchsorted(gaps, gaps)
+    at_risk = gaps.size - shorter + censored.size - np.searchsorted(np.sort(censored), gaps)
     # Equal gaps are one after another, each with one fewer at risk.
     order = np.arange(gaps.size) - shorter
     steps = 1 - 1 / np.maximum(at_risk - order, 1)
