@@ -89,6 +89,7 @@ class ServerPage:
                 int(header.get("incarnation", 0)), int(header.get("world", 1))
             ),
             "from_parity": parity is not None and parity.from_parity,
+            **({"pushes": epoch.pushes()} if header.get("pushes") else {}),
             "dirty_rows": epoch.shard.dirty_rows(),
             "rows": rows,
             "row_nbytes": nbytes,

@@ -414,6 +414,25 @@ class FlightCluster(RemoteCluster):
         }
         return sum(sent.number <= applied[sent.incarnation] for sent in pushes)
 
+    def saved_all(self, shard: int) -> bool:
+        # Not by steps: where rows are frozen, some shards may have the push of another worker that
+        # others do not, so shards with as many steps may be without different pushes.
+        if self.world > 1:
+            return True  # no rank is ahead of another then
+        saved = self.handles[shard].saved_pushes
+        kept = [sent for sent in list(self._unsettled) if shard in sent.missing]
+        kept += [] if self._applying is None else [self._applying]
+        again = {(f"{sent.incarnation:x}", sent.number) for sent in kept}
+        for other in self.handles:
+            if other.state != "serving":
+                continue
+            for worker, number in other.own_status({"pushes": True})["pushes"].items():
+                while (worker, number) in again:
+                    number -= 1
+                if number % _ROUND and number > saved.get(worker, 0):
+                    return False
+        return True
+
     def _status_of(self, shard: int, incarnation: int) -> Json:
         """What the server of a shard says of itself, and of the pushes of an incarnation."""
         about = {"incarnation": incarnation, "world": self.world}

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
@@ -220,7 +220,8 @@ class Leader:
         assert manifest is not None
         if manifest.version.number != details["version"]:
             raise SimulationError(f"{manifest.version} is newer than version {details['version']}")
-        job.model.lose(details["shards"], int(manifest.counters["instant"]), job.options.steps)
+        if not details["reason"].startswith(NOTHING_TRAINED):  # else that must be true
+            job.model.lose(details["shards"], int(manifest.counters["instant"]), job.options.steps)
         if abs(job.model.pls - details["pls"]) > 1e-12:
             raise SimulationError(
                 f"PLS is {details['pls']}, and {job.model.pls} was lost at step {details['step']}"
