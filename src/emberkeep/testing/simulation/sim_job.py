@@ -45,8 +45,11 @@ class Job:
         """Steps of the second worker that were acknowledged."""
         self.pending: RowGradients | None = None
         """Its push that was not."""
-        self.doubtful: list[RowGradients] = []
-        """Pushes of workers that died before they were acknowledged."""
+        self.unsettled: list[RowGradients] = []
+        """Its pushes that were, and that it keeps for a server that may yet lose them."""
+        self.doubtful: list[list[RowGradients]] = []
+        """What each worker that died had pushed without knowing it settled: a shard has all of
+        these, the first few, or none."""
 
     @property
     def ranks(self) -> int:
@@ -56,6 +59,20 @@ class Job:
     def exact(self) -> bool:
         """Whether the model knows every row."""
         return not (self.options.workers == "asynchronous" and self.went_back)
+
+    def settle(self, kept: int = 0) -> None:
+        """All but the last so many pushes of the second worker are in rows for good."""
+        while len(self.unsettled) > kept:
+            self.model.push(*self.unsettled.pop(0))
+
+    def give_up_follower(self) -> None:
+        """The second worker is dead, and what it kept with it."""
+        if self.pending is not None:
+            self.unsettled.append(self.pending)
+            self.followed += 1
+        if self.unsettled:
+            self.doubtful.append(self.unsettled)
+        self.pending, self.unsettled = None, []
 
     def strategy(self) -> Strategy:
         options, every = self.options, self.options.every
@@ -241,7 +258,7 @@ class Follower:
         while not job.started:
             self._clock.sleep(0.2)
         cluster = job.open_cluster(self.process, 1)
-        together = job.ranks > 1
+        together, job.unsettled = job.ranks > 1, []
         step = job.model.step if together else job.followed
         while step < job.options.steps:
             step += 1
@@ -254,5 +271,7 @@ class Follower:
             cluster.push(wanted, grads, lr=LR)
             job.pending = None
             if not together:
-                job.model.push(wanted, grads)
+                job.unsettled.append((wanted, grads))
+                job.settle(len(cluster._unsettled))
                 job.followed = step
+        job.settle()
