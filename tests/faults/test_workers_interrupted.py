@@ -18,9 +18,10 @@ from emberkeep.keeper.recoverer import Recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository
 from emberkeep.strategies import incremental
+from emberkeep.testing.local_transport import Rule
 from emberkeep.wire.protocol import PUSH
 from tests.contracts.engine import wanted_of
-from tests.faults.test_servers_return import SHARDS, World
+from tests.faults.test_servers_return import BEHIND, SHARDS, World
 
 _KIND_AT = 4  # in the header of a request
 NAMES = {"fixed": "fixed"}
@@ -224,3 +225,43 @@ def test_a_push_that_a_shard_answers_while_it_is_given_up_is_not_overlooked() ->
     assert not job.comes_back()
     assert job.cluster._renew is not later
     job.close()
+
+
+@pytest.mark.parametrize("lost", range(SHARDS))
+def test_a_worker_that_ends_stays_until_parity_has_its_pushes(lost: int) -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.push()
+    world.network.rules = [Rule(how="refuse", kind="parity")]  # parity stays behind
+    world.push(by=worker)
+
+    def lose() -> None:
+        world.network.rules = []
+        world.launcher.kill(lost)
+        world.cluster.table_state()  # the coordinator notices it
+
+    world.clock.at(1, lose)
+    worker.close()
+    assert world.clock.monotonic() >= 1
+    world.check()
+
+
+def test_a_worker_that_ends_does_not_wait_for_rows_that_are_gone() -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.network.rules = [Rule(how="refuse", kind="parity")]
+    world.push(by=worker)
+    world.clock.at(1, world.cluster.close)
+    worker.close()
+    assert world.clock.monotonic() < 10
+
+
+def test_a_worker_that_ends_does_not_wait_for_ever() -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.network.rules = [Rule(how="refuse", kind="parity")]
+    world.push(by=worker)
+    world.clock.at(1, lambda: world.launcher.kill(1))  # and the coordinator does not notice
+    with pytest.warns(RuntimeWarning, match="pushes of a worker that ends are lost if a server"):
+        worker.close()
+    world.cluster.close()

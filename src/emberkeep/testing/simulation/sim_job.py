@@ -45,6 +45,8 @@ class Job:
         """Steps of the second worker that were acknowledged."""
         self.pending: RowGradients | None = None
         """Its push that was not."""
+        self.follower_ended = False
+        """Whether it is through, and no loss can undo what it has pushed."""
         self.unsettled: list[RowGradients] = []
         """Its pushes that were, and that it keeps for a server that may yet lose them."""
         self.doubtful: list[list[RowGradients]] = []
@@ -167,7 +169,7 @@ class Leader:
     def _finish(self) -> bool:
         """The last version; whether that and everything else is over."""
         job = self.job
-        while job.options.workers == "asynchronous" and job.followed < job.options.steps:
+        while job.options.workers == "asynchronous" and not job.follower_ended:
             self.cluster.table_state()  # somebody has to notice what is lost meanwhile
             self._clock.sleep(1.0)
         try:
@@ -274,4 +276,6 @@ class Follower:
                 job.unsettled.append((wanted, grads))
                 job.settle(len(cluster._unsettled))
                 job.followed = step
+        cluster.close()
         job.settle()
+        job.follower_ended = True
