@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,8 +26,10 @@ TOTAL = 100
 class Saver(Checkpointer):
     """As a keeper's: brings back what it has saved."""
 
-    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:
-        found = [recover_partially(self, home, shards) for home, shards in lost]
+    def recover_shards(
+        self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
+    ) -> Kept | None:
+        found = [recover_partially(self, home, shards, still) for home, shards in lost]
         return found[-1] if found else None
 
 

@@ -95,8 +95,10 @@ class World:
             transport=self.network.transport(sender), clock=self.clock, **more,
         )  # fmt: skip
 
-    def push(self, *, twin: bool = True, ids: Sequence[int] = range(40)) -> None:
-        clusters = [self.cluster, self.twin] if twin else [self.cluster]
+    def push(
+        self, *, twin: bool = True, ids: Sequence[int] = range(40), by: FlightCluster | None = None
+    ) -> None:
+        clusters: list[Any] = [by or self.cluster, *([self.twin] if twin else [])]
         for cluster in clusters:
             wanted = wanted_of(cluster, {self.tables[0].name: list(ids)})
             cluster.push(wanted, [np.ones((len(ids), 3), np.float32)], lr=0.1)

@@ -335,6 +335,19 @@ def test_no_seed_loses_or_doubles_a_push() -> None:
         assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        202024,  # a version holds a push that is acknowledged later, and shards come back from it
+        100752,  # in the background, a worker dies with the server that acknowledged its last push
+    ],
+)
+def test_what_is_known_of_asynchronous_pushes_is_not_taken_for_more(seed: int) -> None:
+    outcome = simulate(seed)
+    assert outcome.options.workers == "asynchronous"
+    assert not outcome.failure
+
+
 @pytest.mark.soak
 def test_many_seeds_lose_and_double_no_push() -> None:
     for seed in range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS):

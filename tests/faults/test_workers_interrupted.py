@@ -11,12 +11,17 @@ import pytest
 from emberkeep._types import U8
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer
-from emberkeep.checkpoint.recovery import Home, recover_partially
+from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home, Recovery, recover_partially
+from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ServerError, ShardLostError
+from emberkeep.keeper.recoverer import Recoverer
+from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository
+from emberkeep.strategies import incremental
+from emberkeep.testing.local_transport import Rule
 from emberkeep.wire.protocol import PUSH
 from tests.contracts.engine import wanted_of
-from tests.faults.test_servers_return import SHARDS, World
+from tests.faults.test_servers_return import BEHIND, SHARDS, World
 
 _KIND_AT = 4  # in the header of a request
 NAMES = {"fixed": "fixed"}
@@ -116,3 +121,147 @@ def test_a_push_that_no_version_holds_is_applied_to_rows_that_come_from_one() ->
     job.push(job.worker)
     assert [job.pushes(s) for s in range(SHARDS)] == [{5.0}, {2.0}, {5.0}]
     job.close()
+
+
+class Watched(Job):
+    """The same with what a keeper makes of losses: everything goes back, unless nothing is lost."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.cluster, clock = self.world.cluster, self.world.clock
+        self.saver: Any = RepositorySaver(
+            MemoryStore(clock), self.cluster, incremental(every=1, recovery="full"), about={},
+            settings=SaveSettings(threads=1, nice=0), exclusive=False, must_exist=False,
+            on_event=lambda *_: None, clock=clock,
+        )  # fmt: skip
+        self.worker = self.world.open("worker", coordinate=False)
+        self.made: list[dict[str, Any]] = []
+        self.recoverer = Recoverer(
+            [Home(self.cluster, NAMES)], self.saver, Recovery(scope="full"), total_steps=100,
+            steps=lambda: 1, go_back=None, clock=clock,
+            tell=lambda event, details: self.made.append({"event": event, **details}),
+        )  # fmt: skip
+
+    def save(self) -> None:
+        self.saver.cut(1, None, dict)
+        assert self.saver.wait() is not None
+
+    def push_to(self, *shards: int, number: int) -> None:
+        """The worker's next push comes to some shards; to others it is on its way."""
+        worker = self.worker
+        routed = worker._routed(wanted_of(worker, {"fixed": list(range(40))}))
+        grads = [np.ones((40, 3), np.float32)]
+        for shard in shards:
+            (blob,) = worker._requests(PUSH, routed, grads, number=number, lr=0.1, only=shard)
+            worker.handles[shard].send(blob, worker.timing.deadline)
+            worker.handles[shard].receive()
+
+    def comes_back(self) -> bool:
+        """Whether lost shards come back alone; else the model has to go back."""
+        try:
+            self.cluster.table_state()
+        except ShardLostError:
+            assert not [made for made in self.made if made["event"] == "recovered"]
+            return False
+        made = self.made[-1]
+        assert (made["event"], made["scope"]) == ("recovered", "partial")
+        assert made["reason"].startswith(NOTHING_TRAINED)
+        return True
+
+
+def test_a_shard_comes_back_alone_if_nobody_has_pushed_since() -> None:
+    job = Watched()
+    for cluster in (job.cluster, job.worker, job.worker):
+        job.push(cluster)
+    job.save()
+    job.world.launcher.kill(1)
+    assert job.comes_back()
+    assert [job.pushes(s) for s in range(SHARDS)] == [{3.0}] * SHARDS
+    job.close()
+
+
+@pytest.mark.parametrize("lost", range(SHARDS))
+def test_a_push_that_a_version_holds_of_other_shards_is_not_overlooked(lost: int) -> None:
+    """All shards have as many steps as the version, and of the lost one it has one less, which has
+    answered the push since."""
+    job = Watched()
+    job.push(job.cluster)
+    job.push_to(*(shard for shard in range(SHARDS) if shard != lost), number=1)
+    job.save()
+    job.push_to(lost, number=1)
+    job.world.launcher.kill(lost)
+    assert not job.comes_back()
+    job.close()
+
+
+def test_a_push_is_not_overlooked_for_one_that_the_others_are_without() -> None:
+    """The lost shard alone had the worker's push in the version, and the others have one of the
+    coordinator's since: as many steps."""
+    job = Watched()
+    job.push(job.cluster)
+    job.push_to(1, number=1)
+    job.save()
+    job.push(job.cluster)
+    job.world.launcher.kill(1)
+    assert not job.comes_back()
+    job.close()
+
+
+def test_a_push_that_a_shard_answers_while_it_is_given_up_is_not_overlooked() -> None:
+    """It is there, and its rows are not to be had back: a worker may reach it until it is
+    renewed."""
+    job = Watched()
+    job.push(job.cluster)
+    job.save()
+    renew = job.cluster._renew
+
+    def later(index: int) -> None:
+        job.cluster._renew = renew  # type: ignore[method-assign]
+        job.push_to(*range(SHARDS), number=1)
+        renew(index)
+
+    job.cluster._renew = later  # type: ignore[method-assign]
+    job.cluster.handles[1].give_up()
+    assert not job.comes_back()
+    assert job.cluster._renew is not later
+    job.close()
+
+
+@pytest.mark.parametrize("lost", range(SHARDS))
+def test_a_worker_that_ends_stays_until_parity_has_its_pushes(lost: int) -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.push()
+    world.network.rules = [Rule(how="refuse", kind="parity")]  # parity stays behind
+    world.push(by=worker)
+
+    def lose() -> None:
+        world.network.rules = []
+        world.launcher.kill(lost)
+        world.cluster.table_state()  # the coordinator notices it
+
+    world.clock.at(1, lose)
+    worker.close()
+    assert world.clock.monotonic() >= 1
+    world.check()
+
+
+def test_a_worker_that_ends_does_not_wait_for_rows_that_are_gone() -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.network.rules = [Rule(how="refuse", kind="parity")]
+    world.push(by=worker)
+    world.clock.at(1, world.cluster.close)
+    worker.close()
+    assert world.clock.monotonic() < 10
+
+
+def test_a_worker_that_ends_does_not_wait_for_ever() -> None:
+    world = World(parity=BEHIND)
+    worker = world.open("worker", coordinate=False)
+    world.network.rules = [Rule(how="refuse", kind="parity")]
+    world.push(by=worker)
+    world.clock.at(1, lambda: world.launcher.kill(1))  # and the coordinator does not notice
+    with pytest.warns(RuntimeWarning, match="pushes of a worker that ends are lost if a server"):
+        worker.close()
+    world.cluster.close()

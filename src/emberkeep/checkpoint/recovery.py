@@ -10,7 +10,7 @@ PLS, the portion of lost samples, counts these as a share of all updates of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
@@ -21,10 +21,11 @@ from emberkeep.checkpoint.restore import table_state
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.cluster.base import Cluster
-from emberkeep.errors import ConfigError, DamageError
+from emberkeep.errors import ConfigError, DamageError, ShardLostError
 from emberkeep.repository import Manifest
 
 Scope = Literal["full", "partial"]
+NOTHING_TRAINED = "no row was trained since the version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,8 @@ class Plan:
     losses: Losses
     """As they are afterwards, if it is a partial recovery."""
     reason: str
+    exact: bool = False
+    """Whether it claims that nothing is lost but what rounding takes."""
 
 
 def plan(
@@ -155,8 +158,9 @@ def plan(
             scope="partial",
             shards=tuple(lost),
             losses=losses,
-            reason="no row was trained since the version: "
+            reason=f"{NOTHING_TRAINED}: "
             + ("rows come back as it has them, rounded" if lossy else "nothing is lost"),
+            exact=True,
         )
     if recovery.scope == "full":
         return decided("full", recovery.reason or "the strategy recovers fully")
@@ -191,10 +195,14 @@ class Home:
 
 
 def recover_partially(
-    checkpointer: Checkpointer, home: Home, lost: Sequence[int]
-) -> Manifest | None:
+    checkpointer: Checkpointer, home: Home, lost: Sequence[int],
+    still: Callable[[], bool] | None = None,
+) -> Manifest | None:  # fmt: skip
     """Brings lost shards of one cluster back; the others are not touched. Returns the newest
     version that was read, None if there is none and the shards start over.
+
+    `still` says whether this is still right, once no server that was only out of reach can answer
+    another worker any more; else it is `ShardLostError`, before anything was loaded.
 
     The steps of tables go on with the survivors', since those count the pushes of the job; without
     any survivor they are the version's. Raises `ShardLostError` if a shard dies meanwhile: then
@@ -204,6 +212,8 @@ def recover_partially(
     checkpointer.learn_outcome()
     # First, so that what the caller has counted as lost is: none of them returns from here on.
     cluster.renew(*lost)
+    if still is not None and not still():
+        raise ShardLostError(lost)
     if cluster.tiered:  # what a file has come back with is of another moment than the version
         for shard in lost:
             cluster.handles[shard].clear()

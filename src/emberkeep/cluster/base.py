@@ -322,10 +322,9 @@ class Cluster:
         parts = [
             (order, shard.read(table, ids[order])) for order, shard in self._owners(table, ids)
         ]
-        first = parts[0][1]
         planes = {
             name: np.empty((ids.size, values.shape[1]), values.dtype)
-            for name, values in first.items()
+            for name, values in parts[0][1].items()
         }
         for order, part in parts:
             for name, values in part.items():
@@ -436,6 +435,10 @@ class Cluster:
     def unfinished(self, shard: int) -> int:
         """How many pushes this shard has applied that those which do not serve will be sent."""
         return 0
+
+    def saved_all(self, shard: int) -> bool:
+        """Whether the newest version has every push that this lost shard will not be sent."""
+        return True
 
     def steps(self, table: str) -> int:
         """How many pushes the table has taken part in."""
@@ -589,10 +592,9 @@ class Cluster:
 
     def positions(self, table: str, ids: I64) -> list[I64]:
         """For each shard the positions of the ids that it owns."""
-        counts_ST = np.zeros((len(self.handles), 1), np.int64)
-        order = np.empty(ids.size, np.int64)
+        count, order = len(self.handles), np.empty(ids.size, np.int64)
+        counts_ST = np.zeros((count, 1), np.int64)
         hash_index.route(
-            ids, np.array([0, ids.size]), self._is_dynamic[table], len(self.handles), counts_ST,
-            order,
-        )  # fmt: skip
+            ids, np.array([0, ids.size]), self._is_dynamic[table], count, counts_ST, order
+        )
         return np.split(order, np.cumsum(counts_ST[:, 0])[:-1])

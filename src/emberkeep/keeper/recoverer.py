@@ -253,7 +253,8 @@ class Recoverer:
     def _carry_out(self, decided: Plan, start: float) -> Recovered:
         step, kept = self._steps(), None
         if decided.scope == "partial":
-            kept = self._saver.recover_shards(self._losing(decided))
+            still = self._unchanged if decided.exact else None
+            kept = self._saver.recover_shards(self._losing(decided), still)
         else:
             assert self._go_back is not None
             self._going_back = True
@@ -351,7 +352,7 @@ class Recoverer:
             step=self._steps(),
             saved=None if whole is None else whole.step,
             total=self._total_steps,
-            unchanged=whole is not None and self._unchanged_since(whole),
+            unchanged=self._unchanged(),
             lossy=isinstance(whole, Manifest)
             and bool(whole.layout.get("lossy", whole.layout.get("codecs"))),
             going_back=self._going_back,
@@ -370,15 +371,22 @@ class Recoverer:
             self.losses, total=self._total_steps, shards=self.shard_count
         )
 
-    def _unchanged_since(self, whole: Kept) -> bool:
-        """Whether no push was applied since a version by any cluster that has lost shards."""
+    def _unchanged(self) -> bool:
+        """Whether no push was applied since the newest whole version by any cluster that has lost
+        shards, but those that lost shards will be sent: a push of another worker that only some
+        shards of the version hold counts."""
+        whole = self._saver.whole
         saved = whole.layout["tables"] if isinstance(whole, Manifest) else {}
-        return all(
-            steps_of(home.cluster).get(own) == saved.get(name, {}).get("steps")
-            for home in self._homes
-            if home.cluster.lost()
-            for name, own in home.names.items()
-        )
+        for home in self._homes:
+            lost = home.cluster.lost()
+            steps = steps_of(home.cluster) if lost else {}
+            if any(
+                steps.get(own) != saved.get(name, {}).get("steps")
+                for name, own in home.names.items()
+                if lost
+            ) or not all(home.cluster.saved_all(shard) for shard in lost):
+                return False
+        return whole is not None
 
     def _lost(self) -> list[int]:
         """Shards that do not serve, counted through all clusters."""

@@ -256,8 +256,10 @@ class RepositorySaver(Checkpointer):
     def mirror_status(self) -> MirrorStatus | None:
         return None if self._mirror is None else self._mirror.status()
 
-    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Manifest | None:
-        found = [recover_partially(self, home, shards) for home, shards in lost]
+    def recover_shards(
+        self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
+    ) -> Manifest | None:
+        found = [recover_partially(self, home, shards, still) for home, shards in lost]
         manifest = found[-1] if found else None
         if manifest is not None:
             self.count_restore(manifest.version)

@@ -99,9 +99,11 @@ class RunSaver(Protocol):
     def tag(self, name: str, version: int | str | None = None) -> Manifest:
         """Names a version, the newest unless another is given; the name moves."""
 
-    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:
+    def recover_shards(
+        self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
+    ) -> Kept | None:
         """Brings the shards that one failure took back with what is saved of them; the others go
-        on."""
+        on. `still` says whether that is still right once nobody can push to those before."""
 
     def kept_nbytes(self) -> int: ...
 

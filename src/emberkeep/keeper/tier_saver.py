@@ -264,7 +264,9 @@ class TierSaver(BackgroundSaver[DurableStep]):
             f"{self.url} is a tier, which has one durable step and no versions that could be named"
         )
 
-    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> None:
+    def recover_shards(
+        self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
+    ) -> None:
         """Brings lost shards back from their own files, at the durable step."""
         for home, shards in lost:
             self._recover_shards(home, shards)

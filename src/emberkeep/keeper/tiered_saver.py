@@ -216,7 +216,9 @@ class TieredSaver(RepositorySaver):
             return None
         return self._tier.bring_back(None, fall_back=False, fits=fits)
 
-    def recover_shards(self, lost: Iterable[tuple[Home, Sequence[int]]]) -> Kept | None:  # type: ignore[override]
+    def recover_shards(  # type: ignore[override]
+        self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
+    ) -> Kept | None:
         """Each from its own files, where they have the newest durable batch; others from the
         newest version, all of them at once."""
         kept: Kept | None = None
@@ -224,7 +226,7 @@ class TieredSaver(RepositorySaver):
             if isinstance(self.whole, DurableStep):
                 kept = self._recover_from_files(home, shards) or kept
             else:
-                kept = super().recover_shards([(home, shards)])
+                kept = super().recover_shards([(home, shards)], still)
         return kept
 
     def _recover_from_files(self, home: Home, shards: Sequence[int]) -> Kept | None:

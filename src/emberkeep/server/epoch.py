@@ -240,6 +240,11 @@ class Epoch:
         with self._push_lock:
             yield {f"{worker:x}": number for worker, number in self._ledger.numbers().items()}
 
+    def pushes(self) -> dict[str, int]:
+        """The last push of each worker that rows hold."""
+        with self.between_pushes() as pushes:
+            return pushes
+
     def store(self, url: str) -> BlobStore:
         """The store of this epoch's versions: the first that is asked for, and no other. A client
         must not have files written and read wherever this process can."""

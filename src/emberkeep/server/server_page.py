@@ -77,6 +77,8 @@ class ServerPage:
     def _of_run(self, epoch: Epoch, header: Json) -> Json:
         rows, nbytes = epoch.shard.held()
         parity = epoch.parity_service
+        incarnation = int(header.get("incarnation", 0))
+        applied = epoch.applied(incarnation, int(header.get("world", 1)))
         return {
             "epoch": epoch.number,
             "state": epoch.shard.state,
@@ -85,10 +87,10 @@ class ServerPage:
             "shards": epoch.shards,
             "coordinator": epoch.coordinator,
             "tables": epoch.tables,
-            "applied": epoch.applied(
-                int(header.get("incarnation", 0)), int(header.get("world", 1))
-            ),
+            "applied": applied,
+            "settled": applied if parity is None else parity.settled_push(f"{incarnation:x}"),
             "from_parity": parity is not None and parity.from_parity,
+            **({"pushes": epoch.pushes()} if header.get("pushes") else {}),
             "dirty_rows": epoch.shard.dirty_rows(),
             "rows": rows,
             "row_nbytes": nbytes,

@@ -12,9 +12,8 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import TimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -29,13 +28,14 @@ from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.sent_pushes import Ahead, SentPush, same_ids
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
 from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.tables import Optimizer, Table
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
@@ -58,43 +58,8 @@ _T = TypeVar("_T")
 
 # Numbers of pushes start over, above all earlier ones, when a push was given up.
 _ROUND = 2**32
-
-
-class _Ahead:
-    """A prefetched pull, and what it needs to be completed by the push before it."""
-
-    def __init__(self, wanted: Sequence[RowIds], routed: Routed, rows: Future[list[F32]]) -> None:
-        self.wanted = wanted
-        self.routed = routed
-        self.rows = rows
-        self.complete = False
-
-    def answers(self, wanted: Sequence[RowIds]) -> bool:
-        return _same(wanted, self.wanted)
-
-
-def _same(wanted: Sequence[RowIds], before: Sequence[RowIds]) -> bool:
-    return len(wanted) == len(before) and all(
-        a.ids is b.ids for a, b in zip(wanted, before, strict=True)
-    )
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A push that was sent to shards, and that a loss may yet take away from some of them."""
-
-    incarnation: int
-    number: int
-    routed: Routed
-    grads: Sequence[F32]
-    lr: Rates
-    answered: dict[int, int]
-    """The shards that have answered it, each with the epoch in which it did."""
-    missing: set[int] = field(default_factory=set)
-    """Of a push that was given up: the shards that have not answered it."""
-
-    def answer(self, shard: ShardHandle) -> None:
-        self.answered[shard.index] = shard.epoch
+# Parity that is written in the background is behind by that much, or by what a window holds.
+_SETTLING_SECONDS = 0.02
 
 
 class FlightCluster(RemoteCluster):
@@ -139,9 +104,9 @@ class FlightCluster(RemoteCluster):
         self.world = world
         self._number = 0
         self._turn = threading.RLock()
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._trained: Sequence[RowIds] = ()
-        self._applying: _Sent | None = None
+        self._applying: SentPush | None = None
         self._dims = tuple(self.tables[group[0]].dim for group in self.groups)
         self._limits_G = [
             np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
@@ -153,11 +118,11 @@ class FlightCluster(RemoteCluster):
         self._follows = world > 1 and not coordinate
         # A push leaves when it is settled on every shard, was refused before any shard applied it,
         # or a full recovery goes behind it, and for no other reason.
-        self._unsettled: deque[_Sent] = deque()
+        self._unsettled: deque[SentPush] = deque()
         self._take_over(parity)
 
     def _let_go(self) -> None:
-        end_all(super()._let_go, partial(self._reader.shutdown, wait=False))
+        end_all(self._settle_kept, super()._let_go, partial(self._reader.shutdown, wait=False))
 
     # -- pulls -----------------------------------------------------------------------------------
 
@@ -172,7 +137,7 @@ class FlightCluster(RemoteCluster):
             self._serving()
             routed = self._routed(wanted)
             trained, self._trained = self._trained, ()
-            kind = FETCH if _same(wanted, trained) else PULL
+            kind = FETCH if same_ids(wanted, trained) else PULL
             replies = self._exchange(self._requests(kind, routed), self.timing.deadline)
             return self._rows(wanted, routed, replies)
 
@@ -195,7 +160,7 @@ class FlightCluster(RemoteCluster):
                 self._settle()
                 return  # the pull itself will find out what is wrong
             rows = self._reader.submit(self._receive_ahead, wanted, routed)
-            self._ahead = _Ahead(wanted, routed, rows)
+            self._ahead = Ahead(wanted, routed, rows)
 
     @property
     def reads_ahead(self) -> bool:
@@ -283,7 +248,7 @@ class FlightCluster(RemoteCluster):
             if self._refusable:
                 self._exchange_together(blobs)
                 blobs = self._requests(APPLY, routed, number=number, lr=lr)
-            sent = _Sent(self._incarnation, number, routed, grads, lr, self._answered(number))
+            sent = SentPush(self._incarnation, number, routed, grads, lr, self._answered(number))
             self._applying = sent
             replies = self._exchange_together(blobs, sent)
             if any(settled_of(blob)[1] for blob in replies):
@@ -304,6 +269,38 @@ class FlightCluster(RemoteCluster):
             if self._protection is not None:
                 self._protection.mend()
 
+    def _settle_kept(self) -> None:
+        """Where parity is behind, nobody but this worker can send its last pushes again: it stays
+        until no loss can undo them. With the one that coordinates, all rows go."""
+        if self.coordinates or self.world > 1 or not self._unsettled:
+            return
+        try:
+            self._await_settled()
+        except EmberkeepError as error:
+            warnings.warn(
+                f"the last {len(self._unsettled)} pushes of a worker that ends are lost if a "
+                f"server is lost before its parity has them: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @surviving
+    def _await_settled(self) -> None:
+        progress = Progress(self.patience, self._clock)
+        while self._unsettled:
+            self._serving()
+            epochs = [shard.status().get("epoch", shard.epoch) for shard in self.handles]
+            if all(now != shard.epoch for now, shard in zip(epochs, self.handles, strict=True)):
+                return  # the run is over, or went back behind them
+            sent = self._unsettled[0]
+            asked = [self._status_of(shard.index, sent.incarnation) for shard in self.handles]
+            settled = [status["settled"] for status in asked]
+            if not sent.missing and min(settled) >= sent.number:
+                self._unsettled.popleft()
+                continue
+            progress.require(settled, lambda: "parity to hold the last pushes of a worker")
+            self._clock.sleep(_SETTLING_SECONDS)
+
     def _answered(self, number: int) -> dict[int, int]:
         """Who has answered the push under way in an earlier attempt."""
         before = self._applying
@@ -312,7 +309,7 @@ class FlightCluster(RemoteCluster):
         )  # fmt: skip
         return before.answered if before is not None and same else {}
 
-    def _keep(self, sent: _Sent) -> None:
+    def _keep(self, sent: SentPush) -> None:
         sent.grads = [rows_UD.copy() for rows_UD in sent.grads]  # the caller may write to its own
         self._unsettled.append(sent)
 
@@ -348,7 +345,7 @@ class FlightCluster(RemoteCluster):
             with suppress(EmberkeepError):
                 shard.ask("withdraw", about)
 
-    def _exchange_together(self, blobs: Sequence[U8], sent: _Sent | None = None) -> list[U8]:
+    def _exchange_together(self, blobs: Sequence[U8], sent: SentPush | None = None) -> list[U8]:
         """Sends a part of a push to each shard; as one rank of several, until all have sent theirs.
 
         A server does not let a rank wait for longer than half of a deadline at a time, so one that
@@ -414,6 +411,25 @@ class FlightCluster(RemoteCluster):
         }
         return sum(sent.number <= applied[sent.incarnation] for sent in pushes)
 
+    def saved_all(self, shard: int) -> bool:
+        # Not by steps: where rows are frozen, some shards may have the push of another worker that
+        # others do not, so shards with as many steps may be without different pushes.
+        if self.world > 1:
+            return True  # no rank is ahead of another then
+        saved = self.handles[shard].saved_pushes
+        kept = [sent for sent in list(self._unsettled) if shard in sent.missing]
+        kept += [] if self._applying is None else [self._applying]
+        again = {(f"{sent.incarnation:x}", sent.number) for sent in kept}
+        for other in self.handles:
+            if other.state != "serving":
+                continue
+            for worker, number in other.own_status({"pushes": True})["pushes"].items():
+                while (worker, number) in again:
+                    number -= 1
+                if number % _ROUND and number > saved.get(worker, 0):
+                    return False
+        return True
+
     def _status_of(self, shard: int, incarnation: int) -> Json:
         """What the server of a shard says of itself, and of the pushes of an incarnation."""
         about = {"incarnation": incarnation, "world": self.world}
@@ -451,7 +467,7 @@ class FlightCluster(RemoteCluster):
                 self._send_one(sent, index)
             sent.missing.discard(index)
 
-    def _send_one(self, sent: _Sent, index: int) -> None:
+    def _send_one(self, sent: SentPush, index: int) -> None:
         shard = self.handles[index]
         (blob,) = self._requests(
             PUSH, sent.routed, sent.grads, number=sent.number, lr=sent.lr, only=index,
@@ -523,7 +539,7 @@ class FlightCluster(RemoteCluster):
         return blobs
 
     def _exchange(
-        self, blobs: Sequence[U8], deadline: timedelta, sent: _Sent | None = None
+        self, blobs: Sequence[U8], deadline: timedelta, sent: SentPush | None = None
     ) -> list[U8]:
         """Sends one request to each shard, then takes all replies; `sent` hears who has answered.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -147,13 +148,13 @@ class RowModel:
             self.applied[shard] = then.applied[shard]
 
     @undisturbed()
-    def wrong(self, found: Rows, doubtful: Sequence[RowGradients] = ()) -> str:
-        """What is wrong with rows; nothing if they are the same to the bit, with some of the
-        doubtful pushes or without, as each shard has it."""
+    def wrong(self, found: Rows, doubtful: Sequence[Sequence[RowGradients]] = ()) -> str:
+        """What is wrong with rows; nothing if they are the same to the bit, with the first few of
+        each worker's doubtful pushes, or none, as each shard has it."""
         right = self.rows()
         missing = set(range(len(self.applied)))
         wrong = ""
-        for some in _subsets(doubtful):
+        for some in _beginnings(doubtful):
             number = self.instant()
             for push in some:
                 self.push(*push)
@@ -197,9 +198,9 @@ def _averaged(parts: Sequence[RowGradients]) -> RowGradients:
     return wanted, grads
 
 
-def _subsets(pushes: Sequence[RowGradients]) -> Iterator[list[RowGradients]]:
-    for bits in range(1 << len(pushes)):
-        yield [push for i, push in enumerate(pushes) if bits >> i & 1]
+def _beginnings(workers: Sequence[Sequence[RowGradients]]) -> Iterator[list[RowGradients]]:
+    for counts in product(*(range(len(pushes) + 1) for pushes in workers)):
+        yield [push for pushes, n in zip(workers, counts, strict=True) for push in pushes[:n]]
 
 
 def rows_of(cluster: Cluster) -> Rows:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from emberkeep._types import Json
-from emberkeep.checkpoint.recovery import Home
+from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
@@ -45,8 +45,13 @@ class Job:
         """Steps of the second worker that were acknowledged."""
         self.pending: RowGradients | None = None
         """Its push that was not."""
-        self.doubtful: list[RowGradients] = []
-        """Pushes of workers that died before they were acknowledged."""
+        self.follower_ended = False
+        """Whether it is through, and no loss can undo what it has pushed."""
+        self.unsettled: list[RowGradients] = []
+        """Its pushes that were, and that it keeps for a server that may yet lose them."""
+        self.doubtful: list[list[RowGradients]] = []
+        """What each worker that died had pushed without knowing it settled: a shard has all of
+        these, the first few, or none."""
 
     @property
     def ranks(self) -> int:
@@ -56,6 +61,20 @@ class Job:
     def exact(self) -> bool:
         """Whether the model knows every row."""
         return not (self.options.workers == "asynchronous" and self.went_back)
+
+    def settle(self, kept: int = 0) -> None:
+        """All but the last so many pushes of the second worker are in rows for good."""
+        while len(self.unsettled) > kept:
+            self.model.push(*self.unsettled.pop(0))
+
+    def give_up_follower(self) -> None:
+        """The second worker is dead, and what it kept with it."""
+        if self.pending is not None:
+            self.unsettled.append(self.pending)
+            self.followed += 1
+        if self.unsettled:
+            self.doubtful.append(self.unsettled)
+        self.pending, self.unsettled = None, []
 
     def strategy(self) -> Strategy:
         options, every = self.options, self.options.every
@@ -150,7 +169,7 @@ class Leader:
     def _finish(self) -> bool:
         """The last version; whether that and everything else is over."""
         job = self.job
-        while job.options.workers == "asynchronous" and job.followed < job.options.steps:
+        while job.options.workers == "asynchronous" and not job.follower_ended:
             self.cluster.table_state()  # somebody has to notice what is lost meanwhile
             self._clock.sleep(1.0)
         try:
@@ -220,7 +239,8 @@ class Leader:
         assert manifest is not None
         if manifest.version.number != details["version"]:
             raise SimulationError(f"{manifest.version} is newer than version {details['version']}")
-        job.model.lose(details["shards"], int(manifest.counters["instant"]), job.options.steps)
+        if not details["reason"].startswith(NOTHING_TRAINED):  # else that must be true
+            job.model.lose(details["shards"], int(manifest.counters["instant"]), job.options.steps)
         if abs(job.model.pls - details["pls"]) > 1e-12:
             raise SimulationError(
                 f"PLS is {details['pls']}, and {job.model.pls} was lost at step {details['step']}"
@@ -240,7 +260,7 @@ class Follower:
         while not job.started:
             self._clock.sleep(0.2)
         cluster = job.open_cluster(self.process, 1)
-        together = job.ranks > 1
+        together, job.unsettled = job.ranks > 1, []
         step = job.model.step if together else job.followed
         while step < job.options.steps:
             step += 1
@@ -253,5 +273,9 @@ class Follower:
             cluster.push(wanted, grads, lr=LR)
             job.pending = None
             if not together:
-                job.model.push(wanted, grads)
+                job.unsettled.append((wanted, grads))
+                job.settle(len(cluster._unsettled))
                 job.followed = step
+        cluster.close()
+        job.settle()
+        job.follower_ended = True

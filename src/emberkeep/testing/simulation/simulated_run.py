@@ -153,11 +153,7 @@ class _Life:
             ) from error
 
     def _start_follower_again(self) -> None:
-        job = self._job
-        if job.pending is not None:
-            job.doubtful.append(job.pending)
-            job.followed += 1
-            job.pending = None
+        self._job.give_up_follower()
         self._retire(1)
         self._start(1)
 
