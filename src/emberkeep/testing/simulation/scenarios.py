@@ -226,6 +226,83 @@ def _ranks(random: Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _goes_on(random: Random) -> dict[str, Any]:
+    """Servers are out of reach for longer than a lease, or stopped. Who pushes has no versions, and
+    goes on after a push that failed."""
+    at, faults = random.uniform(1, 6), []
+    for _ in range(random.choice((1, 2, 3))):
+        kind: FaultKind = random.choice(("part", "part", "cut", "pause"))
+        faults.append(
+            Fault(
+                at=at, kind=kind, target=random.randrange(3), seconds=random.uniform(20, 70),
+                other=random.choice((None, COORDINATOR)), inward=random.random() < 0.5,
+            )
+        )  # fmt: skip
+        at += random.choice((random.uniform(0, 5), random.uniform(40, 80)))
+    return {
+        "goes_on": True, "faults": tuple(faults), "steps": 30,
+        "launches": random.choice(("spawned", "moved")),
+    }  # fmt: skip
+
+
+def _unlaunched(random: Random) -> dict[str, Any]:
+    """A server is out of reach until it is given up, nobody can be started in its place, and it
+    returns."""
+    at = random.uniform(2, 12)
+    part = Fault(at=at, kind="part", target=random.randrange(3), seconds=random.uniform(30, 60))
+    launch = Fault(at=at, kind="launch", seconds=100.0)
+    return {
+        "recovers": "partial", "launches": "moved", "every": random.randint(3, 6), "steps": 20,
+        "faults": (part, launch),
+    }  # fmt: skip
+
+
+def _watched(random: Random) -> dict[str, Any]:
+    """A server returns to its coordinator while it is being replaced, and other threads and other
+    workers would go on with it."""
+    at = random.uniform(2, 8)
+    part = Fault(at=at, kind="part", other=COORDINATOR, seconds=random.uniform(28, 50))
+    return _parity(
+        random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), launches="moved", faults=(part,),
+        steps=30, watched=True, prefetches=False,
+    )  # fmt: skip
+
+
+def _usurped(random: Random) -> dict[str, Any]:
+    """A trainer is stopped, another takes its place, and the first one wakes up."""
+    at = random.uniform(4, 12)
+    replaced = Fault(at=at, kind="replace trainer", seconds=random.uniform(45, 60))
+    with_parity = random.random() < 0.5
+    return {
+        **(_parity(random) if with_parity else {}),
+        "launches": "fixed", "faults": (replaced,), "steps": 45,
+    }  # fmt: skip
+
+
+def _decoding(random: Random) -> dict[str, Any]:
+    """Rows are decoded by a server whose messages take long, while others push; another, of whose
+    stream not all hosts hold the same, may die meanwhile."""
+    at, shards = random.uniform(1, 4), random.choice((4, 5))
+    other = random.randrange(1, shards)
+    hosts = random.sample([s for s in range(1, shards) if s != other], 1)
+    faults = [_kill(at, 0)]
+    faults += [
+        Fault(at=at, kind="lag", target=0, other=o, seconds=30, delay=random.uniform(0.3, 1.2))
+        for o in range(1, shards)
+    ]
+    if random.random() < 0.7:
+        faults += [
+            Fault(at=at, kind="lag", target=other, other=o, seconds=30, delay=random.uniform(1, 3))
+            for o in hosts
+        ]
+        faults.append(_kill(at + random.uniform(2, 10), other))
+    return _parity(
+        random, r=2, shards=shards, faults=tuple(faults), workers="asynchronous",
+        optimizer=SGD(lr=0.5), steps=60, pace=0.2, every=60, background=random.random() < 0.5,
+        prefetches=False,
+    )  # fmt: skip
+
+
 SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "outlived": _outlived,
     "late": _late,
@@ -242,4 +319,9 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "tight": _tight,
     "ahead": _ahead,
     "ranks": _ranks,
+    "goes on": _goes_on,
+    "unlaunched": _unlaunched,
+    "watched": _watched,
+    "usurped": _usurped,
+    "decoding": _decoding,
 }

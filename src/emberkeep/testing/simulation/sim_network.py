@@ -155,6 +155,8 @@ class SimulatedNetwork:
         self.after_push: dict[str, tuple[Callable[[], object], bool]] = {}
         """By address: what happens as soon as the next push there has been answered, and whether
         that answer is lost."""
+        self.lags: dict[tuple[str, str], float] = {}
+        """By path: how much longer everything takes on it."""
         self.late: Counter[str] = Counter()
         """By address: whether what is sent there comes late."""
 
@@ -187,7 +189,7 @@ class SimulatedNetwork:
             held = [call for kept, call in self._held if kept == path]
             self._held = [(kept, call) for kept, call in self._held if kept != path]
             for call in held:
-                self.scheduler.at(self._delay(), call)
+                self.scheduler.at(self._delay(path), call)
 
     def is_cut(self, path: tuple[str, str]) -> bool:
         return self._cuts[path] > 0
@@ -243,13 +245,13 @@ class SimulatedNetwork:
             return reply
         if server is None or not server.process.alive:
             refused = partial(reply.set, error=f"{address}: {kind} failed: it cannot be reached")
-            self._travel(there, self._delay(), refused)
+            self._travel(there, self._delay(there), refused)
             return reply
         if fate in ("drop", "reset") and stream is not None:
             stream.broken = fate
         if fate == "drop":
             return reply
-        delay = self._delay()
+        delay = self._delay(there)
         if fate == "reset":
             scheduler.at(delay, partial(reply.set, error=f"{address}: {kind} failed: reset"))
             if scheduler.random.random() < (0.1 if self.late[address] else 0.5):
@@ -264,7 +266,7 @@ class SimulatedNetwork:
             if kind == "admit":
                 self.probe_later(0.05)
             if not unheard:
-                arrives = scheduler.seconds + self._delay()
+                arrives = scheduler.seconds + self._delay(back)
                 if stream is not None:
                     arrives = stream.returns = max(stream.returns, arrives)
                 self._travel(back, arrives - scheduler.seconds, partial(reply.set, answer))
@@ -275,7 +277,7 @@ class SimulatedNetwork:
             assert server is not None
             if not server.process.alive:
                 reset = partial(reply.set, error=f"{address}: {kind} failed: it has ended")
-                self._travel(back, self._delay(), reset)
+                self._travel(back, self._delay(back), reset)
                 return
 
             def handle() -> None:
@@ -297,12 +299,13 @@ class SimulatedNetwork:
             self._travel(there, late, partial(arrive, again=True))
         return reply
 
-    def _delay(self) -> float:
+    def _delay(self, path: tuple[str, str]) -> float:
         random = self.scheduler.random
+        lag = self.lags.get(path, 0.0)
         if self.weather.slow and random.random() < self.weather.slow:
             self.sent["slow"] += 1
-            return random.random() * _SLOW_SECONDS
-        return random.random() * _USUAL_SECONDS
+            return lag + random.random() * _SLOW_SECONDS
+        return lag + random.random() * _USUAL_SECONDS
 
     # -- what must never be ----------------------------------------------------------------------
 
