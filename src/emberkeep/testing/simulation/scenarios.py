@@ -48,8 +48,9 @@ def scenario_of(name: str, seed: int) -> Options:
 
 def _parity(random: Random, k: int = 2, r: int = 1, **more: Any) -> dict[str, Any]:
     spec = Parity(
-        k=k, r=r, background=more.pop("background", False), chunk_rows=random.choice((4, 16)),
-        rebuild_share=random.choice((0.2, 1.0)),
+        k=k, r=r, background=more.pop("background", False),
+        chunk_rows=random.choice((4, 16)),
+        rebuild_share=more.pop("rebuild_share", None) or random.choice((0.2, 1.0)),
     )  # fmt: skip
     return {"recovers": "parity", "parity": spec, "shards": k + r + random.randint(0, 1), **more}
 
@@ -280,26 +281,31 @@ def _usurped(random: Random) -> dict[str, Any]:
 
 
 def _decoding(random: Random) -> dict[str, Any]:
-    """Rows are decoded by a server whose messages take long, while others push; another, of whose
-    stream not all hosts hold the same, may die meanwhile."""
-    at, shards = random.uniform(1, 4), random.choice((4, 5))
-    other = random.randrange(1, shards)
-    hosts = random.sample([s for s in range(1, shards) if s != other], 1)
-    faults = [_kill(at, 0)]
-    faults += [
-        Fault(at=at, kind="lag", target=0, other=o, seconds=30, delay=random.uniform(0.3, 1.2))
-        for o in range(1, shards)
+    """A server asks for what others have said about its lost rows, and the question takes long.
+    Meanwhile they change their own rows, which one does not tell all of its hosts before it dies.
+    """
+    at = random.uniform(2, 6)
+    # The first beside it has rows in most of its groups, and the parity that is asked for of none.
+    other = random.choice((1, 1, 1, random.randrange(1, 5)))
+    # Not the first table: who met the loss waits for its rows, and changes none meanwhile.
+    asks: dict[str, Any] = {
+        "at": at, "on": "syndromes", "by": 0, "times": random.randint(5, 7),
+    }  # fmt: skip
+    slow = [
+        Fault(**asks, kind="lag", target=0, other=o, seconds=8.0, delay=random.uniform(4, 4.8))
+        for o in range(1, 5)
     ]
-    if random.random() < 0.7:
-        faults += [
-            Fault(at=at, kind="lag", target=other, other=o, seconds=30, delay=random.uniform(1, 3))
-            for o in hosts
+    dies = []
+    if random.random() < 0.8:
+        host = random.choice([shard for shard in range(1, 5) if shard != other])
+        dies = [
+            Fault(**asks, kind="lag", target=other, other=host, seconds=12.0, delay=8.0),
+            Fault(**asks, kind="kill", target=other, delay=random.uniform(1, 1.8)),
         ]
-        faults.append(_kill(at + random.uniform(2, 10), other))
     return _parity(
-        random, r=2, shards=shards, faults=tuple(faults), workers="asynchronous",
-        optimizer=SGD(lr=0.5), steps=60, pace=0.2, every=60, background=random.random() < 0.5,
-        prefetches=False,
+        random, k=3, r=2, shards=5, faults=(_kill(at, 0), *slow, *dies), workers="asynchronous",
+        idles=True, optimizer=SGD(lr=0.5), steps=24, pace=1.0, every=60, wide_rows=30, batch=24,
+        rebuild_share=0.04, background=random.random() < 0.7, prefetches=False,
     )  # fmt: skip
 
 

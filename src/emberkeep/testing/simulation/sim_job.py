@@ -123,7 +123,7 @@ class Leader:
         ended = False
         while not ended:
             try:
-                if self.steps < self.job.options.steps:
+                if self.steps < self.job.options.own_steps:
                     self._step()
                 else:
                     ended = self._finish()
@@ -200,7 +200,7 @@ class Leader:
             self._clock.sleep(1.0)
             return False
         self.recoverer.recover()
-        if self.steps < job.options.steps:
+        if self.steps < job.options.own_steps:
             return False
         if job.options.parity is not None:
             self.cluster.rebuild()

@@ -43,6 +43,7 @@ from emberkeep.wire.protocol import (
     is_frame,
     pack_request,
     refusal,
+    unpack_frame,
 )
 from emberkeep.wire.security import Security
 
@@ -155,6 +156,9 @@ class SimulatedNetwork:
         self.after_push: dict[str, tuple[Callable[[], object], bool]] = {}
         """By address: what happens as soon as the next push there has been answered, and whether
         that answer is lost."""
+        self.awaited: dict[tuple[str, str, int], list[Callable[[], object]]] = {}
+        """By who asks what, of its parity, for the how manieth time from now on: what happens right
+        before the question is sent."""
         self.lags: dict[tuple[str, str], float] = {}
         """By path: how much longer everything takes on it."""
         self.late: Counter[str] = Counter()
@@ -214,6 +218,19 @@ class SimulatedNetwork:
             self._held.append((path, arrive))
 
     # -- messages --------------------------------------------------------------------------------
+
+    def asks(self, sender: Process, content: bytes) -> None:
+        """A server, or the coordinator, asks a server something of its parity."""
+        what = str(unpack_frame(content)[0]["ask"])
+        waiting, self.awaited, due = self.awaited, {}, []
+        for (who, asked, times), calls in waiting.items():
+            times -= (who, asked) == (sender.host, what)
+            if times:
+                self.awaited[who, asked, times] = calls
+            else:
+                due += calls
+        for call in due:
+            call()
 
     def deliver(
         self, sender: Process, address: str, kind: str, deadline: timedelta,
@@ -419,6 +436,8 @@ class SimulatedChannel:
         self._replies: deque[_Reply] = deque()
 
     def call(self, kind: str, content: bytes, deadline: timedelta) -> Iterator[Any]:
+        if self._network.awaited and kind == "member":
+            self._network.asks(self._process, content)
         reply = self._network.deliver(
             self._process, self._address, kind, deadline,
             lambda service, _again: list(service.answer_action(kind, content)),

@@ -41,6 +41,9 @@ class Fault:
     is a cut through which everything comes, `delay` seconds later. While *launch* lasts, nobody can
     start another server. A trainer that is *replaced* is stopped, and another started meanwhile:
     it wakes beside its successor.
+
+    A fault with `on` waits until server `by` has asked others that of their parity so many `times`,
+    and a kill for `delay` seconds more.
     """
 
     at: float
@@ -51,6 +54,9 @@ class Fault:
     inward: bool = False
     unheard: bool = False
     delay: float = 0.0
+    on: str = ""
+    by: int = 0
+    times: int = 1
     shares: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -104,10 +110,20 @@ class Options:
     goes_on: bool = False
     """Whether the trainer uses the cluster alone, without versions, and goes on with its next step
     after a push that failed."""
+    wide_rows: int = 10
+    batch: int = 6
+    """More than the ids that a step has of a table."""
+    idles: bool = False
+    """Whether the trainer that coordinates takes one step, and leaves the others to the rest."""
     watched: bool = False
     """Whether another thread of the trainer looks at the tables all the time."""
     scenario: str = ""
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def own_steps(self) -> int:
+        """Those of the trainer that coordinates."""
+        return 1 if self.idles else self.steps
 
     @property
     def tables(self) -> list[Table]:
@@ -116,7 +132,7 @@ class Options:
         if self.dynamic:
             tables.append(Table("dynamic", rows=None, capacity=self._capacity, dim=3, init=exact))
         else:
-            tables.append(Table("wide", rows=10, dim=5, init=exact))
+            tables.append(Table("wide", rows=self.wide_rows, dim=5, init=exact))
         return tables
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -145,6 +146,13 @@ class World:
 
     def _begin(self, fault: Fault) -> None:
         if self._closed:
+            return
+        if fault.on:
+            begin = partial(self._begin, replace(fault, on=""))
+            if fault.kind == "kill":
+                begin = partial(self.scheduler.at, fault.delay, begin)
+            question = (self._address(fault.by), fault.on, fault.times)
+            self.network.awaited.setdefault(question, []).append(begin)
             return
         end = self._apply(fault)
         if end is None:
