@@ -35,7 +35,7 @@ SECONDS = 120.0
 HANGS_SECONDS = 1200.0
 
 
-# Scenarios that lead to a rule, by how its name begins.
+# Scenarios that lead to a mutation, or to all of a rule.
 SCENARIOS_OF: dict[str, tuple[str, ...]] = {
     "S1-lease": ("outlived",),
     "S1-renewal": ("outlived",),
@@ -43,17 +43,20 @@ SCENARIOS_OF: dict[str, tuple[str, ...]] = {
     "S1": ("late",),
     "S2-ledger": ("unheard",),
     "S2-parity": ("unheard",),
-    "S2-round": ("tight", "late"),
+    "S2-round": ("goes on",),
     "S3-settle": ("acknowledged",),
-    "S3-gap": ("wave", "parted"),
+    "S3-gap": ("wave", "parted", "decoding"),
     "S3": ("behind", "wave"),
-    "S4": ("busy",),
+    "S4": ("decoding",),
     "S5": ("wave", "together"),
     "S6": ("unchanged", "unheard"),
     "S7": ("together", "wave"),
     "S8": ("unheard",),
-    "S10": ("outlived", "parted", "late"),
-    "S11": ("tight",),
+    "S10-life": ("usurped",),
+    "S10-rollback": ("unlaunched",),
+    "S10-sealed": ("watched",),
+    "S10-resend": ("goes on",),
+    "S11": ("goes on", "tight"),
     "S12": ("parted",),
     "W1": ("ranks",),
     "W2": ("ahead",),
@@ -120,11 +123,16 @@ def noticed(mutation: Mutation, first: int, seeds: int, seconds: float) -> Notic
     return Noticed(mutation, how, int(last[1]))
 
 
+def scenarios_of(mutation: Mutation) -> tuple[str, ...]:
+    """The scenarios that lead to it. "S1" is a rule of its own, not the beginning of "S10"."""
+    rule = mutation.rule
+    return SCENARIOS_OF.get(rule, SCENARIOS_OF.get(rule.split("-")[0], ()))
+
+
 def runs_of(mutation: Mutation, seeds: range) -> Iterator[Options]:
     """What a mutation is tried on."""
-    names = next((n for rule, n in SCENARIOS_OF.items() if mutation.rule.startswith(rule)), ())
     for seed in range(SCENARIO_SEEDS):
-        for name in names:
+        for name in scenarios_of(mutation):
             yield scenario_of(name, seed)
     for seed in seeds:
         yield options_of(seed)

@@ -58,7 +58,8 @@ class RowModel:
                 ids: list[I64] = []
                 for table in (self.cluster.tables[t] for t in group):
                     limit = 60 if table.rows is None else table.rows
-                    ids.append(np.sort(random.choice(limit, random.integers(0, 6), replace=False)))
+                    count = random.integers(0, min(self._options.batch, limit))
+                    ids.append(np.sort(random.choice(limit, count, replace=False)))
                     if table.dynamic:
                         ids[-1] = ids[-1] * 0x9E3779B9 - (1 << 20)
                 offsets = np.cumsum([0, *(part.size for part in ids)])

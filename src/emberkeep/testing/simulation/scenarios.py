@@ -48,8 +48,9 @@ def scenario_of(name: str, seed: int) -> Options:
 
 def _parity(random: Random, k: int = 2, r: int = 1, **more: Any) -> dict[str, Any]:
     spec = Parity(
-        k=k, r=r, background=more.pop("background", False), chunk_rows=random.choice((4, 16)),
-        rebuild_share=random.choice((0.2, 1.0)),
+        k=k, r=r, background=more.pop("background", False),
+        chunk_rows=random.choice((4, 16)),
+        rebuild_share=more.pop("rebuild_share", None) or random.choice((0.2, 1.0)),
     )  # fmt: skip
     return {"recovers": "parity", "parity": spec, "shards": k + r + random.randint(0, 1), **more}
 
@@ -226,6 +227,88 @@ def _ranks(random: Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _goes_on(random: Random) -> dict[str, Any]:
+    """Servers are out of reach for longer than a lease, or stopped. Who pushes has no versions, and
+    goes on after a push that failed."""
+    at, faults = random.uniform(1, 6), []
+    for _ in range(random.choice((1, 2, 3))):
+        kind: FaultKind = random.choice(("part", "part", "cut", "pause"))
+        faults.append(
+            Fault(
+                at=at, kind=kind, target=random.randrange(3), seconds=random.uniform(20, 70),
+                other=random.choice((None, COORDINATOR)), inward=random.random() < 0.5,
+            )
+        )  # fmt: skip
+        at += random.choice((random.uniform(0, 5), random.uniform(40, 80)))
+    return {
+        "goes_on": True, "faults": tuple(faults), "steps": 30,
+        "launches": random.choice(("spawned", "moved")),
+    }  # fmt: skip
+
+
+def _unlaunched(random: Random) -> dict[str, Any]:
+    """A server is out of reach until it is given up, nobody can be started in its place, and it
+    returns."""
+    at = random.uniform(2, 12)
+    part = Fault(at=at, kind="part", target=random.randrange(3), seconds=random.uniform(30, 60))
+    launch = Fault(at=at, kind="launch", seconds=100.0)
+    return {
+        "recovers": "partial", "launches": "moved", "every": random.randint(3, 6), "steps": 20,
+        "faults": (part, launch),
+    }  # fmt: skip
+
+
+def _watched(random: Random) -> dict[str, Any]:
+    """A server returns to its coordinator while it is being replaced, and other threads and other
+    workers would go on with it."""
+    at = random.uniform(2, 8)
+    part = Fault(at=at, kind="part", other=COORDINATOR, seconds=random.uniform(28, 50))
+    return _parity(
+        random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), launches="moved", faults=(part,),
+        steps=30, watched=True, prefetches=False,
+    )  # fmt: skip
+
+
+def _usurped(random: Random) -> dict[str, Any]:
+    """A trainer is stopped, another takes its place, and the first one wakes up."""
+    at = random.uniform(4, 12)
+    replaced = Fault(at=at, kind="replace trainer", seconds=random.uniform(45, 60))
+    with_parity = random.random() < 0.5
+    return {
+        **(_parity(random) if with_parity else {}),
+        "launches": "fixed", "faults": (replaced,), "steps": 45,
+    }  # fmt: skip
+
+
+def _decoding(random: Random) -> dict[str, Any]:
+    """A server asks for what others have said about its lost rows, and the question takes long.
+    Meanwhile they change their own rows, which one does not tell all of its hosts before it dies.
+    """
+    at = random.uniform(2, 6)
+    # The first beside it has rows in most of its groups, and the parity that is asked for of none.
+    other = random.choice((1, 1, 1, random.randrange(1, 5)))
+    # Not the first table: who met the loss waits for its rows, and changes none meanwhile.
+    asks: dict[str, Any] = {
+        "at": at, "on": "syndromes", "by": 0, "times": random.randint(5, 7),
+    }  # fmt: skip
+    slow = [
+        Fault(**asks, kind="lag", target=0, other=o, seconds=8.0, delay=random.uniform(4, 4.8))
+        for o in range(1, 5)
+    ]
+    dies = []
+    if random.random() < 0.8:
+        host = random.choice([shard for shard in range(1, 5) if shard != other])
+        dies = [
+            Fault(**asks, kind="lag", target=other, other=host, seconds=12.0, delay=8.0),
+            Fault(**asks, kind="kill", target=other, delay=random.uniform(1, 1.8)),
+        ]
+    return _parity(
+        random, k=3, r=2, shards=5, faults=(_kill(at, 0), *slow, *dies), workers="asynchronous",
+        idles=True, optimizer=SGD(lr=0.5), steps=24, pace=1.0, every=60, wide_rows=30, batch=24,
+        rebuild_share=0.04, background=random.random() < 0.7, prefetches=False,
+    )  # fmt: skip
+
+
 SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "outlived": _outlived,
     "late": _late,
@@ -242,4 +325,9 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "tight": _tight,
     "ahead": _ahead,
     "ranks": _ranks,
+    "goes on": _goes_on,
+    "unlaunched": _unlaunched,
+    "watched": _watched,
+    "usurped": _usurped,
+    "decoding": _decoding,
 }

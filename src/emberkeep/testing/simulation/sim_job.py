@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
-from emberkeep.errors import SaveError, ShardLostError, TableFullError
+from emberkeep.errors import EmberkeepError, SaveError, ShardLostError, TableFullError
 from emberkeep.keeper.recoverer import Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Manifest
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.pushes import RowGradients
-from emberkeep.strategies import Strategy, incremental, parity, partial
+from emberkeep.strategies import Strategy, incremental, parity
+from emberkeep.strategies import partial as partial_recovery
 from emberkeep.testing.simulation.parity_check import check_parity
 from emberkeep.testing.simulation.row_model import LR, RowModel, rows_of
 from emberkeep.testing.simulation.scheduler import Process, SimulationError
@@ -24,6 +28,9 @@ from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, 
 from emberkeep.testing.simulation.sim_world import World
 
 TIMING = Timing(deadline=DEADLINE, lease=LEASE, bulk=timedelta(minutes=2), patience=PATIENCE)
+
+
+_T = TypeVar("_T")
 
 
 class Job:
@@ -36,6 +43,9 @@ class Job:
         self.done = False
         self.started = False
         """Whether the present leader has brought rows back, and others may push."""
+        self.started_at = 0.0
+        self.leader: Leader | None = None
+        """The newest; one before it may be stopped, and wake up."""
         self.recoveries = 0
         self.resumes = 0
         self.parities_checked = 0
@@ -81,7 +91,7 @@ class Job:
         if options.recovers == "full":
             return incremental(every=every, layout=options.layout, keep="all", recovery="full")
         if options.recovers == "partial":
-            return partial(every=every, priority=None, layout=options.layout, keep="all")
+            return partial_recovery(every=every, priority=None, layout=options.layout, keep="all")
         assert options.parity is not None
         return parity(
             k=options.parity.k, r=options.parity.r, background=options.parity.background,
@@ -107,6 +117,7 @@ class Leader:
         self.process = process
         self.steps = 0
         self._clock = job.world.network.clock(process)
+        job.leader = self
         self.cluster = job.open_cluster(process, 0)
         self.saver = RepositorySaver(
             job.world.store(process), self.cluster, job.strategy(), about={},
@@ -125,11 +136,13 @@ class Leader:
     def run(self) -> None:
         """Trains to the end; what only another trainer can help is raised."""
         self._resume()
-        self.job.started = True
+        self.job.started, self.job.started_at = True, self._clock.monotonic()
+        if self.job.options.watched:
+            self.job.world.scheduler.spawn("watch", self._watch, self.process)
         ended = False
         while not ended:
             try:
-                if self.steps < self.job.options.steps:
+                if self.steps < self.job.options.own_steps:
                     self._step()
                 else:
                     ended = self._finish()
@@ -137,26 +150,51 @@ class Leader:
                 self.recoverer.recover(lost)
         self.job.done = True
 
+    @property
+    def _leads(self) -> bool:
+        """Whether no other trainer was started in the place of this one."""
+        return self.job.leader is self
+
+    def _refuse(self, what: str, began: float) -> None:
+        """Nothing that a trainer begins after another has taken its place may succeed."""
+        if began > self.job.started_at:
+            raise SimulationError(f"{self.process} was replaced, and {what} after that")
+
+    def _watch(self) -> None:
+        """Another thread of the trainer, which has a look at the tables now and then."""
+        while not self.job.done:
+            self._clock.sleep(self.job.world.scheduler.random.random())
+            with suppress(EmberkeepError):
+                self.cluster.table_state()
+
     def _step(self) -> None:
         job, step = self.job, self.steps + 1
         wanted, grads = job.model.batch(step)
+        began = self._clock.monotonic()
         pulled = self.cluster.pull(wanted)
-        if job.options.workers != "asynchronous":
+        if not self._leads:
+            self._refuse("pulled", began)
+        elif job.options.workers != "asynchronous":
             job.model.check_pull(wanted, pulled)
         if job.options.prefetches and step < job.options.steps:
             self.cluster.prefetch(job.model.batch(step + 1)[0])
         self._clock.sleep(job.world.scheduler.random.random() * job.options.pace)
+        began = self._clock.monotonic()
         try:
             self.cluster.push(wanted, grads, lr=LR)
         except TableFullError:
-            job.model.refuse_step()
+            if self._leads:
+                job.model.refuse_step()
         else:
-            job.model.take_step(job.ranks)
+            if self._leads:
+                job.model.take_step(job.ranks)
+            else:
+                self._refuse("pushed", began)
         self.steps += 1
         if self.steps % job.options.every == 0:
             self.saver.check()
             self._cut()
-        if job.options.parity is not None:
+        if job.options.parity is not None and self._leads:
             job.parities_checked += check_parity(job.world.network, self.cluster)
 
     def _cut(self) -> None:
@@ -164,6 +202,8 @@ class Leader:
 
     def _counters(self) -> Json:
         """Asked for when the rows are frozen."""
+        if not self._leads:
+            raise SimulationError(f"{self.process} was replaced, and has frozen rows after that")
         return {**self.recoverer.counters(), "instant": self.job.model.instant()}
 
     def _finish(self) -> bool:
@@ -179,7 +219,7 @@ class Leader:
             self._clock.sleep(1.0)
             return False
         self.recoverer.recover()
-        if self.steps < job.options.steps:
+        if self.steps < job.options.own_steps:
             return False
         if job.options.parity is not None:
             self.cluster.rebuild()
@@ -211,6 +251,8 @@ class Leader:
         return restored.manifest
 
     def _go_to(self, manifest: Manifest) -> None:
+        if not self._leads:
+            raise SimulationError(f"{self.process} was replaced, and has loaded rows after that")
         self.job.model.go_back(int(manifest.counters["instant"]))
         self.job.went_back = True
         self.steps = manifest.step
@@ -245,6 +287,46 @@ class Leader:
             raise SimulationError(
                 f"PLS is {details['pls']}, and {job.model.pls} was lost at step {details['step']}"
             )
+
+
+class Caller:
+    """Who uses the cluster alone, as its documentation says: without versions, nothing is renewed.
+    A push that ends with a loss is not made again, and counts: it is finished on the shards that
+    missed it before they are next read."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self.job = job
+        self.process = process
+        self._clock = job.world.network.clock(process)
+        self.cluster = job.open_cluster(process, 0)
+
+    def run(self) -> None:
+        job, options = self.job, self.job.options
+        job.started = True
+        for step in range(1, options.steps + 1):
+            wanted, grads = job.model.batch(step)
+            job.model.check_pull(wanted, self._until_back(partial(self.cluster.pull, wanted)))
+            if options.prefetches and step < options.steps:
+                self.cluster.prefetch(job.model.batch(step + 1)[0])
+            self._clock.sleep(job.world.scheduler.random.random() * options.pace)
+            try:
+                self.cluster.push(wanted, grads, lr=LR)
+            except ShardLostError as lost:
+                job.world.tell(f"{self.process} goes on after step {step}: {lost}")
+            job.model.take_step()
+        wrong = job.model.wrong(self._until_back(partial(rows_of, self.cluster)))
+        if wrong:
+            raise SimulationError(f"after the last step: {wrong}")
+        self.cluster.close()
+        job.done = True
+
+    def _until_back(self, call: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return call()
+            except ShardLostError as lost:
+                self.job.world.tell(f"{self.process} waits: {lost}")
+                self._clock.sleep(1.0)
 
 
 class Follower:

@@ -43,6 +43,7 @@ from emberkeep.wire.protocol import (
     is_frame,
     pack_request,
     refusal,
+    unpack_frame,
 )
 from emberkeep.wire.security import Security
 
@@ -155,6 +156,11 @@ class SimulatedNetwork:
         self.after_push: dict[str, tuple[Callable[[], object], bool]] = {}
         """By address: what happens as soon as the next push there has been answered, and whether
         that answer is lost."""
+        self.awaited: dict[tuple[str, str, int], list[Callable[[], object]]] = {}
+        """By who asks what, of its parity, for the how manieth time from now on: what happens right
+        before the question is sent."""
+        self.lags: dict[tuple[str, str], float] = {}
+        """By path: how much longer everything takes on it."""
         self.late: Counter[str] = Counter()
         """By address: whether what is sent there comes late."""
 
@@ -187,7 +193,7 @@ class SimulatedNetwork:
             held = [call for kept, call in self._held if kept == path]
             self._held = [(kept, call) for kept, call in self._held if kept != path]
             for call in held:
-                self.scheduler.at(self._delay(), call)
+                self.scheduler.at(self._delay(path), call)
 
     def is_cut(self, path: tuple[str, str]) -> bool:
         return self._cuts[path] > 0
@@ -212,6 +218,19 @@ class SimulatedNetwork:
             self._held.append((path, arrive))
 
     # -- messages --------------------------------------------------------------------------------
+
+    def asks(self, sender: Process, content: bytes) -> None:
+        """A server, or the coordinator, asks a server something of its parity."""
+        what = str(unpack_frame(content)[0]["ask"])
+        waiting, self.awaited, due = self.awaited, {}, []
+        for (who, asked, times), calls in waiting.items():
+            times -= (who, asked) == (sender.host, what)
+            if times:
+                self.awaited[who, asked, times] = calls
+            else:
+                due += calls
+        for call in due:
+            call()
 
     def deliver(
         self, sender: Process, address: str, kind: str, deadline: timedelta,
@@ -243,13 +262,13 @@ class SimulatedNetwork:
             return reply
         if server is None or not server.process.alive:
             refused = partial(reply.set, error=f"{address}: {kind} failed: it cannot be reached")
-            self._travel(there, self._delay(), refused)
+            self._travel(there, self._delay(there), refused)
             return reply
         if fate in ("drop", "reset") and stream is not None:
             stream.broken = fate
         if fate == "drop":
             return reply
-        delay = self._delay()
+        delay = self._delay(there)
         if fate == "reset":
             scheduler.at(delay, partial(reply.set, error=f"{address}: {kind} failed: reset"))
             if scheduler.random.random() < (0.1 if self.late[address] else 0.5):
@@ -264,7 +283,7 @@ class SimulatedNetwork:
             if kind == "admit":
                 self.probe_later(0.05)
             if not unheard:
-                arrives = scheduler.seconds + self._delay()
+                arrives = scheduler.seconds + self._delay(back)
                 if stream is not None:
                     arrives = stream.returns = max(stream.returns, arrives)
                 self._travel(back, arrives - scheduler.seconds, partial(reply.set, answer))
@@ -275,7 +294,7 @@ class SimulatedNetwork:
             assert server is not None
             if not server.process.alive:
                 reset = partial(reply.set, error=f"{address}: {kind} failed: it has ended")
-                self._travel(back, self._delay(), reset)
+                self._travel(back, self._delay(back), reset)
                 return
 
             def handle() -> None:
@@ -297,12 +316,13 @@ class SimulatedNetwork:
             self._travel(there, late, partial(arrive, again=True))
         return reply
 
-    def _delay(self) -> float:
+    def _delay(self, path: tuple[str, str]) -> float:
         random = self.scheduler.random
+        lag = self.lags.get(path, 0.0)
         if self.weather.slow and random.random() < self.weather.slow:
             self.sent["slow"] += 1
-            return random.random() * _SLOW_SECONDS
-        return random.random() * _USUAL_SECONDS
+            return lag + random.random() * _SLOW_SECONDS
+        return lag + random.random() * _USUAL_SECONDS
 
     # -- what must never be ----------------------------------------------------------------------
 
@@ -416,6 +436,8 @@ class SimulatedChannel:
         self._replies: deque[_Reply] = deque()
 
     def call(self, kind: str, content: bytes, deadline: timedelta) -> Iterator[Any]:
+        if self._network.awaited and kind == "member":
+            self._network.asks(self._process, content)
         reply = self._network.deliver(
             self._process, self._address, kind, deadline,
             lambda service, _again: list(service.answer_action(kind, content)),

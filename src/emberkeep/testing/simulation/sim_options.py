@@ -15,10 +15,12 @@ Launches = Literal["fixed", "spawned", "moved"]
 Workers = Literal["one", "synchronous", "asynchronous"]
 FaultKind = Literal[
     "kill", "pause", "cut", "part", "late", "storm", "jump", "disk", "kill trainer",
-    "pause trainer",
+    "pause trainer", "lag", "launch", "replace trainer",
 ]  # fmt: skip
 
-KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+ALL_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+KINDS = ALL_KINDS[:-3]
+"""What is drawn at random; the others belong to scenarios."""
 
 COORDINATOR = -1
 """As `Fault.other`: the trainer that coordinates."""
@@ -35,7 +37,13 @@ class Fault:
     `target` is a server (or the trainer, where `kind` says so). A *cut* lasts in one direction:
     what `target` sends, or with `inward` what is sent to it, by `other` or by everybody. What is
     *late* is reported as failed to its sender, and arrives long after. A *kill* that is `inward`
-    strikes right after the next push; one that is `unheard` takes the answer to it along.
+    strikes right after the next push; one that is `unheard` takes the answer to it along. A *lag*
+    is a cut through which everything comes, `delay` seconds later. While *launch* lasts, nobody can
+    start another server. A trainer that is *replaced* is stopped, and another started meanwhile:
+    it wakes beside its successor.
+
+    A fault with `on` waits until server `by` has asked others that of their parity so many `times`,
+    and a kill for `delay` seconds more.
     """
 
     at: float
@@ -45,22 +53,29 @@ class Fault:
     other: int | None = None
     inward: bool = False
     unheard: bool = False
+    delay: float = 0.0
+    on: str = ""
+    by: int = 0
+    times: int = 1
     shares: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
-        if self.kind in ("kill trainer", "pause trainer"):
+        if self.kind in ("kill trainer", "pause trainer", "replace trainer"):
             return f"{self.kind}{lasting}"
+        if self.kind == "launch":
+            return f"no server can be started{lasting}"
         if self.kind == "storm":
             named = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
             return f"storm{lasting}: {named}"
         if self.kind == "disk":
             return f"the store fails{lasting}"
-        if self.kind in ("cut", "part"):
+        if self.kind in ("cut", "part", "lag"):
             other = "everybody" if self.other is None else f"server {self.other}"
             other = "the coordinator" if self.other == COORDINATOR else other
             way = "and" if self.kind == "part" else "from" if self.inward else "to"
-            return f"{self.kind} server {self.target} {way} {other}{lasting}"
+            late = f", {self.delay:.1f} s" if self.kind == "lag" else ""
+            return f"{self.kind}{late} server {self.target} {way} {other}{lasting}"
         if self.kind == "late":
             return f"what is sent to server {self.target} is late{lasting}"
         when = " after its next push" if self.kind == "kill" and self.inward else ""
@@ -92,8 +107,23 @@ class Options:
     """What is done about more losses than parity can bear."""
     pace: float = 4.0
     """How long a step takes at most, in seconds."""
+    goes_on: bool = False
+    """Whether the trainer uses the cluster alone, without versions, and goes on with its next step
+    after a push that failed."""
+    wide_rows: int = 10
+    batch: int = 6
+    """More than the ids that a step has of a table."""
+    idles: bool = False
+    """Whether the trainer that coordinates takes one step, and leaves the others to the rest."""
+    watched: bool = False
+    """Whether another thread of the trainer looks at the tables all the time."""
     scenario: str = ""
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def own_steps(self) -> int:
+        """Those of the trainer that coordinates."""
+        return 1 if self.idles else self.steps
 
     @property
     def tables(self) -> list[Table]:
@@ -102,7 +132,7 @@ class Options:
         if self.dynamic:
             tables.append(Table("dynamic", rows=None, capacity=self._capacity, dim=3, init=exact))
         else:
-            tables.append(Table("wide", rows=10, dim=5, init=exact))
+            tables.append(Table("wide", rows=self.wide_rows, dim=5, init=exact))
         return tables
 
     @property

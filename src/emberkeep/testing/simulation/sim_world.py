@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -91,6 +92,9 @@ class World:
         self.network = SimulatedNetwork(scheduler, self.harness)
         self.disk = MemoryStore(self.network.clock(self.harness))
         self.disk_fails = 0
+        self.launch_fails = 0
+        self.replaced: set[Process] = set()
+        """Trainers that are stopped, and wake beside another that was started meanwhile."""
         self.trainers: list[Process] = []
         self.story: list[str] = []
         self.happened: Counter[str] = Counter()
@@ -143,6 +147,13 @@ class World:
     def _begin(self, fault: Fault) -> None:
         if self._closed:
             return
+        if fault.on:
+            begin = partial(self._begin, replace(fault, on=""))
+            if fault.kind == "kill":
+                begin = partial(self.scheduler.at, fault.delay, begin)
+            question = (self._address(fault.by), fault.on, fault.times)
+            self.network.awaited.setdefault(question, []).append(begin)
+            return
         end = self._apply(fault)
         if end is None:
             return
@@ -168,7 +179,10 @@ class World:
         if fault.kind == "disk":
             self.disk_fails += 1
             return self._mend_disk
-        if fault.kind in ("kill trainer", "pause trainer"):
+        if fault.kind == "launch":
+            self.launch_fails += 1
+            return self._can_launch
+        if fault.kind in ("kill trainer", "pause trainer", "replace trainer"):
             running = [trainer for trainer in self.trainers if trainer.alive]
             if not running:
                 return None
@@ -176,10 +190,12 @@ class World:
             if fault.kind == "kill trainer":
                 self.kill(process)
                 return nothing
+            if fault.kind == "replace trainer":
+                self.replaced.add(process)
             self.scheduler.pause(process)
             return partial(self.scheduler.resume, process)
         address = self._address(fault.target)
-        if fault.kind in ("cut", "part"):
+        if fault.kind in ("cut", "part", "lag"):
             return self._cut(fault, address)
         if fault.kind == "late":
             self.network.late[address] += 1
@@ -230,6 +246,9 @@ class World:
     def _in_time(self, address: str) -> None:
         self.network.late[address] -= 1
 
+    def _can_launch(self) -> None:
+        self.launch_fails -= 1
+
     def _mend_disk(self) -> None:
         self.disk_fails -= 1
 
@@ -247,9 +266,16 @@ class World:
                 paths.append((address, host))
             if fault.kind == "part" or fault.inward:
                 paths.append((host, address))
+        if fault.kind == "lag":
+            self.network.lags.update(dict.fromkeys(paths, fault.delay))
+            return partial(self._hurry, paths)
         for path in paths:
             self.network.cut(path)
         return partial(self._mend, paths)
+
+    def _hurry(self, paths: Iterable[tuple[str, str]]) -> None:
+        for path in paths:
+            self.network.lags.pop(path, None)
 
     def _mend(self, paths: Iterable[tuple[str, str]]) -> None:
         for path in paths:
@@ -290,6 +316,9 @@ class _Launcher:
         server = world.network.servers.get(address)
         if server is not None and server.process.alive and server.service.life != life:
             return address  # it was replaced meanwhile, by another trainer
+        if world.launch_fails:
+            self._clock.sleep(0.5)
+            raise ServerError("injected: there is no room for another server")
         if not self._moves:
             if server is not None:
                 world.kill(server.process)

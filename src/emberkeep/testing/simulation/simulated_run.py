@@ -23,7 +23,7 @@ from emberkeep.testing.simulation.scheduler import (
     SimulationError,
     undisturbed,
 )
-from emberkeep.testing.simulation.sim_job import Follower, Job, Leader
+from emberkeep.testing.simulation.sim_job import Caller, Follower, Job, Leader
 from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
 from emberkeep.testing.simulation.sim_world import World, address_of, stores_of
@@ -123,7 +123,9 @@ class _Life:
         return [
             rank
             for rank, process in self._processes.items()
-            if not process.alive or self._errors.get(rank) is not None
+            if not process.alive
+            or self._errors.get(rank) is not None
+            or process in self._job.world.replaced
         ]
 
     def _start(self, rank: int) -> None:
@@ -135,7 +137,8 @@ class _Life:
 
         def train() -> None:
             try:
-                (Follower if rank else Leader)(job, process).run()
+                first = Caller if job.options.goes_on else Leader
+                (Follower if rank else first)(job, process).run()
             except EmberkeepError as error:
                 world.tell(f"{process} ends: {type(error).__name__}: {error}")
                 self._errors[rank] = error
@@ -164,7 +167,7 @@ class _Life:
 
     def _retire(self, rank: int) -> None:
         world, process = self._job.world, self._processes[rank]
-        if process.alive:
+        if process.alive and process not in world.replaced:
             world.scheduler.kill(process)
         world.trainers.remove(process)
 
@@ -195,7 +198,7 @@ def _at_once() -> Iterator[None]:
 
 def _verify(job: Job) -> None:
     """Every version restores exactly what was frozen for it."""
-    if job.options.workers == "asynchronous":
+    if job.options.workers == "asynchronous" or job.options.goes_on:
         return
     world, model = job.world, job.model
     repository = Repository.open(world.disk, clock=world.network.clock(world.harness))
