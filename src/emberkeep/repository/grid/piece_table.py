@@ -94,6 +94,10 @@ class PieceTable:
         present = np.unique(columns["file"]).tolist()
         return PieceTable({number: self.files[number] for number in present}, columns)
 
+    def only(self, chosen: Bools) -> PieceTable:
+        """Some of the pieces, with all files."""
+        return PieceTable(self.files, {name: v[chosen] for name, v in self.columns.items()})
+
     def without(self, gone: Gone) -> tuple[PieceTable, Gone]:
         """The pieces that are not in a list, and the part of the list that is not among them."""
         if not len(gone) or not len(self):

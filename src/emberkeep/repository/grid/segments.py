@@ -14,6 +14,7 @@ before they are used.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from emberkeep._types import Json
+from emberkeep._types import I64, Json
 from emberkeep.blobs import BlobStore
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
@@ -45,7 +46,7 @@ from emberkeep.runtime.fields import Fields, damaged, parse
 
 CATALOG = "catalog"
 """The kind of a segment, as a file."""
-_BLOCK_PIECES = 4096
+_BLOCK_PIECES = 1024
 # A segment that is longer than so many times what is appended stays as it is.
 _GROWTH = 2
 # A segment of any length counts as if it had so many entries more: each costs a read.
@@ -166,8 +167,10 @@ class Segment:
 
     def read_by(self, version: int) -> PieceTable:
         """The pieces that a restore of a version may read; more than those, and not all others."""
+        if self._everything is not None:
+            return self._everything
         wanted = [b for b in self._blocks if b.first_birth <= version < b.last_death]
-        return self._table(wanted) if len(wanted) < len(self._blocks) else self.everything
+        return self._table(wanted, version)
 
     @property
     def everything(self) -> PieceTable:
@@ -177,7 +180,8 @@ class Segment:
             self._everything = self._table(self._blocks)
         return self._everything
 
-    def _table(self, blocks: Sequence[_Block]) -> PieceTable:
+    def _table(self, blocks: Sequence[_Block], version: int | None = None) -> PieceTable:
+        """The pieces of blocks, or those that a restore of a version reads."""
         ref = self.ref
         parts = []
         for first, last in _neighbours(blocks):
@@ -193,7 +197,7 @@ class Segment:
                 table = PieceTable(self.files, columns)
                 if len(table) != block.pieces:
                     raise damaged(ref.name, "a block has other pieces than its index says")
-                parts.append(table)
+                parts.append(table if version is None else table.only(table.read_by(version)))
         found = PieceTable.joined(parts)
         why = found.problem()
         if why is not None:
@@ -203,7 +207,7 @@ class Segment:
 
 def encoded_segment(name: str, table: PieceTable, gone: Gone) -> tuple[bytes, SegmentRef]:
     """The bytes of a segment, and how a catalog will name it."""
-    order = np.lexsort((table["offset"], table["file"], table["birth"], table["death"]))
+    order = _tiled(table)
     blocks: list[bytes] = []
     about: list[tuple[int, ...]] = []
     for start in range(0, len(table), _BLOCK_PIECES):
@@ -232,6 +236,16 @@ def encoded_segment(name: str, table: PieceTable, gone: Gone) -> tuple[bytes, Se
         gone=len(gone),
     )  # fmt: skip
     return content, ref
+
+
+def _tiled(table: PieceTable) -> I64:
+    """Pieces in an order in which a version reads few blocks: first those that died first, and
+    among as many of them as fill a row of blocks, those that were born first."""
+    rows = max(1, math.isqrt(len(table) // _BLOCK_PIECES))
+    ranks = np.empty(len(table), np.int64)
+    ranks[np.lexsort((table["birth"], table["death"]))] = np.arange(len(table))
+    row = ranks * rows // max(1, len(table))
+    return np.lexsort((table["offset"], table["file"], table["death"], table["birth"], row))
 
 
 def written(store: BlobStore, name: str, table: PieceTable, gone: Gone) -> SegmentRef:
