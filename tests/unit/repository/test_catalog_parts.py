@@ -182,13 +182,16 @@ def test_living_rows_know_who_ended_whom(seed: int, versions: int) -> None:
         if random.random() < 0.4:  # a piece is split, and what lives of it stands elsewhere
             old = sorted(truth)[int(random.integers(len(truth)))]
             known = truth.pop(old)
-            alive = [key for key, death in known.items() if not death]
+            if random.random() < 0.5:  # or moves as it is, with what has died
+                known = {key: death for key, death in known.items() if not death}
             heads = []
             living = rows.pieces[old]
             name = f"{old[0]}+"
-            head(name, living.piece.birth, alive, bool(living.bundle.families[0]))
-            rows.replace([old], heads)
-            for key in alive:
+            head(name, living.piece.birth, list(known), bool(living.bundle.families[0]))
+            ended = {key: death for key, death in known.items() if death}
+            rows.replace([old], heads, {(living.piece.birth, living.is_tombstones): ended})
+            truth[name, 0] = known
+            for key in known.keys() - ended.keys():
                 newest[key] = (name, 0)
         assert {*rows.pieces} == {*truth}
         for place, living in rows.pieces.items():

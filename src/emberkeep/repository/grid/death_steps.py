@@ -18,7 +18,7 @@ import numpy as np
 
 from emberkeep._types import I32, I64
 
-COST_NBYTES = 1024
+COST_NBYTES = 4096
 """What a piece costs a restore beside its rows: as much as to read so many bytes of them."""
 
 # A piece that has ended is read and written once more if versions save so many times its bytes.

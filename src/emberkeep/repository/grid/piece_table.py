@@ -85,7 +85,13 @@ class PieceTable:
     def joined(cls, tables: Sequence[PieceTable]) -> PieceTable:
         if len(tables) == 1:
             return tables[0]
-        files = {number: file for table in tables for number, file in table.files.items()}
+        if tables and all(table.files is tables[0].files for table in tables):
+            return cls(tables[0].files, joined_columns(tables))
+        files = {
+            number: table.files[number]
+            for table in tables
+            for number in np.unique(table["file"]).tolist()
+        }
         return cls(files, joined_columns(tables))
 
     def taken(self, chosen: Bools | I64) -> PieceTable:

@@ -5,7 +5,8 @@ Segments that are not much larger than what is appended are merged with it, so t
 them, about a logarithm of the pieces, and over the life of a grid each entry is written about that
 often: what a round writes follows from what it changed, not from how many versions there are.
 
-Within a segment pieces are ordered by death and stand in blocks. A reader of one version first
+Within a segment pieces stand in blocks, those together that died and were born at about the same
+time. A reader of one version first
 reads the segment's index, which says of each block when its pieces were born and died, and then
 the blocks that can hold pieces of that version. Everything has a digest; columns are validated
 before they are used.
@@ -31,7 +32,7 @@ from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
 from emberkeep.repository.arrow_frames import is_compressed
 from emberkeep.repository.digests import BLOCK_NBYTES
-from emberkeep.repository.grid.bundles import families_json, families_of
+from emberkeep.repository.grid.bundles import Family, families_json, families_of
 from emberkeep.repository.grid.piece_table import (
     COLUMNS,
     DIGESTS,
@@ -149,7 +150,7 @@ class Segment:
             files = _unpack(ref.name, source, _FILES)
             gone = _unpack(ref.name, source, _GONE)
             blocks = _unpack(ref.name, source, _BLOCKS)
-        found = _files_in(ref.name, files)
+        found = _Files(ref.name, files)
         keys = np.stack([gone["file"], gone["head"]], axis=1)
         at, listed = ref.index_nbytes, []
         for nbytes, digest, pieces, birth, death in zip(
@@ -385,33 +386,53 @@ def _files_columns(files: Mapping[int, GridFile]) -> dict[str, list[Any]]:
     }
 
 
-def _files_in(name: str, columns: Mapping[str, npt.NDArray[Any]]) -> dict[int, GridFile]:
-    segment = names.parse_segment(name)
-    grid = None if segment is None else segment[0]
-    found: dict[int, GridFile] = {}
-    seen: set[str] = set()
-    families: dict[str, Any] = {}
-    for number, file, size, digest, block_nbytes, blocks, metadata, forms, _ in zip(
-        *(columns[field].tolist() for field in _FILES), strict=True
-    ):
-        bundle = names.parse_bundle(file)
+class _Files(Mapping[int, GridFile]):
+    """The files that a segment names, each looked at when it is asked for: a version has pieces in
+    some of them."""
+
+    def __init__(self, segment: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        rows = list(zip(*(columns[field].tolist() for field in _FILES), strict=True))
+        self._segment = segment
+        self._rows = {row[0]: row for row in rows}
+        self._known: dict[int, GridFile] = {}
+        self._families: dict[str, tuple[Family, ...]] = {}
+        if len(self._rows) < len(rows) or len({row[1] for row in rows}) < len(rows):
+            raise damaged(segment, "it names a file twice")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._rows
+
+    def __getitem__(self, number: int) -> GridFile:
+        if number not in self._known:
+            self._known[number] = self._described(number)
+        return self._known[number]
+
+    def _described(self, number: int) -> GridFile:
+        name = self._segment
+        _, file, size, digest, block_nbytes, blocks, metadata, forms, _ = self._rows[number]
+        segment, bundle = names.parse_segment(name), names.parse_bundle(file)
+        grid = None if segment is None else segment[0]
         own = names.parse_data(file) is not None if bundle is None else bundle[0] == grid
-        if number in found or number < 0 or file in seen or not own:
-            raise damaged(name, "it names a file that is not of the grid, or one twice")
+        if number < 0 or not own:
+            raise damaged(name, "it names a file that is not of the grid")
         about: Json = {
             "name": file, "size": size, "digest": digest, "kind": KIND,
             "metadata": parse(name, metadata.encode()), "block_nbytes": block_nbytes,
             "blocks": blocks.split(),
         }  # fmt: skip
         ref = FileRef.of(Fields(name, about))
-        if forms not in families:
+        if forms not in self._families:
             described = parse(name, forms.encode())
             if not isinstance(described, list) or not all(isinstance(f, list) for f in described):
                 raise damaged(name, "a file has no families")
-            families[forms] = families_of(ref, described)
-        found[number] = GridFile(ref, families[forms])
-        seen.add(file)
-    return found
+            self._families[forms] = families_of(ref, described)
+        return GridFile(ref, self._families[forms])
 
 
 def _read(store: BlobStore, name: str, start: int, length: int) -> bytes:

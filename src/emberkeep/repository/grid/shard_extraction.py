@@ -35,7 +35,7 @@ from emberkeep.repository.grid.bundles import (
 )
 from emberkeep.repository.grid.catalog import Part, bundles_of
 from emberkeep.repository.grid.death_steps import COST_NBYTES, Steps, steps_of, worth_moving
-from emberkeep.repository.grid.living import Key, LivingRows, by_birth
+from emberkeep.repository.grid.living import Deaths, Key, Living, LivingRows, by_birth
 from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
 from emberkeep.repository.grid.segments import SegmentRef
 from emberkeep.repository.manifest import FileRef, Manifest
@@ -157,6 +157,8 @@ class ShardExtraction:
         self._known: str | None = None
         self._listed_in: tuple[SegmentRef, ...] = ()
         self._rows = LivingRows()
+        self._whole: set[Key] = set()
+        self._kept: dict[tuple[int, bool], Deaths] = {}
         self._tables = list(repository.tables)
         self._read_nbytes = self._written_nbytes = 0
         self._read_seconds = 0.0
@@ -227,7 +229,7 @@ class ShardExtraction:
         found: Chosen = {}
         ended: dict[Key, int] = {}
         total, dead = rows.totals()
-        dying: list[tuple[float, int, Key, tuple[Bundle, Piece]]] = []
+        dying: list[tuple[bool, float, int, Key]] = []
         for key, living in rows.pieces.items():
             piece = living.piece
             count, own = piece.rows, rows.dead(living)
@@ -240,14 +242,16 @@ class ShardExtraction:
                     ended[key] = int(deaths.max())
                 else:
                     found[key] = living.bundle, piece
-            elif own and own * piece.nbytes >= COST_NBYTES * count * bool(ratio):
-                dying.append((own / count, own, key, (living.bundle, piece)))
+            elif own:
+                dying.append((self._has_few_dead(living), own / count, own, key))
         if dead >= ratio * total:
-            # The most dead for what is moved; small pieces with few dead wait until all are.
-            for share, own, key, about in sorted(dying, key=lambda each: (-each[0], each[2])):
-                if dead * 2 < ratio * total and share < 2 * ratio:
-                    break
-                found[key] = about
+            # The most dead for what is moved; few dead rows become a piece only if they must.
+            for few, share, own, key in sorted(
+                dying, key=lambda each: (each[0], -each[1], each[3])
+            ):
+                if dead < ratio * total / (1 if few else 2) and (few or share < 2 * ratio):
+                    continue
+                found[key] = rows.pieces[key].bundle, rows.pieces[key].piece
                 total, dead = total - own, dead - own
         moving: Counter[str] = Counter()
         for (name, _), (_, piece) in found.items():
@@ -255,9 +259,15 @@ class ShardExtraction:
         # How much of a file is used changes when something moves, or when gc has dropped pieces.
         same = not found and order.part.segments == self._listed_in
         unused = [] if same else self._mostly_unused(order.part, moving)
+        divided = {*found}
         for bundle in (*unused, *taken):
             if bundle.used_nbytes - moving[bundle.name] < _LEAST_USED * bundle.file.size:
                 found.update(((bundle.name, p.head), (bundle, p)) for p in bundle.pieces)
+        self._whole = {
+            key
+            for key in found.keys() - divided
+            if ratio and key in rows.pieces and self._has_few_dead(rows.pieces[key])
+        }
         return found, {key: death for key, death in ended.items() if key not in found}
 
     def _mostly_unused(self, part: Part, moving: Counter[str]) -> list[Bundle]:
@@ -269,6 +279,11 @@ class ShardExtraction:
             if used - moving[(file := table.files[number].file).name] < _LEAST_USED * file.size
         ]
         return table.taken(np.isin(table["file"], few)).bundles() if few else []
+
+    def _has_few_dead(self, living: Living) -> bool:
+        """Whether some rows of a piece have died, and a piece of them would cost more than they."""
+        own, rows = self._rows.dead(living), living.piece.rows
+        return 0 < own < rows and own * living.nbytes < COST_NBYTES * rows
 
     @staticmethod
     def _stays(piece: Piece, deaths: I32, ratio: float) -> bool:
@@ -283,6 +298,7 @@ class ShardExtraction:
         """Reads the pieces, divides them, and writes the halves; returns the new files."""
         new: list[Bundle] = []
         steps = self._steps(chosen) if order.rules.ratio else {}
+        self._kept = {}
         waiting = sorted(chosen.items(), key=lambda item: (item[1][1].birth, item[0]))
         for batch in _batches([about for _, about in waiting], _ROUND_NBYTES):
             by_file: dict[str, tuple[Bundle, list[Piece]]] = {}
@@ -329,7 +345,7 @@ class ShardExtraction:
             if living is not None:
                 tables, ids, deaths = self._rows.rows_of(living)
                 if piece.birth in steps:
-                    deaths = steps[piece.birth].record(deaths)
+                    deaths = self._recorded(living, steps[piece.birth])
             else:
                 ((_, _, rows),) = rows_of_pieces(self.repository, [bundle.with_pieces([piece])])
                 tables, ids = rows.tables(), rows.ids
@@ -349,6 +365,19 @@ class ShardExtraction:
                     "nothing was changed; please report this",
                     name=bundle.name,
                 )
+
+    def _recorded(self, living: Living, steps: Steps) -> I32:
+        """The deaths that are recorded for the rows of a piece. In one that moves only because
+        little else of its file is used, too few may have died for a piece of their own: they stay,
+        and are remembered."""
+        tables, ids, deaths = self._rows.rows_of(living)
+        if living.key not in self._whole:
+            return steps.record(deaths)
+        dead = np.flatnonzero(deaths)
+        rows = zip(tables[dead].tolist(), ids[dead].tolist(), strict=True)
+        kept = self._kept.setdefault((living.piece.birth, living.is_tombstones), {})
+        kept.update(zip(rows, deaths[dead].tolist(), strict=True))
+        return np.zeros_like(deaths)
 
     def _write(self, name: str, parts: Iterator[EncodedRows]) -> Bundle:
         bundle = BundleStream(parts, self._tables, nbytes=2**62, metadata={"shard": self.shard})
@@ -419,7 +448,8 @@ class ShardExtraction:
             for bundle in new
             if (pieces := [piece for piece in bundle.pieces if piece.death is None])
         ]
-        self._rows.replace(gone, rows_of_pieces(self.repository, alive))
+        self._rows.replace(gone, rows_of_pieces(self.repository, alive), self._kept)
+        self._kept = {}
 
 
 def _batches(
