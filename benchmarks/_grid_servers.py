@@ -228,7 +228,8 @@ class _Side:
 
 
 def _compare(number: int, at: int, sides: dict[str, _Side], repeats: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {key: [] for key in ("grid", "whole", "grid_mb", "whole_mb")}
+    keys = ("grid", "whole", "grid_mb", "whole_mb", "whole_again")
+    found: dict[str, list[float]] = {key: [] for key in keys}
     chosen = {"grid": number, "whole": at + 1}
     for side in sides:  # what a process does once, the first would pay for
         sides[side].restore(chosen[side])
@@ -237,6 +238,7 @@ def _compare(number: int, at: int, sides: dict[str, _Side], repeats: int) -> dic
             seconds, nbytes = sides[side].restore(chosen[side])
             found[side].append(seconds)
             found[f"{side}_mb"].append(nbytes / 1e6)
+        found["whole_again"].append(sides["whole"].restore(chosen["whole"])[0])
     ratios = [g / w for g, w in zip(found["grid"], found["whole"], strict=True)]
     print(
         f"version {number}: {statistics.median(found['grid']):.3f} s against "
@@ -258,9 +260,15 @@ def forget(path: Path) -> None:
 
 
 def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
-    """The ratios of all pairs."""
+    """The ratios of all pairs, and of whole versions with themselves: how far two measurements of
+    one thing differ."""
     ratios = sorted(
         g / w for at in found.values() for g, w in zip(at["grid"], at["whole"], strict=True)
+    )
+    null = sorted(
+        again / w
+        for at in found.values()
+        for again, w in zip(at["whole_again"], at["whole"], strict=True)
     )
     read = [
         g / w
@@ -274,6 +282,8 @@ def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
         "p50": statistics.median(ratios),
         "p95": ratios[min(len(ratios) - 1, int(np.ceil(0.95 * len(ratios))) - 1)],
         "worst": ratios[-1],
+        "null_p50": statistics.median(null),
+        "null_p95": null[min(len(null) - 1, int(np.ceil(0.95 * len(null))) - 1)],
         "bytes_read": statistics.mean(read) if read else float("nan"),
         "pairs": len(ratios),
     }
@@ -308,13 +318,16 @@ def summary(shape: Shape, built: dict[str, Any], pairs: dict[str, float] | None)
         f"each, on {shape.servers or 'no'} servers: a catalog of {late['nbytes'] / 1e6:.2f} MB, "
         f"{late['pieces']} pieces; a round takes {rounds['late'] * 1e3:.0f} ms per version in the "
         f"last tenth, {rounds['early'] * 1e3:.0f} ms in the second; "
-        f"{built['rounds_that_moved']} of {built['rounds']} rounds moved rows."
+        f"{built['rounds_that_moved']} of {built['rounds']} rounds moved rows, "
+        f"{built['written_nbytes'] / 1e9:.1f} GB; {built['stored_nbytes'] / 1e9:.2f} GB are stored."
     )
     if pairs is not None:
         figures |= {
             "server_restore_vs_whole_median": pairs["p50"],
             "server_restore_vs_whole_p95": pairs["p95"],
             "server_restore_vs_whole_worst": pairs["worst"],
+            "server_null_pair_median": pairs["null_p50"],
+            "server_null_pair_p95": pairs["null_p95"],
             "server_bytes_read_vs_whole": pairs["bytes_read"],
         }
         note += (

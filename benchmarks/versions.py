@@ -259,16 +259,17 @@ def save_full(run: Run, path: Path) -> None:
 def measure(
     run: Run, paths: dict[str, Path], numbers: list[int], compared: list[int], *, repeats: int,
     warm_others: bool,
-) -> tuple[dict[str, dict[int, dict[str, float]]], list[float]]:  # fmt: skip
+) -> tuple[dict[str, dict[int, dict[str, float]]], dict[str, list[float]]]:  # fmt: skip
     """Restores versions from every layout, in turns; and the same version saved whole.
 
     The layouts that are compared closely, grid and full, take `repeats` turns each way, the first
-    of them changing, of which the median counts; with them, the ratios of all cold pairs. The
-    others, of which a restore reads up to the whole history, take one turn at the versions that are
-    `compared`, with files in the page cache if asked for.
+    of them changing, of which the median counts; with them, the ratios of all cold pairs ("pairs"),
+    and of the whole version with itself, restored once more in each turn ("null"): how far two
+    measurements of one thing differ. The others, of which a restore reads up to the whole history,
+    take one turn at the versions that are `compared`, with files in the page cache if asked for.
     """
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in [*paths, "full"]}
-    ratios: list[float] = []
+    ratios: dict[str, list[float]] = {"pairs": [], "null": []}
     for number in numbers:
         # To touch memory for the first time takes long, and the first contender would pay for it.
         restore(run, paths["grid"], number, cold=False)
@@ -285,11 +286,13 @@ def measure(
                         warm, _ = restore(run, *where[name], cold=False)
                     times[name].append((cold, warm))
                     found[name][number] = {"nbytes": store.nbytes, "files": len(store.files)}
+                again, _ = restore(run, *where["full"], cold=True)
+                ratios["null"].append(again / times["full"][-1][0])
             for name, taken in times.items():
                 cold, warm = (statistics.median(each) for each in zip(*taken, strict=True))
                 found[name][number] |= {"cold_s": cold, "warm_s": warm}
             pairs = zip(times["grid"], times["full"], strict=True)
-            ratios += [ours / whole_s for (ours, _), (whole_s, _) in pairs]
+            ratios["pairs"] += [ours / whole_s for (ours, _), (whole_s, _) in pairs]
             grid, full = found["grid"][number], found["full"][number]
             print(
                 f"version {number}: cold {grid['cold_s']:.3f} s, full {full['cold_s']:.3f} s, "
@@ -314,14 +317,16 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def pair_figures(
-    found: dict[str, dict[int, dict[str, float]]], ratios: list[float]
+    found: dict[str, dict[int, dict[str, float]]], ratios: dict[str, list[float]]
 ) -> dict[str, float]:
     """Of restores from the grid against the same version saved whole, both cold."""
     more = [each["nbytes"] / found["full"][n]["nbytes"] for n, each in found["grid"].items()]
     return {
-        "restore_vs_full_file": percentile(ratios, 95),
-        "restore_vs_full_file_median": statistics.median(ratios),
-        "restore_vs_full_file_worst": max(ratios),
+        "restore_vs_full_file": percentile(ratios["pairs"], 95),
+        "restore_vs_full_file_median": statistics.median(ratios["pairs"]),
+        "restore_vs_full_file_worst": max(ratios["pairs"]),
+        "restore_null_pair": percentile(ratios["null"], 95),
+        "restore_null_pair_median": statistics.median(ratios["null"]),
         "bytes_read_vs_full_file_p95": percentile(more, 95),
         "bytes_read_vs_full_file_worst": max(more),
     }
@@ -473,7 +478,7 @@ def only(given: Options) -> None:
             notes = [S3_NOTE]
         else:
             run = Run(dim, 0.0)
-            history(run, root / "grid", VersionSpec(layout="grid"), versions)
+            built = history(run, root / "grid", VersionSpec(layout="grid"), versions)
             numbers = list(range(3, versions + 1, 3))
             paths = {"grid": root / "grid"}
             found, ratios = measure(run, paths, numbers, [], repeats=2, warm_others=False)
@@ -485,8 +490,17 @@ def only(given: Options) -> None:
                 sizes = grid["nbytes"] / 1e6, whole["nbytes"] / 1e6, grid["files"]
                 rows.append([str(number), *(f"{each:.3f}" for each in seconds),
                              *(f"{each:.0f}" for each in sizes)])  # fmt: skip
-            some = f"two pairs of each version, in turns, and their medians; {len(ratios)} in all"
-            notes = [f"Cold restores through a keeper: {some}."]
+            pairs = len(ratios["pairs"])
+            some = f"two pairs of each version, in turns, and their medians; {pairs} in all"
+            gigabytes = [
+                f"{built[each] / 1e9:.2f} GB" for each in ("saved_nbytes", "extracted_nbytes")
+            ]
+            notes = [
+                f"Cold restores through a keeper: {some}.",
+                "A null pair is the whole version restored twice in the same turns.",
+                f"{gigabytes[0]} were saved, and extraction wrote {gigabytes[1]}.",
+            ]
+            figures["write_amplification"] = 1 + built["extracted_nbytes"] / built["saved_nbytes"]
     report(
         replace(given, name=f"versions-{what}"), config=config, figures=figures, columns=columns,
         rows=rows, notes=notes, by=f"versions.py --only {what}",
@@ -579,8 +593,8 @@ def main() -> None:
         ],
         notes=[
             (f"Restores are means over versions {compared}; restore_vs_full_file is the 95th "
-            f"percentile of {len(ratios)} cold pairs, {repeats} of {len(numbers)} versions each. "
-            "CPU is that of all threads but the one that trains."),
+            f"percentile of {len(ratios['pairs'])} cold pairs, {repeats} of {len(numbers)} "
+            "versions each. CPU is that of all threads but the one that trains."),
             many["note"],
             S3_NOTE,
             *(

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from emberkeep._types import I64
 from emberkeep.blobs import Buffer, read_into
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
@@ -31,19 +34,32 @@ class Range:
     pieces: tuple[tuple[Piece, int], ...]
 
 
-def runs(starts: Sequence[int], nbytes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """What stands in one file, ascending, as few long reads: the first and the end of what each
-    reads, where it begins and how long it is."""
-    if not starts:
-        return
-    first, begin, end = 0, starts[0], starts[0] + nbytes[0]
-    for at in range(1, len(starts)):
-        start, stop = starts[at], starts[at] + nbytes[at]
-        if start - end > _GAP_NBYTES or stop - begin > _READ_NBYTES:
-            yield first, at, begin, end - begin
-            first, begin, end = at, start, stop
-        end = max(end, stop)  # one without a body may stand before its neighbour or after it
-    yield first, len(starts), begin, end - begin
+class Run(NamedTuple):
+    """One read: the first and the end of what it reads, where it begins and how long it is."""
+
+    first: int
+    last: int
+    start: int
+    length: int
+
+
+def runs(starts: Sequence[int] | I64, nbytes: Sequence[int] | I64) -> list[Run]:
+    """What stands in one file, ascending, as few long reads."""
+    starts_P, nbytes_P = np.asarray(starts, np.int64), np.asarray(nbytes, np.int64)
+    if not starts_P.size:
+        return []
+    # One without a body may stand before its neighbour or after it.
+    ends_P = np.maximum.accumulate(starts_P + nbytes_P)
+    breaks = np.flatnonzero(starts_P[1:] - ends_P[:-1] > _GAP_NBYTES) + 1
+    found = []
+    for first, last in pairwise([0, *breaks.tolist(), starts_P.size]):
+        while first < last:
+            begin = int(starts_P[first])
+            most = int(np.searchsorted(ends_P[first + 1 : last], begin + _READ_NBYTES, "right"))
+            until = first + 1 + most
+            found.append(Run(first, until, begin, int(ends_P[until - 1]) - begin))
+            first = until
+    return found
 
 
 def ranges(bundle: Bundle) -> list[Range]:
@@ -95,23 +111,25 @@ class Heads:
     """The bytes of heads of one file, and where each of them begins, in the order asked for."""
 
     data: bytes
-    starts: Sequence[int]
+    starts: I64
 
 
 def read_heads(
-    repository: Repository, name: str, starts: Sequence[int], nbytes: Sequence[int]
+    repository: Repository, name: str, starts: Sequence[int] | I64, nbytes: Sequence[int] | I64
 ) -> Heads:
     """The heads of a file that begin at `starts`; each still has to be checked."""
-    order = sorted(range(len(starts)), key=starts.__getitem__)
-    parts, found, done = [], [0] * len(starts), 0
-    for first, last, start, length in runs([starts[i] for i in order], [nbytes[i] for i in order]):
+    starts_P, nbytes_P = np.asarray(starts, np.int64), np.asarray(nbytes, np.int64)
+    order = np.argsort(starts_P, kind="stable")
+    found = np.empty_like(starts_P)
+    parts, done = [], 0
+    for first, last, start, length in runs(starts_P[order], nbytes_P[order]):
         ensure_there(repository, name, start + length, length)
         with missing_is_damage(name):
             part = repository.store.get_range(name, start, length)
         if len(part) != length:
             raise damaged(name)
-        for i in order[first:last]:
-            found[i] = starts[i] - start + done
+        some = order[first:last]
+        found[some] = starts_P[some] - start + done
         parts.append(part)
         done += length
     return Heads(b"".join(parts), found)
@@ -134,7 +152,7 @@ def rows_of_pieces(
     found = []
     for bundle, heads in zip(bundles, every, strict=True):
         data = memoryview(heads.data)
-        for piece, at in zip(bundle.pieces, heads.starts, strict=True):
+        for piece, at in zip(bundle.pieces, heads.starts.tolist(), strict=True):
             check(bundle.name, data[at : at + piece.head_nbytes], piece.head_digest)
         found += [
             (bundle, piece, rows)
@@ -148,8 +166,7 @@ def _split(bundle: Bundle, heads: Heads) -> Iterator[Rows]:
     data = np.array(np.frombuffer(heads.data, np.uint8))
     nbytes = np.array([piece.head_nbytes for piece in bundle.pieces], np.int64)
     rows_P = np.array([piece.rows for piece in bundle.pieces], np.int64)
-    starts = np.array(heads.starts, np.int64)
-    unpacked = unpack_heads(data, starts, nbytes, rows_P, lambda _: bundle.name)
+    unpacked = unpack_heads(data, heads.starts, nbytes, rows_P, lambda _: bundle.name)
     group = row = 0
     for groups, rows in zip(unpacked.groups_P.tolist(), rows_P.tolist(), strict=True):
         some = slice(group, group + groups)

@@ -6,7 +6,7 @@ follows from the version and not from how many pieces, or versions, there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from emberkeep.repository.grid.bundles import Bundle, Piece, Rows
 
 Key = tuple[str, int]
 """A piece: the name of its file and where its head stands."""
+
+Deaths = dict[tuple[int, int], int]
+"""When rows, each by table and id, have ended."""
 
 _LEAST_ROWS = 1024
 
@@ -36,6 +39,10 @@ class Living:
     @property
     def nbytes(self) -> int:
         return self.piece.nbytes + self.piece.head_nbytes
+
+    @property
+    def is_tombstones(self) -> bool:
+        return not self.bundle.families[self.piece.family]
 
 
 class LivingRows:
@@ -87,15 +94,32 @@ class LivingRows:
                 self._dead_P, living.first, living.first + piece.rows,
             )  # fmt: skip
 
-    def replace(self, gone: Iterable[Key], new: Iterable[tuple[Bundle, Piece, Rows]]) -> None:
-        """Pieces went, and rows of them that live stand elsewhere now."""
+    def replace(
+        self, gone: Iterable[Key], new: Iterable[tuple[Bundle, Piece, Rows]],
+        ended: Mapping[tuple[int, bool], Deaths],
+    ) -> None:  # fmt: skip
+        """Pieces went, and rows of them that live stand elsewhere now; with them some that have
+        ended, by their births and whether they are tombstones."""
         for key in gone:
             self.pieces.pop(key, None)
         for bundle, piece, rows in new:
             living = self._add(bundle, piece, rows)
+            self._end(living, ended.get((piece.birth, living.is_tombstones), {}))
             self._enter(living)
         if self._used > 2 * max(_LEAST_ROWS, sum(p.piece.rows for p in self.pieces.values())):
             self._rebuild()
+
+    def _end(self, living: Living, ended: Deaths) -> None:
+        """Rows of a piece that came have ended before."""
+        if not ended:
+            return
+        tables, ids, deaths = self.rows_of(living)
+        wanted = np.array([identity for _, identity in ended], np.int64)
+        for row in np.flatnonzero(np.isin(ids, wanted)).tolist():
+            death = ended.get((int(tables[row]), int(ids[row])))
+            if death is not None:
+                deaths[row] = death
+                self._dead_P[living.number] += 1
 
     def _enter(self, living: Living) -> None:
         from emberkeep.kernels import living_rows

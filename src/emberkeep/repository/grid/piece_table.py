@@ -85,7 +85,13 @@ class PieceTable:
     def joined(cls, tables: Sequence[PieceTable]) -> PieceTable:
         if len(tables) == 1:
             return tables[0]
-        files = {number: file for table in tables for number, file in table.files.items()}
+        if tables and all(table.files is tables[0].files for table in tables):
+            return cls(tables[0].files, joined_columns(tables))
+        files = {
+            number: table.files[number]
+            for table in tables
+            for number in np.unique(table["file"]).tolist()
+        }
         return cls(files, joined_columns(tables))
 
     def taken(self, chosen: Bools | I64) -> PieceTable:
@@ -93,6 +99,10 @@ class PieceTable:
         columns = {name: values[chosen] for name, values in self.columns.items()}
         present = np.unique(columns["file"]).tolist()
         return PieceTable({number: self.files[number] for number in present}, columns)
+
+    def only(self, chosen: Bools) -> PieceTable:
+        """Some of the pieces, with all files."""
+        return PieceTable(self.files, {name: v[chosen] for name, v in self.columns.items()})
 
     def without(self, gone: Gone) -> tuple[PieceTable, Gone]:
         """The pieces that are not in a list, and the part of the list that is not among them."""

@@ -5,7 +5,8 @@ Segments that are not much larger than what is appended are merged with it, so t
 them, about a logarithm of the pieces, and over the life of a grid each entry is written about that
 often: what a round writes follows from what it changed, not from how many versions there are.
 
-Within a segment pieces are ordered by death and stand in blocks. A reader of one version first
+Within a segment pieces stand in blocks, those together that died and were born at about the same
+time. A reader of one version first
 reads the segment's index, which says of each block when its pieces were born and died, and then
 the blocks that can hold pieces of that version. Everything has a digest; columns are validated
 before they are used.
@@ -14,6 +15,7 @@ before they are used.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from emberkeep._types import Json
+from emberkeep._types import I64, Json
 from emberkeep.blobs import BlobStore
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
 from emberkeep.repository.arrow_frames import is_compressed
 from emberkeep.repository.digests import BLOCK_NBYTES
-from emberkeep.repository.grid.bundles import families_json, families_of
+from emberkeep.repository.grid.bundles import Family, families_json, families_of
 from emberkeep.repository.grid.piece_table import (
     COLUMNS,
     DIGESTS,
@@ -45,7 +47,7 @@ from emberkeep.runtime.fields import Fields, damaged, parse
 
 CATALOG = "catalog"
 """The kind of a segment, as a file."""
-_BLOCK_PIECES = 4096
+_BLOCK_PIECES = 1024
 # A segment that is longer than so many times what is appended stays as it is.
 _GROWTH = 2
 # A segment of any length counts as if it had so many entries more: each costs a read.
@@ -148,7 +150,7 @@ class Segment:
             files = _unpack(ref.name, source, _FILES)
             gone = _unpack(ref.name, source, _GONE)
             blocks = _unpack(ref.name, source, _BLOCKS)
-        found = _files_in(ref.name, files)
+        found = _Files(ref.name, files)
         keys = np.stack([gone["file"], gone["head"]], axis=1)
         at, listed = ref.index_nbytes, []
         for nbytes, digest, pieces, birth, death in zip(
@@ -166,8 +168,10 @@ class Segment:
 
     def read_by(self, version: int) -> PieceTable:
         """The pieces that a restore of a version may read; more than those, and not all others."""
+        if self._everything is not None:
+            return self._everything
         wanted = [b for b in self._blocks if b.first_birth <= version < b.last_death]
-        return self._table(wanted) if len(wanted) < len(self._blocks) else self.everything
+        return self._table(wanted, version)
 
     @property
     def everything(self) -> PieceTable:
@@ -177,7 +181,8 @@ class Segment:
             self._everything = self._table(self._blocks)
         return self._everything
 
-    def _table(self, blocks: Sequence[_Block]) -> PieceTable:
+    def _table(self, blocks: Sequence[_Block], version: int | None = None) -> PieceTable:
+        """The pieces of blocks, or those that a restore of a version reads."""
         ref = self.ref
         parts = []
         for first, last in _neighbours(blocks):
@@ -193,7 +198,7 @@ class Segment:
                 table = PieceTable(self.files, columns)
                 if len(table) != block.pieces:
                     raise damaged(ref.name, "a block has other pieces than its index says")
-                parts.append(table)
+                parts.append(table if version is None else table.only(table.read_by(version)))
         found = PieceTable.joined(parts)
         why = found.problem()
         if why is not None:
@@ -203,7 +208,7 @@ class Segment:
 
 def encoded_segment(name: str, table: PieceTable, gone: Gone) -> tuple[bytes, SegmentRef]:
     """The bytes of a segment, and how a catalog will name it."""
-    order = np.lexsort((table["offset"], table["file"], table["birth"], table["death"]))
+    order = _tiled(table)
     blocks: list[bytes] = []
     about: list[tuple[int, ...]] = []
     for start in range(0, len(table), _BLOCK_PIECES):
@@ -232,6 +237,16 @@ def encoded_segment(name: str, table: PieceTable, gone: Gone) -> tuple[bytes, Se
         gone=len(gone),
     )  # fmt: skip
     return content, ref
+
+
+def _tiled(table: PieceTable) -> I64:
+    """Pieces in an order in which a version reads few blocks: first those that died first, and
+    among as many of them as fill a row of blocks, those that were born first."""
+    rows = max(1, math.isqrt(len(table) // _BLOCK_PIECES))
+    ranks = np.empty(len(table), np.int64)
+    ranks[np.lexsort((table["birth"], table["death"]))] = np.arange(len(table))
+    row = ranks * rows // max(1, len(table))
+    return np.lexsort((table["offset"], table["file"], table["death"], table["birth"], row))
 
 
 def written(store: BlobStore, name: str, table: PieceTable, gone: Gone) -> SegmentRef:
@@ -371,33 +386,53 @@ def _files_columns(files: Mapping[int, GridFile]) -> dict[str, list[Any]]:
     }
 
 
-def _files_in(name: str, columns: Mapping[str, npt.NDArray[Any]]) -> dict[int, GridFile]:
-    segment = names.parse_segment(name)
-    grid = None if segment is None else segment[0]
-    found: dict[int, GridFile] = {}
-    seen: set[str] = set()
-    families: dict[str, Any] = {}
-    for number, file, size, digest, block_nbytes, blocks, metadata, forms, _ in zip(
-        *(columns[field].tolist() for field in _FILES), strict=True
-    ):
-        bundle = names.parse_bundle(file)
+class _Files(Mapping[int, GridFile]):
+    """The files that a segment names, each looked at when it is asked for: a version has pieces in
+    some of them."""
+
+    def __init__(self, segment: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        rows = list(zip(*(columns[field].tolist() for field in _FILES), strict=True))
+        self._segment = segment
+        self._rows = {row[0]: row for row in rows}
+        self._known: dict[int, GridFile] = {}
+        self._families: dict[str, tuple[Family, ...]] = {}
+        if len(self._rows) < len(rows) or len({row[1] for row in rows}) < len(rows):
+            raise damaged(segment, "it names a file twice")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._rows
+
+    def __getitem__(self, number: int) -> GridFile:
+        if number not in self._known:
+            self._known[number] = self._described(number)
+        return self._known[number]
+
+    def _described(self, number: int) -> GridFile:
+        name = self._segment
+        _, file, size, digest, block_nbytes, blocks, metadata, forms, _ = self._rows[number]
+        segment, bundle = names.parse_segment(name), names.parse_bundle(file)
+        grid = None if segment is None else segment[0]
         own = names.parse_data(file) is not None if bundle is None else bundle[0] == grid
-        if number in found or number < 0 or file in seen or not own:
-            raise damaged(name, "it names a file that is not of the grid, or one twice")
+        if number < 0 or not own:
+            raise damaged(name, "it names a file that is not of the grid")
         about: Json = {
             "name": file, "size": size, "digest": digest, "kind": KIND,
             "metadata": parse(name, metadata.encode()), "block_nbytes": block_nbytes,
             "blocks": blocks.split(),
         }  # fmt: skip
         ref = FileRef.of(Fields(name, about))
-        if forms not in families:
+        if forms not in self._families:
             described = parse(name, forms.encode())
             if not isinstance(described, list) or not all(isinstance(f, list) for f in described):
                 raise damaged(name, "a file has no families")
-            families[forms] = families_of(ref, described)
-        found[number] = GridFile(ref, families[forms])
-        seen.add(file)
-    return found
+            self._families[forms] = families_of(ref, described)
+        return GridFile(ref, self._families[forms])
 
 
 def _read(store: BlobStore, name: str, start: int, length: int) -> bytes:

@@ -126,7 +126,7 @@ class Chosen:
         for (name, pieces), heads in zip(listed.of_files(), every, strict=True):
             view = memoryview(heads.data)
             about = zip(
-                heads.starts, listed.head_nbytes_P[pieces].tolist(),
+                heads.starts.tolist(), listed.head_nbytes_P[pieces].tolist(),
                 listed.head_digest_P[pieces].tolist(), strict=True,
             )  # fmt: skip
             check_pieces(name, view, about)

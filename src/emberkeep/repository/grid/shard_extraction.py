@@ -2,26 +2,26 @@
 
 A round notes which rows of the living pieces the versions that wait have ended. It moves rows once
 enough of all living rows have ended, so that rounds which move are few and their files long: then
-pieces are split of which more than `ratio` has ended, those with the most ended rows first, until
-half of what is allowed is left. So a restore reads at most 1/(1 − ratio) times the rows that
-it needs. The deaths of a piece's rows are recorded in at most 1/ratio steps: finer ones would make
-many small pieces, for little less than the newest version reads anyway. A piece all of whose rows
-have ended is not moved: that it ended is written in the catalog.
+pieces are split, those first of which the largest share has ended, until half of what is allowed is
+left; and all of which twice as much has ended as is allowed on average. So a restore of the newest
+version reads at most 1/(1 − ratio) times the rows that it needs. Deaths are recorded in the steps
+that let all versions together read least (`death_steps`), so those before it read less in vain. A
+piece all of whose rows have ended is not moved unless its rows died at very different times: that
+it ended is written in the catalog.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 
 import numpy as np
 
-from emberkeep._types import I32, I64, Json
+from emberkeep._types import I32, Json
 from emberkeep.errors import DamageError
 from emberkeep.repository import names
 from emberkeep.repository.digests import BLOCK_NBYTES, Digester
@@ -34,7 +34,8 @@ from emberkeep.repository.grid.bundles import (
     columns_of,
 )
 from emberkeep.repository.grid.catalog import Part, bundles_of
-from emberkeep.repository.grid.living import Key, LivingRows, by_birth
+from emberkeep.repository.grid.death_steps import COST_NBYTES, Steps, steps_of, worth_moving
+from emberkeep.repository.grid.living import Deaths, Key, Living, LivingRows, by_birth
 from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
 from emberkeep.repository.grid.segments import SegmentRef
 from emberkeep.repository.manifest import FileRef, Manifest
@@ -48,8 +49,6 @@ from emberkeep.runtime.fields import Fields
 _ROUND_NBYTES = 256 * 2**20
 # A file of which less than this is used is rewritten.
 _LEAST_USED = 0.5
-# A step in which deaths are recorded has so many bytes of rows at least.
-_LEAST_NBYTES = 65536
 # Files that a round may write for one shard before names could meet those of the next.
 _SHARD_FILES = 10**6
 
@@ -158,6 +157,8 @@ class ShardExtraction:
         self._known: str | None = None
         self._listed_in: tuple[SegmentRef, ...] = ()
         self._rows = LivingRows()
+        self._whole: set[Key] = set()
+        self._kept: dict[tuple[int, bool], Deaths] = {}
         self._tables = list(repository.tables)
         self._read_nbytes = self._written_nbytes = 0
         self._read_seconds = 0.0
@@ -228,22 +229,29 @@ class ShardExtraction:
         found: Chosen = {}
         ended: dict[Key, int] = {}
         total, dead = rows.totals()
-        dying: list[tuple[int, Key, tuple[Bundle, Piece]]] = []
+        dying: list[tuple[bool, float, int, Key]] = []
         for key, living in rows.pieces.items():
-            count, own = living.piece.rows, rows.dead(living)
-            deaths = rows.rows_of(living)[2] if own == count else None
+            piece = living.piece
+            count, own = piece.rows, rows.dead(living)
             if not count:  # as earlier releases wrote them: it leaves nothing behind
-                found[key] = living.bundle, living.piece
-            elif deaths is not None and (ratio or deaths.min() == deaths.max()):
-                ended[key] = int(deaths.max())
+                found[key] = living.bundle, piece
+            elif own == count:
+                deaths = rows.rows_of(living)[2]
                 total, dead = total - count, dead - count
-            elif own and own >= ratio * count:
-                dying.append((own, key, (living.bundle, living.piece)))
+                if self._stays(piece, deaths, ratio):
+                    ended[key] = int(deaths.max())
+                else:
+                    found[key] = living.bundle, piece
+            elif own:
+                dying.append((self._has_few_dead(living), own / count, own, key))
         if dead >= ratio * total:
-            for own, key, about in sorted(dying, key=lambda each: (-each[0], each[1])):
-                if dead * 2 < ratio * total:
-                    break
-                found[key] = about
+            # The most dead for what is moved; few dead rows become a piece only if they must.
+            for few, share, own, key in sorted(
+                dying, key=lambda each: (each[0], -each[1], each[3])
+            ):
+                if dead < ratio * total / (1 if few else 2) and (few or share < 2 * ratio):
+                    continue
+                found[key] = rows.pieces[key].bundle, rows.pieces[key].piece
                 total, dead = total - own, dead - own
         moving: Counter[str] = Counter()
         for (name, _), (_, piece) in found.items():
@@ -251,9 +259,15 @@ class ShardExtraction:
         # How much of a file is used changes when something moves, or when gc has dropped pieces.
         same = not found and order.part.segments == self._listed_in
         unused = [] if same else self._mostly_unused(order.part, moving)
+        divided = {*found}
         for bundle in (*unused, *taken):
             if bundle.used_nbytes - moving[bundle.name] < _LEAST_USED * bundle.file.size:
                 found.update(((bundle.name, p.head), (bundle, p)) for p in bundle.pieces)
+        self._whole = {
+            key
+            for key in found.keys() - divided
+            if ratio and key in rows.pieces and self._has_few_dead(rows.pieces[key])
+        }
         return found, {key: death for key, death in ended.items() if key not in found}
 
     def _mostly_unused(self, part: Part, moving: Counter[str]) -> list[Bundle]:
@@ -266,11 +280,25 @@ class ShardExtraction:
         ]
         return table.taken(np.isin(table["file"], few)).bundles() if few else []
 
+    def _has_few_dead(self, living: Living) -> bool:
+        """Whether some rows of a piece have died, and a piece of them would cost more than they."""
+        own, rows = self._rows.dead(living), living.piece.rows
+        return 0 < own < rows and own * living.nbytes < COST_NBYTES * rows
+
+    @staticmethod
+    def _stays(piece: Piece, deaths: I32, ratio: float) -> bool:
+        """Whether a piece all of whose rows have died can be recorded as one that has."""
+        if not ratio:
+            return bool(deaths.min() == deaths.max())
+        return not worth_moving(piece.birth, deaths, piece.nbytes // piece.rows)
+
     # -- moving rows ---------------------------------------------------------------------------
 
     def _split(self, order: RoundOrder, chosen: Chosen) -> list[Bundle]:
         """Reads the pieces, divides them, and writes the halves; returns the new files."""
         new: list[Bundle] = []
+        steps = self._steps(chosen) if order.rules.ratio else {}
+        self._kept = {}
         waiting = sorted(chosen.items(), key=lambda item: (item[1][1].birth, item[0]))
         for batch in _batches([about for _, about in waiting], _ROUND_NBYTES):
             by_file: dict[str, tuple[Bundle, list[Piece]]] = {}
@@ -280,7 +308,7 @@ class ShardExtraction:
             alive: list[EncodedRows] = []
             for bundle, pieces in by_file.values():
                 for wanted in ranges(bundle.with_pieces(pieces)):
-                    self._divide(wanted, order.rules.ratio, dead, alive)
+                    self._divide(wanted, steps, dead, alive)
             for half in (dead, alive):
                 half.sort(key=lambda part: (part.birth, part.death or 0, repr(part.family)))
                 for parts in _files(half, together=order.rules.concatenate):
@@ -289,9 +317,20 @@ class ShardExtraction:
                     new.append(self._write(name, parts))
         return new
 
+    def _steps(self, chosen: Chosen) -> dict[int, Steps]:
+        """Of each birth, in which steps its rows are recorded to have died."""
+        parts: dict[int, list[tuple[I32, int]]] = {}
+        for key, (_, piece) in chosen.items():
+            living = self._rows.pieces.get(key)
+            if living is not None and piece.rows:
+                about = self._rows.rows_of(living)[2], piece.nbytes // piece.rows
+                parts.setdefault(piece.birth, []).append(about)
+        return {birth: steps_of(birth, some) for birth, some in parts.items()}
+
     def _divide(
-        self, wanted: Range, ratio: float, dead: list[EncodedRows], alive: list[EncodedRows]
-    ) -> None:
+        self, wanted: Range, steps: Mapping[int, Steps], dead: list[EncodedRows],
+        alive: list[EncodedRows],
+    ) -> None:  # fmt: skip
         clock = self.repository.clock
         start = clock.monotonic()
         data = memoryview(read_range(self.repository, wanted))
@@ -305,7 +344,8 @@ class ShardExtraction:
             living = self._rows.pieces.get((bundle.name, piece.head))
             if living is not None:
                 tables, ids, deaths = self._rows.rows_of(living)
-                deaths = coarser(deaths, ratio, piece.nbytes // piece.rows)
+                if piece.birth in steps:
+                    deaths = self._recorded(living, steps[piece.birth])
             else:
                 ((_, _, rows),) = rows_of_pieces(self.repository, [bundle.with_pieces([piece])])
                 tables, ids = rows.tables(), rows.ids
@@ -325,6 +365,19 @@ class ShardExtraction:
                     "nothing was changed; please report this",
                     name=bundle.name,
                 )
+
+    def _recorded(self, living: Living, steps: Steps) -> I32:
+        """The deaths that are recorded for the rows of a piece. In one that moves only because
+        little else of its file is used, too few may have died for a piece of their own: they stay,
+        and are remembered."""
+        tables, ids, deaths = self._rows.rows_of(living)
+        if living.key not in self._whole:
+            return steps.record(deaths)
+        dead = np.flatnonzero(deaths)
+        rows = zip(tables[dead].tolist(), ids[dead].tolist(), strict=True)
+        kept = self._kept.setdefault((living.piece.birth, living.is_tombstones), {})
+        kept.update(zip(rows, deaths[dead].tolist(), strict=True))
+        return np.zeros_like(deaths)
 
     def _write(self, name: str, parts: Iterator[EncodedRows]) -> Bundle:
         bundle = BundleStream(parts, self._tables, nbytes=2**62, metadata={"shard": self.shard})
@@ -395,26 +448,8 @@ class ShardExtraction:
             for bundle in new
             if (pieces := [piece for piece in bundle.pieces if piece.death is None])
         ]
-        self._rows.replace(gone, rows_of_pieces(self.repository, alive))
-
-
-def coarser(deaths: I32, ratio: float, row_nbytes: int) -> I32:
-    """Deaths of the rows of a piece in at most 1/ratio steps of about as many rows, each as late as
-    the last of its rows; 0 stays 0."""
-    dead = deaths[deaths > 0]
-    if not dead.size or not ratio:
-        return deaths
-    steps = min(math.ceil(1 / ratio) - 1, 1 + dead.size * row_nbytes // _LEAST_NBYTES)
-    values, counts = np.unique(dead, return_counts=True)
-    if values.size <= max(1, steps):
-        return deaths
-    # The step in which the last row of each death stands; a step ends with its latest death.
-    step_of: I64 = (np.cumsum(counts) - 1) * max(1, steps) // dead.size
-    ends = np.append(np.flatnonzero(np.diff(step_of)), values.size - 1)
-    latest = values[ends[np.searchsorted(ends, np.arange(values.size))]]
-    found = np.zeros_like(deaths)
-    found[deaths > 0] = latest[np.searchsorted(values, dead)]
-    return found
+        self._rows.replace(gone, rows_of_pieces(self.repository, alive), self._kept)
+        self._kept = {}
 
 
 def _batches(

@@ -179,8 +179,8 @@ def _rows(
         try:
             heads = [
                 readers.submit(
-                    read_heads, repository, name, listed.head_P[pieces].tolist(),
-                    listed.head_nbytes_P[pieces].tolist(),
+                    read_heads, repository, name, listed.head_P[pieces],
+                    listed.head_nbytes_P[pieces],
                 )
                 for name, pieces in listed.of_files()
             ]  # fmt: skip
@@ -245,9 +245,7 @@ def _batches(listed: Listed) -> list[list[_Run]]:
     found: list[list[_Run]] = []
     nbytes = 0
     for name, some in listed.of_files():
-        for first, last, start, length in runs(
-            listed.offset_P[some].tolist(), listed.nbytes_P[some].tolist()
-        ):
+        for first, last, start, length in runs(listed.offset_P[some], listed.nbytes_P[some]):
             if not length:  # tombstones have no bodies
                 continue
             run = _Run(name, some.start + first, some.start + last, start, length)
