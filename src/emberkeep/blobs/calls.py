@@ -29,7 +29,8 @@ class Call(Generic[_T]):
     def __init__(self, store: BlobStore, call: Callable[[], _T]) -> None:
         self._call = call
         self._value: _T | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What it has raised, if it has ended."""
         requests = requests_of(store)
         self._future: Future[None] | None = None if requests is None else requests.submit(self._do)
         self._done = False
@@ -38,7 +39,12 @@ class Call(Generic[_T]):
         try:
             self._value = self._call()
         except BaseException as error:  # raised where the result is asked for
-            self._error = error
+            self.error = error
+
+    @property
+    def made(self) -> bool:
+        """Whether it was made, or is under way."""
+        return self._done or self._future is not None
 
     def wait(self) -> None:
         """Returns when it has ended, however."""
@@ -51,8 +57,8 @@ class Call(Generic[_T]):
 
     def result(self) -> _T:
         self.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value  # type: ignore[return-value]
 
 

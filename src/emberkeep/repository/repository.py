@@ -269,6 +269,9 @@ class Repository:
         for known in self._pinned:
             if version in known:
                 return known[version]
+        return self._read_manifest(version)
+
+    def _read_manifest(self, version: VersionId) -> Manifest:
         try:
             content = self.store.get(version.manifest_name)
         except MissingObjectError:
@@ -308,9 +311,10 @@ class Repository:
         return [found[needed] for needed in sorted(needed_by([top.version], needs))]
 
     @contextmanager
-    def pinned(self, manifest: Manifest) -> Iterator[None]:
-        """While a version is pinned: its manifest and those that it needs are read once."""
-        known = {manifest.version: manifest}
+    def pinned(self, manifest: Manifest, *others: Manifest) -> Iterator[None]:
+        """While a version is pinned: its manifest and those that it needs are read once. Some of
+        `others`, which were read before, may be among these."""
+        known = {each.version: each for each in (manifest, *others)}
         self._pinned.append(known)
         try:
             yield
@@ -466,12 +470,13 @@ class Repository:
     def untag(self, name: str) -> None:
         self.store.delete([names.tag_name(name)])
 
-    def record_restore(self, version: VersionId, *, exact: bool = False) -> None:
+    def record_restore(self, version: VersionId, *, exact: bool = False) -> str:
         """Counts a restore, for the choice of the bit-width; one of an `exact` version costs no
-        accuracy, and is recorded under another name."""
+        accuracy, and is recorded under another kind of name. Returns the name."""
         body = {"version": str(version), "at": self.clock.now().isoformat()}
         name = f"{names.RESTORES}/{names.EXACT if exact else ''}{secrets.token_hex(8)}.json"
         self.store.put(name, self.encode(name, "restore", body))
+        return name
 
     def restores(self, *, exact: bool | None = None) -> int:
         """How often versions of this repository were restored; those that were exact, or were not,
@@ -500,7 +505,8 @@ class Repository:
                 honoured = None
             if any(mark.valid(epoch, honoured) for mark in marks):
                 raise NoVersionError(f"version {version} is being removed: use a newer one")
-        return self.manifest(version)
+        # Whatever is known of it: gc may have removed it, and its mark, before this looked.
+        return self._read_manifest(version)
 
     def document(self, name: str, kind: str) -> Fields | None:
         """A listed document, or None if it was deleted since it was listed."""

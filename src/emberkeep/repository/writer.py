@@ -76,6 +76,8 @@ class Writer:
         # What names of files of grids begin with that a catalog may come to name.
         self._unsettled: set[str] = set()
         self._lock = threading.RLock()
+        self.started_with: tuple[VersionId, ...] = ()
+        """The history when it was opened."""
 
     @classmethod
     def open(cls, repository: Repository, history: History | None = None) -> Writer:
@@ -113,7 +115,9 @@ class Writer:
         repository.claims[epoch] = Claim(lineage=lineage, honoured=honoured)
         keep_reserve(repository.store)
         start = lineage.newest.number if lineage.newest else 0
-        return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
+        opened = cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
+        opened.started_with = history.versions
+        return opened
 
     @property
     def newest(self) -> VersionId | None:
