@@ -1,5 +1,6 @@
 """Blob stores: named immutable objects on a local disk, in memory, or in an object store."""
 
+from emberkeep.blobs.calls import Call, requests_of, together
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.object_store import ObjectStore
@@ -20,6 +21,7 @@ __all__ = [
     "BlobInfo",
     "BlobStore",
     "Buffer",
+    "Call",
     "Disk",
     "ListsNames",
     "LocalStore",
@@ -30,4 +32,6 @@ __all__ = [
     "check_name",
     "open_store",
     "read_into",
+    "requests_of",
+    "together",
 ]

@@ -25,6 +25,7 @@ from emberkeep.errors import (
     UnsupportedStoreError,
 )
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.crew import Crew
 
 if TYPE_CHECKING:
     import obstore.store
@@ -61,6 +62,8 @@ class ObjectStore:
         self._store = store
         self._url = url
         self._deadline = deadline
+        self.requests = Crew(self.reads_at_once, "emberkeep-requests", clock=clock)
+        """Makes calls at once that do not depend on each other: each waits for the network."""
 
     @classmethod
     def from_url(

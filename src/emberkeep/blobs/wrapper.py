@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
+from emberkeep.blobs.calls import requests_of
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, KeepsReserve, reads_at_once
 from emberkeep.errors import MissingObjectError
@@ -25,6 +27,10 @@ class WrapperStore:
     @property
     def reads_at_once(self) -> int:
         return reads_at_once(self.inner)
+
+    @property
+    def requests(self) -> Executor | None:
+        return requests_of(self.inner)
 
     def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
         return self.inner.put(name, data)

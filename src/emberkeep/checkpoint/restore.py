@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from emberkeep._types import I64, Json
+from emberkeep.blobs import Call, requests_of
 from emberkeep.checkpoint.contents import among, checked_rows, rows_of_files
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.cluster.base import Cluster
 from emberkeep.errors import ChangedError, DamageError, StateError, StorageError
 from emberkeep.repository import FileRef, Manifest, Repository, VersionId
-from emberkeep.repository.grid.catalog import GridPlan, grid_of, plan
+from emberkeep.repository.grid.catalog import Catalog, GridPlan, grid_of, plan
 from emberkeep.repository.grid.version_rows import scattered_rows
 from emberkeep.repository.pieces import KIND, counts_of
 from emberkeep.rows.snapshot import Chunk
@@ -48,34 +50,77 @@ def load(
     subject: Subject,
     pool: Pool,
     fits: Fits | None = None,
+    catalog: Catalog | None = None,
 ) -> Restored:
     """Replaces every row of the subject by those of a version. What can, loads itself; rows of
-    servers that another process coordinates are left to that one."""
+    servers that another process coordinates are left to that one. `fits` is asked before any row
+    changes; some may have been read by then. A `catalog` of the version's grid that was read before
+    spares a look for one."""
     check_schema(repository.tables, subject.schema())
     view = TargetView([p for p in view_of(subject).parts if getattr(p.target, "coordinates", True)])
-    return load_into(repository, version, view, pool, fits)
+    return load_into(repository, version, view, pool, fits, catalog)
 
 
 def load_into(
-    repository: Repository, version: VersionId, view: TargetView, pool: Pool, fits: Fits | None
-) -> Restored:
+    repository: Repository, version: VersionId, view: TargetView, pool: Pool, fits: Fits | None,
+    catalog: Catalog | None = None,
+) -> Restored:  # fmt: skip
     """`load` into whatever is given, fitting or made to."""
     chain = repository.chain(version)
     manifest = chain[-1]
     for earlier in chain:
         earlier.described.text("kind")
     table_state(manifest)
-    restored = read_beside(repository, manifest)
-    if fits is not None:
-        fits(restored)
-    for part in view.parts:
-        part.check_room(manifest.layout["tables"])
+    beside = Call(repository.store, partial(read_beside, repository, manifest))
+
+    def admit() -> Restored:
+        restored = beside.result()
+        if fits is not None:
+            fits(restored)
+        for part in view.parts:
+            part.check_room(manifest.layout["tables"])
+        return restored
+
+    installed = TargetView([part for part in view.parts if part.names])
+    if _is_read_ahead(installed, repository, manifest):
+        # Rows are on their way while it is found out whether they are wanted.
+        gate = _Gate(lambda: (admit(), installed.clear()))
+        planned = _load_rows(repository, chain, installed, pool, lambda _: None, catalog, gate)
+        return replace(beside.result(), planned=planned)
+    restored = admit()
     rest = _load_by_holders(view, repository, chain)
     if rest.parts:
         rest.clear()
         planned = _load_rows(repository, chain, rest, pool, lambda _: None)
         return replace(restored, planned=planned)
     return restored
+
+
+class _Gate:
+    """What has to be done once, before the first row changes."""
+
+    def __init__(self, first: Callable[[], object] | None = None) -> None:
+        self._first = first
+
+    def __call__(self) -> None:
+        if self._first is not None:
+            self._first()
+            self._first = None
+
+
+def _is_read_ahead(view: TargetView, repository: Repository, manifest: Manifest) -> bool:
+    """Whether rows are asked for before it is known that they may be installed: where that takes a
+    round trip, and this process installs all of them."""
+    return (
+        requests_of(repository.store) is not None
+        and grid_of(manifest) is not None
+        and bool(view.parts)
+        and not any(_loads_itself(part.target, repository) for part in view.parts)
+    )
+
+
+def _loads_itself(target: object, repository: Repository) -> bool:
+    return isinstance(target, LoadsItself) and target.reaches(repository.store.url)
 
 
 def read_beside(repository: Repository, manifest: Manifest) -> Restored:
@@ -115,7 +160,7 @@ def _load_by_holders(
     rest = []
     for part in view.parts:
         target = part.target
-        if isinstance(target, LoadsItself) and target.reaches(repository.store.url):
+        if isinstance(target, LoadsItself) and _loads_itself(target, repository):
             target.load_version(repository, chain, {own: name for name, own in part.names.items()})
             part.load_table_state(chain[-1].layout["tables"])  # says what had no room
         elif part.names:
@@ -125,13 +170,16 @@ def _load_by_holders(
 
 def _load_rows(
     repository: Repository, chain: Sequence[Manifest], target: TargetView, pool: Pool,
-    shard_of: Callable[[Manifest], int | None],
+    shard_of: Callable[[Manifest], int | None], catalog: Catalog | None = None,
+    gate: _Gate | None = None,
 ) -> GridPlan | None:  # fmt: skip
     """The rows of the last version of a chain; of versions of which `shard_of` names a shard, its
     files alone. Where those of a grid were found."""
     planned = None
     if grid_of(chain[-1]) is not None:
-        planned = _load_grid(repository, chain[-1], target, pool, shard_of(chain[-1]))
+        planned = _load_grid(
+            repository, chain[-1], target, pool, shard_of(chain[-1]), catalog, gate or _Gate()
+        )
     else:
         files = [file for earlier in chain for file in files_of(earlier, shard_of(earlier))]
         with closing(rows_of_files(repository, files, pool)) as rows:
@@ -145,22 +193,29 @@ def _load_rows(
 
 
 def _load_grid(
-    repository: Repository, manifest: Manifest, target: TargetView, pool: Pool, shard: int | None
-) -> GridPlan:
+    repository: Repository, manifest: Manifest, target: TargetView, pool: Pool, shard: int | None,
+    catalog: Catalog | None, gate: _Gate,
+) -> GridPlan:  # fmt: skip
     """Each row once, in whatever order its pieces stand; again if they were moved meanwhile."""
     for left in reversed(range(_ATTEMPTS)):
-        planned = plan(repository, manifest, shard=shard)
-        assert planned is not None
         try:
+            planned = plan(repository, manifest, catalog, shard=shard)
+            assert planned is not None
             for rows, busy in scattered_rows(repository, planned, pool):
+                gate()
                 assert rows.planes is not None
                 target.install_scattered(
                     rows.tables, rows.offsets, rows.ids, rows.planes, busy=busy
                 )
         except ChangedError:
             if left:
+                catalog = None
                 continue
             raise
+        except DamageError:
+            gate()  # a version that is refused is not called damaged
+            raise
+        gate()
         target.forget_changes(keep_since_baseline=False)
         return planned
     raise AssertionError("the last attempt returns or raises")

@@ -15,7 +15,9 @@ from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
+from emberkeep.blobs import Call
 from emberkeep.checkpoint.codec_choice import Choice, choose
+from emberkeep.checkpoint.held_version import HeldVersion, newest_intact
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -47,6 +49,7 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
 from emberkeep.repository.grid.catalog import grid_of, newest_catalog
+from emberkeep.repository.grid.catalog_ahead import CatalogAhead
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.history import History
 from emberkeep.repository.pieces import KIND
@@ -93,8 +96,10 @@ class Checkpointer(BackgroundSaver[Manifest]):
         settings: SaveSettings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
         history: History | None = None,
+        ahead: CatalogAhead | None = None,
     ) -> None:
         self.repository = repository
+        self._ahead = ahead
         self.subject = subject
         self.spec = spec or VersionSpec()
         self.settings = settings or SaveSettings()
@@ -107,11 +112,12 @@ class Checkpointer(BackgroundSaver[Manifest]):
             "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
             nice=self.settings.nice, on_event=on_event,
         )  # fmt: skip
+        counted = Call(repository.store, repository.restore_counts)
         self.writer = Writer.open(repository, history)
         self._collector = Collector(
             self.writer, policy=self.settings.retention, grace=self.settings.grace
         )
-        self._restores = repository.restore_counts()
+        self._restores = counted.result()
         # What the layouts of all versions say of the run, beside what is in them.
         self.run_marks: Json = {}
         self._codecs: Json = {}
@@ -504,52 +510,41 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.join()
         self._saving = None
         self.writer.settle()
-        versions = list(self.repository.versions())
-        chosen = None if version is None else self.repository.version(version, versions)
-        if chosen is not None:
-            versions = [v for v in versions if v <= chosen]
-        lost: list[VersionId] = []
-        while versions:
-            target = versions.pop()
-            try:
-                restored = self._restore(target, fits)
-                if restored is None and target == chosen:
-                    raise StateError(
-                        f"version {chosen} is a prioritised one: it holds no instant and serves to "
-                        "bring single shards back; restore a whole version"
-                    )
-                if restored is None:
-                    continue
-            except DamageError as error:
-                if not fall_back and versions:
-                    raise DamageError(
-                        f"{error}; fall_back=True takes the newest intact version before it",
-                        name=error.name,
-                    ) from error
-                if not versions:
-                    raise
-                lost.append(target)
-                continue
-            return replace(restored, lost=tuple(lost))
-        return None
+        return newest_intact(
+            self.writer, version, fall_back=fall_back,
+            bring_back=lambda held, before: self._restore(held, before, fits),
+        )  # fmt: skip
 
     def forget_chain(self) -> None:
         """Rows have changed in ways that nobody followed: the next version is a baseline."""
         self.join()
         self._chain = _Chain()
 
-    def _restore(self, target: VersionId, fits: Fits | None) -> Restored | None:
+    def _restore(
+        self, held: HeldVersion, before: Sequence[VersionId], fits: Fits | None
+    ) -> Restored | None:
         """None if the version is a prioritised one."""
         start = self._clock.monotonic()
-        with Pin(self.repository, target) as pin:
-            if not pin.manifest.whole:
+        target = held.version
+
+        def admit(found: Restored) -> None:
+            if fits is not None:
+                fits(found)
+            held.confirm()
+            held.count_restore(exact=not self._is_lossy(target))
+
+        with held:
+            manifest = held.manifest
+            if not manifest.whole:
                 return None
-            restored = load(self.repository, target, self.subject, self._pool, fits)
+            grid = grid_of(manifest)
+            catalog = grid and self._ahead and self._ahead.of(self.repository, grid)
+            held.read_ahead(before, catalog)
+            restored = load(self.repository, target, self.subject, self._pool, admit, catalog)
             chain = self.repository.chain(target)
-            self.count_restore(target)
-            manifest = restored.manifest
+            self._restores[not self._is_lossy(target)] += 1
             newest = self.writer.resume(target)
-            shards, grid = manifest.described.number("shards", least=1), grid_of(manifest)
+            shards = manifest.described.number("shards", least=1)
             # Format 1 has rows of several shards in one piece: nobody could move those of one.
             mixed = (
                 shards > 1 and grid is not None and newest_catalog(self.repository, grid).is_mixed
@@ -582,9 +577,12 @@ class Checkpointer(BackgroundSaver[Manifest]):
     def count_restore(self, version: VersionId) -> None:
         """One failure, however many shards came back: rows of an exact version are what they were,
         so that one does not count against the restores that a width was chosen for."""
-        lossy = is_lossy(self.repository.chain(version), self.repository.tables)
+        lossy = self._is_lossy(version)
         self.repository.record_restore(version, exact=not lossy)
         self._restores[not lossy] += 1
+
+    def _is_lossy(self, version: VersionId) -> bool:
+        return is_lossy(self.repository.chain(version), self.repository.tables)
 
     @property
     def restores(self) -> int:

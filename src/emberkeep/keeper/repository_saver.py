@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobStore
+from emberkeep.blobs import BlobStore, Call, requests_of
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load, read_beside
 from emberkeep.checkpoint.save import Counters, Extras, Saving
@@ -32,6 +33,8 @@ from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.repository.grid.catalog_ahead import catalog_ahead
+from emberkeep.repository.history import look_at
 from emberkeep.repository.maintenance.version_copy import newest_readable, run_of
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
@@ -59,6 +62,7 @@ class RepositorySaver(Checkpointer):
         if mirror is not None:
             copies = mirror(must_exist=must_exist and not Repository.exists(store))
         must_exist = must_exist and (copies is None or copies.empty)
+        look, ahead = look_at(store), catalog_ahead(store)
         try:
             repository = Repository.open(store, clock=clock)
         except NoRepositoryError:
@@ -71,12 +75,17 @@ class RepositorySaver(Checkpointer):
             check_holders(subject, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
-        history = repository.history() if must_exist else None
-        if history is not None and history.newest is None:
+            look = None
+        if ahead is not None:
+            ahead.read(repository)
+        history = repository.history(look=look) if must_exist or look is not None else None
+        if must_exist and history is not None and history.newest is None:
             raise NoVersionError(
                 f"{store.url} has no version, and this run must exist: nothing was started "
                 "over. Bring its versions back; leave must_exist out to start a new run"
             )
+        likely = None if history is None else history.newest
+        newest_ahead = Call(store, partial(_newest_of, repository, likely))
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
         check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
@@ -91,6 +100,7 @@ class RepositorySaver(Checkpointer):
             settings=replace(settings, retention=strategy.retention),
             on_event=on_event,
             history=history,
+            ahead=ahead,
         )
         self.url = store.url
         self._about = about
@@ -102,7 +112,8 @@ class RepositorySaver(Checkpointer):
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
-        newest = newest_readable(repository, [v for v in (self.writer.newest,) if v is not None])
+        as_expected = requests_of(store) is not None and self.writer.newest == likely
+        newest = newest_ahead.result() if as_expected else _newest_of(repository, self.writer.newest)
         newest = newest or newest_readable(repository, repository.versions())
         run = repository.id if newest is None else run_of(newest)
         if run != repository.id:  # the run has moved here
@@ -267,6 +278,11 @@ class RepositorySaver(Checkpointer):
 
     def kept_nbytes(self) -> int:
         return kept_nbytes(self.repository.store)
+
+
+def _newest_of(repository: Repository, version: VersionId | None) -> Manifest | None:
+    """The manifest of a version, if it is whole and can be read."""
+    return newest_readable(repository, [v for v in (version,) if v is not None])
 
 
 def _brought(copied: Manifest) -> Json:

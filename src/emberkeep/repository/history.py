@@ -13,19 +13,23 @@ version and claiming, the predecessor could have committed another one and heard
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobInfo, BlobStore, ListsNames
+from emberkeep.blobs import BlobInfo, BlobStore, Call, ListsNames, requests_of
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import documents
 from emberkeep.repository.marks import Mark
 from emberkeep.repository.names import (
+    CONDEMNED,
     VERSIONS,
     WRITERS,
     VersionId,
     is_note,
+    parse_mark,
     parse_version,
     parse_writer,
     writer_name,
@@ -102,11 +106,14 @@ class Listing:
         Unless it shall be `dated`, nothing but names may be looked at: manifests are None then. Not
         where gc has freed names, since one of those may have been taken by something else."""
         epoch = newest_epoch(store)
-        found: list[tuple[str, BlobInfo | None]] | None = None
-        if isinstance(store, ListsNames) and not dated:
-            found = [(name, None) for name in store.names(VERSIONS)]
-        if found is None or any(is_note(name) for name, _ in found):
-            found = [(info.name, info) for info in store.list(VERSIONS)]
+        return cls.made(store, origin, epoch, _listed(store, dated=dated))
+
+    @classmethod
+    def made(
+        cls, store: BlobStore, origin: Lineage, epoch: int,
+        found: Iterable[tuple[str, BlobInfo | None]],
+    ) -> Listing:  # fmt: skip
+        """From what was listed."""
         manifests: dict[VersionId, BlobInfo | None] = {}
         void = set()
         removed: dict[int, int] = {}
@@ -153,6 +160,39 @@ class Listing:
         )
         # As tuples, which are compared much faster: there may be thousands.
         return sorted(counting, key=lambda version: (version.number, version.epoch))
+
+
+def _listed(store: BlobStore, *, dated: bool) -> list[tuple[str, BlobInfo | None]]:
+    if isinstance(store, ListsNames) and not dated:
+        found: list[tuple[str, BlobInfo | None]] = [(name, None) for name in store.names(VERSIONS)]
+        if not any(is_note(name) for name, _ in found):
+            return found
+    return [(info.name, info) for info in store.list(VERSIONS)]
+
+
+class Look:
+    """Marks, writers and versions, listed at once: each as it was at some moment of the look.
+
+    Listed one after the other, marks first, a version that gc removes meanwhile is either marked or
+    not there. At once, its mark may be gone although it was listed: that is a version that was there
+    when the look began, as in any look that is not of this moment. A look that finds marks is void:
+    their versions may be all that was listed, while newer ones are there by now.
+    """
+
+    def __init__(self, store: BlobStore) -> None:
+        self._versions = Call(store, partial(_listed, store, dated=False))
+        self._epoch = Call(store, partial(newest_epoch, store))
+        self._marks = Call(store, lambda: any(parse_mark(i.name) for i in store.list(CONDEMNED)))
+
+    def listing(self, store: BlobStore, origin: Lineage) -> Listing | None:
+        """What was listed; None if that has to be done in order."""
+        versions, epoch = self._versions.result(), self._epoch.result()
+        return None if self._marks.result() else Listing.made(store, origin, epoch, versions)
+
+
+def look_at(store: BlobStore) -> Look | None:
+    """Begins to look at the history of whatever is there, where that is done at once."""
+    return None if requests_of(store) is None else Look(store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from emberkeep.blobs import BlobStore
+from emberkeep.blobs import BlobStore, together
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import documents
 from emberkeep.repository.manifest import versions_in
@@ -61,13 +62,17 @@ def read_marks(store: BlobStore, repository: str) -> tuple[Mark, ...]:
     """Every mark with its decision, valid or not. A damaged document counts as not written: gc
     deletes only after mark and decision were put whole."""
     found: dict[str, dict[bool, tuple[str, _Body | None]]] = {}
-    for info in store.list(CONDEMNED):
-        parsed = parse_mark(info.name)
-        if parsed is not None:
-            key, decision = parsed
-            kind = "decision" if decision else "condemned"
-            body = _read(store, info.name, kind, repository)
-            found.setdefault(key, {})[decision] = info.name, body
+    listed = [(info.name, parse_mark(info.name)) for info in store.list(CONDEMNED)]
+    known = [(name, *parsed) for name, parsed in listed if parsed is not None]
+    bodies = together(
+        store,
+        [
+            partial(_read, store, name, "decision" if decision else "condemned", repository)
+            for name, _, decision in known
+        ],
+    )
+    for (name, key, decision), body in zip(known, bodies, strict=True):
+        found.setdefault(key, {})[decision] = name, body
     return tuple(_mark(key, parts) for key, parts in sorted(found.items()))
 
 

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobInfo, BlobStore, Buffer, Reading
+from emberkeep.blobs import BlobInfo, BlobStore, Buffer, Call, Reading, together
 from emberkeep.blobs.wrapper import ExclusiveStore
 from emberkeep.codecs import is_plane
 from emberkeep.errors import (
@@ -32,6 +32,7 @@ from emberkeep.repository.history import (
     History,
     Lineage,
     Listing,
+    Look,
     create_or_read,
     is_torn,
     newest_claim,
@@ -40,7 +41,7 @@ from emberkeep.repository.history import (
     read_seal,
 )
 from emberkeep.repository.manifest import FileRef, Manifest, needed_by, utc
-from emberkeep.repository.marks import read_marks
+from emberkeep.repository.marks import Mark, read_marks
 from emberkeep.repository.names import VersionId
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.fields import Fields, plain
@@ -207,27 +208,29 @@ class Repository:
                 return version
         return None
 
-    def history(self, *, dated: bool = False) -> History:
-        """The versions with the listing and the lineage that they were decided from."""
-        marks = read_marks(self.store, self.id)
-        listing = Listing.of(self.store, self.origin, dated=dated)
+    def history(self, *, dated: bool = False, look: Look | None = None) -> History:
+        """The versions with the listing and the lineage that they were decided from. A `look` that
+        was begun before is used, unless it is void."""
+        listing = look and look.listing(self.store, self.origin)
+        marks: tuple[Mark, ...] = ()
+        if listing is None:
+            marks = read_marks(self.store, self.id)
+            listing = Listing.of(self.store, self.origin, dated=dated)
+        own = (v for v in listing.manifests if v.epoch == listing.epoch and v not in listing.void)
+        newest = max(own, default=None)
+        # Where that takes a round trip it is asked for beside the claim.
+        is_sealed = newest and Call(self.store, partial(self._is_seal, newest, listing))
         claim = self._newest_claim(listing)
         standing = listing.history(claim.lineage)
         # A successor that has sealed the newest epoch but not claimed its own yet, or died in
         # between, leaves a seal where the newest version would be.
-        if (
-            standing
-            and standing[-1].epoch == listing.epoch
-            and self._is_seal(standing[-1], listing)
-        ):
+        if standing and standing[-1] == newest and is_sealed and is_sealed.result():
             standing.pop()
         # One that looked at the history long ago leaves a seal under a name that gc had freed.
-        standing = [
-            version
-            for version in standing
-            if version.number > listing.removed.get(version.epoch, 0)
-            or not self._is_seal(version, listing)
-        ]
+        freed = [v for v in standing if v.number <= listing.removed.get(v.epoch, 0)]
+        seals = together(self.store, [partial(self._is_seal, v, listing) for v in freed])
+        sealed = {version for version, is_seal in zip(freed, seals, strict=True) if is_seal}
+        standing = [version for version in standing if version not in sealed]
         valid = (mark for mark in marks if mark.valid(listing.epoch, claim.honoured))
         condemned = frozenset[VersionId]().union(*(mark.versions for mark in valid))
         return History(
@@ -266,6 +269,9 @@ class Repository:
         for known in self._pinned:
             if version in known:
                 return known[version]
+        return self._read_manifest(version)
+
+    def _read_manifest(self, version: VersionId) -> Manifest:
         try:
             content = self.store.get(version.manifest_name)
         except MissingObjectError:
@@ -305,9 +311,10 @@ class Repository:
         return [found[needed] for needed in sorted(needed_by([top.version], needs))]
 
     @contextmanager
-    def pinned(self, manifest: Manifest) -> Iterator[None]:
-        """While a version is pinned: its manifest and those that it needs are read once."""
-        known = {manifest.version: manifest}
+    def pinned(self, manifest: Manifest, *others: Manifest) -> Iterator[None]:
+        """While a version is pinned: its manifest and those that it needs are read once. Some of
+        `others`, which were read before, may be among these."""
+        known = {each.version: each for each in (manifest, *others)}
         self._pinned.append(known)
         try:
             yield
@@ -463,12 +470,13 @@ class Repository:
     def untag(self, name: str) -> None:
         self.store.delete([names.tag_name(name)])
 
-    def record_restore(self, version: VersionId, *, exact: bool = False) -> None:
+    def record_restore(self, version: VersionId, *, exact: bool = False) -> str:
         """Counts a restore, for the choice of the bit-width; one of an `exact` version costs no
-        accuracy, and is recorded under another name."""
+        accuracy, and is recorded under another kind of name. Returns the name."""
         body = {"version": str(version), "at": self.clock.now().isoformat()}
         name = f"{names.RESTORES}/{names.EXACT if exact else ''}{secrets.token_hex(8)}.json"
         self.store.put(name, self.encode(name, "restore", body))
+        return name
 
     def restores(self, *, exact: bool | None = None) -> int:
         """How often versions of this repository were restored; those that were exact, or were not,
@@ -497,7 +505,8 @@ class Repository:
                 honoured = None
             if any(mark.valid(epoch, honoured) for mark in marks):
                 raise NoVersionError(f"version {version} is being removed: use a newer one")
-        return self.manifest(version)
+        # Whatever is known of it: gc may have removed it, and its mark, before this looked.
+        return self._read_manifest(version)
 
     def document(self, name: str, kind: str) -> Fields | None:
         """A listed document, or None if it was deleted since it was listed."""

@@ -31,6 +31,7 @@ from emberkeep.repository.history import (
     History,
     create_or_read,
     is_torn,
+    look_at,
     read_claim,
     read_seal,
     seal_document,
@@ -75,6 +76,8 @@ class Writer:
         # What names of files of grids begin with that a catalog may come to name.
         self._unsettled: set[str] = set()
         self._lock = threading.RLock()
+        self.started_with: tuple[VersionId, ...] = ()
+        """The history when it was opened."""
 
     @classmethod
     def open(cls, repository: Repository, history: History | None = None) -> Writer:
@@ -82,7 +85,7 @@ class Writer:
 
         Of several that open at once one succeeds; the others get `FencedError`. A `history` looked
         at before, however long ago, spares a look: what counts is seen after the seal."""
-        history = history or repository.history()
+        history = history or repository.history(look=look_at(repository.store))
         nonce = secrets.token_hex(8)
         if history.listing.epoch:
             history = _seal(repository, history, nonce)
@@ -112,7 +115,9 @@ class Writer:
         repository.claims[epoch] = Claim(lineage=lineage, honoured=honoured)
         keep_reserve(repository.store)
         start = lineage.newest.number if lineage.newest else 0
-        return cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
+        opened = cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
+        opened.started_with = history.versions
+        return opened
 
     @property
     def newest(self) -> VersionId | None:
@@ -510,14 +515,15 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
 
     That epoch may commit while this runs: then the name is taken by a version, and the one after
     that is tried. Its writer uses no number before all lower ones are decided, so one seal stops
-    it for good: unless the name was free because gc had freed it, which gc has noted before.
+    it for good: unless the name was free because gc had freed it, which gc has noted before, or
+    was spent, which is never taken back. Both are looked for after the seal.
     """
     epoch, store = history.listing.epoch, repository.store
     newest, number = history.newest, _highest(history)
     for _ in range(_MOST_NAMES):
         number += 1
         target = VersionId(number, epoch)
-        if is_void(store, target):
+        if target in history.listing.void:
             continue
         content = seal_document(
             repository=repository.id,
@@ -528,14 +534,17 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
         found = create_or_read(store, target.manifest_name, content)
         if found == content or read_seal(target.manifest_name, found) is not None:
             repository.own_seals.add(target.manifest_name)
-            sealed = repository.history()
+            sealed = repository.history(look=look_at(store))
             if sealed.listing.epoch != epoch:
                 raise _lost_the_race(repository)
-            if sealed.listing.removed.get(epoch, 0) < number:
+            spent = target in sealed.listing.void
+            if not spent and sealed.listing.removed.get(epoch, 0) < number:
                 return sealed
             # The epoch has long passed that name, and the seal stops nobody.
             history = sealed
-            newest, number = history.newest, _highest(history)
+            newest, number = history.newest, max(_highest(history), number if spent else 0)
+        elif is_void(store, target):
+            continue
         elif is_torn(found, content):
             void(repository, target)
         else:

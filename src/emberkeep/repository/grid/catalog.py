@@ -25,10 +25,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from emberkeep._types import Bools, Json
+from emberkeep.blobs import BlobStore, together
 from emberkeep.errors import DamageError, FencedError, MissingObjectError, NoVersionError
 from emberkeep.repository import documents, names
 from emberkeep.repository.grid.bundles import Bundle, Piece
@@ -86,12 +88,15 @@ class Part:
     def opened(self, repository: Repository) -> list[Segment]:
         """The segments, of which the indexes are read if they were not."""
         known: dict[str, Segment] = repository.segments
-        found = []
-        for ref in self.segments:
+
+        def opened(ref: SegmentRef) -> Segment:
             segment = known.get(ref.name) or Segment.open(repository.store, ref)
             known[ref.name] = segment
-            found.append(segment)
-        return found
+            return segment
+
+        if all(ref.name in known for ref in self.segments):
+            return [opened(ref) for ref in self.segments]
+        return together(repository.store, [partial(opened, ref) for ref in self.segments])
 
     def everything(self, repository: Repository) -> PieceTable:
         """All pieces."""
@@ -324,29 +329,16 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
     rows, and is `DamageError` elsewhere. Taken for empty, what it names would be taken for garbage.
     """
     while True:
-        parsed = [
-            names.parse_generation(info.name)
-            for info in repository.store.list(names.grid_directory(grid))
-        ]
-        numbers = sorted((found[1] for found in parsed if found), reverse=True)
+        numbers = generations(repository.store, names.grid_directory(grid)).get(grid, [])
         damage: DamageError | None = None
         known: Catalog | None = repository.catalogs.get(grid)
         if known is not None and numbers and known.generation == known.taken == numbers[0]:
             return known
         for number in numbers:
             try:
-                body = repository.document(names.generation_name(grid, number), "catalog")
-                if body is None:
+                catalog = read_catalog(repository, grid, number, numbers[0])
+                if catalog is None:
                     break  # removed since it was listed: there is a newer one
-                catalog = Catalog(
-                    repository=repository,
-                    grid=grid,
-                    generation=number,
-                    taken=numbers[0],
-                    epoch=body.number("epoch"),
-                    covered=body.number("covered"),
-                    parts=parts_in(body),
-                )
             except DamageError as error:
                 damage = damage or error
                 continue
@@ -360,6 +352,34 @@ def newest_catalog(repository: Repository, grid: VersionId) -> Catalog:
                 repository=repository, grid=grid, covered=grid.number - 1,
                 taken=numbers[0] if numbers else 0,
             )  # fmt: skip
+
+
+def generations(store: BlobStore, directory: str) -> dict[VersionId, list[int]]:
+    """The numbers under which catalogs of grids stand below a directory, highest first."""
+    found: dict[VersionId, list[int]] = {}
+    for info in store.list(directory):
+        parsed = names.parse_generation(info.name)
+        if parsed is not None:
+            found.setdefault(parsed[0], []).append(parsed[1])
+    return {grid: sorted(numbers, reverse=True) for grid, numbers in found.items()}
+
+
+def read_catalog(
+    repository: Repository, grid: VersionId, number: int, taken: int
+) -> Catalog | None:
+    """A generation; None if there is none."""
+    body = repository.document(names.generation_name(grid, number), "catalog")
+    if body is None:
+        return None
+    return Catalog(
+        repository=repository,
+        grid=grid,
+        generation=number,
+        taken=taken,
+        epoch=body.number("epoch"),
+        covered=body.number("covered"),
+        parts=parts_in(body),
+    )
 
 
 def _forget_segments(repository: Repository) -> None:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from emberkeep._types import I64, Json
-from emberkeep.blobs import BlobStore
+from emberkeep.blobs import BlobStore, requests_of
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
 from emberkeep.repository.arrow_frames import is_compressed
@@ -50,6 +50,8 @@ CATALOG = "catalog"
 _BLOCK_PIECES = 1024
 # A segment that is longer than so many times what is appended stays as it is.
 _GROWTH = 2
+# A segment that is not longer is read in one go from a store whose calls wait for a network.
+_SHORT_NBYTES = 2**22
 # A segment of any length counts as if it had so many entries more: each costs a read.
 _LEAST_ENTRIES = 32
 
@@ -129,7 +131,7 @@ class Segment:
 
     def __init__(
         self, ref: SegmentRef, files: Mapping[int, GridFile], counts: Mapping[int, int],
-        gone: Gone, blocks: Sequence[_Block], store: BlobStore,
+        gone: Gone, blocks: Sequence[_Block], store: BlobStore, content: memoryview,
     ) -> None:  # fmt: skip
         self.ref = ref
         self.files = files
@@ -138,11 +140,15 @@ class Segment:
         self.gone = gone
         self._blocks = blocks
         self._store = store
+        self._content = content
         self._everything: PieceTable | None = None
 
     @classmethod
     def open(cls, store: BlobStore, ref: SegmentRef) -> Segment:
-        content = _read(store, ref.name, 0, ref.index_nbytes)
+        # Where a second read would take another round trip, blocks come with the index.
+        short = ref.size <= _SHORT_NBYTES and requests_of(store) is not None
+        whole = memoryview(_read(store, ref.name, 0, ref.size if short else ref.index_nbytes))
+        content = whole[: ref.index_nbytes]
         if xxhash.xxh3_64_hexdigest(content) != ref.index_digest:
             raise damaged(ref.name, "its index does not match its digest")
         with _arrow_damage(ref.name):
@@ -164,7 +170,7 @@ class Segment:
         if at != ref.size or (sum(b.pieces for b in listed), len(keys)) != (ref.pieces, ref.gone):
             raise damaged(ref.name, "it has other entries than the catalog says")
         counts = dict(zip(found, files["pieces"].tolist(), strict=True))
-        return cls(ref, found, counts, Gone(keys), listed, store)
+        return cls(ref, found, counts, Gone(keys), listed, store, whole)
 
     def read_by(self, version: int) -> PieceTable:
         """The pieces that a restore of a version may read; more than those, and not all others."""
@@ -187,7 +193,9 @@ class Segment:
         parts = []
         for first, last in _neighbours(blocks):
             start, end = blocks[first].start, blocks[last - 1].start + blocks[last - 1].nbytes
-            content = memoryview(_read(self._store, ref.name, start, end - start))
+            content = self._content[start:end]
+            if len(content) < end - start:
+                content = memoryview(_read(self._store, ref.name, start, end - start))
             for block in blocks[first:last]:
                 at = block.start - start
                 part = content[at : at + block.nbytes]
