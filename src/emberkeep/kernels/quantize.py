@@ -19,12 +19,13 @@ from emberkeep._types import F32, I32, U8, U32
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._tiles import (
     LANES,
+    SPLIT,
     errors,
-    errors_of_two,
     load_rows,
     moments,
     packed,
     put_word,
+    search,
 )
 
 _f32 = np.float32
@@ -34,14 +35,14 @@ _u32 = np.uint32
 # The tile is x[LANES * column + lane]. What is known of each lane lies in one flat array `s`, one
 # group of LANES after the other: with one base and constant distances the compiler knows that
 # groups do not overlap, which is what lets it vectorise.
-_LOW, _HIGH, _STEP, _UNIT = 0 * LANES, 1 * LANES, 2 * LANES, 3 * LANES
-_SCALE, _INVERSE, _SHIFT, _LOSS = 4 * LANES, 5 * LANES, 6 * LANES, 7 * LANES
-_SCALE_A, _INVERSE_A, _SHIFT_A, _ERROR_A = 8 * LANES, 9 * LANES, 10 * LANES, 11 * LANES
-_SCALE_B, _INVERSE_B, _SHIFT_B, _ERROR_B = 12 * LANES, 13 * LANES, 14 * LANES, 15 * LANES
-_WORD = 16 * LANES
-# The sums of the least-squares fit; candidates A and B are not needed by then.
-_CODES, _SQUARES, _VALUES, _PRODUCTS = _SCALE_B, _INVERSE_B, _SHIFT_B, _ERROR_B
-_GROUPS = 17
+_LOW, _HIGH, _UNIT = 0 * LANES, 1 * LANES, 2 * LANES  # in the order that a search expects
+_SCALE, _SHIFT, _LOSS = 3 * LANES, 4 * LANES, 5 * LANES  # these too
+_INVERSE = 6 * LANES
+# The grid of the least-squares fit, and its sums.
+_SCALE_A, _INVERSE_A, _SHIFT_A, _ERROR_A = 7 * LANES, 8 * LANES, 9 * LANES, 10 * LANES
+_CODES, _SQUARES, _VALUES, _PRODUCTS = 11 * LANES, 12 * LANES, 13 * LANES, 14 * LANES
+_WORD = 15 * LANES
+_GROUPS = 16
 
 _SEARCHED, _CONSTANT, _RAW = 0, 1, 2
 
@@ -51,8 +52,7 @@ _LEAST_SCALE, _GREATEST_SCALE = _f32(2.0**-100), _f32(2.0**100)
 _LEAST_REFIT = _f32(2.0**-14)
 _MOST_SHIFT = _f32(32767)
 _INFINITY = 0x7F800000  # as bits
-# Keeps 9 significant bits, to nearest: c·x − (c·x − x) with c = 2^15 + 1 (Veltkamp's splitting).
-_SPLIT = _f32(2**15 + 1)
+_SPLIT = _f32(SPLIT)
 # Half a unit of the 9th bit, and a little for the roundings on the way: to nearest becomes upward.
 _UPWARD = _f32(1 + 2.0**-9 + 2.0**-16)
 
@@ -128,57 +128,6 @@ def _whole_range(
 
 
 @inline
-def _search(
-    x: F32,
-    width: int,
-    lanes: int,
-    top: np.float32,
-    fine: np.float32,
-    bins: np.float32,
-    iterations: int,
-    s: F32,
-) -> None:
-    """Greedy: raise the low end or cut the high end by one bin, whichever errs less; keep the best.
-
-    Losses are compared in units of the whole range's step, which neither over- nor underflows.
-    """
-    errors(x, s, width, _INVERSE, _SHIFT, _LOSS, top)
-    part = _f32(1) / top
-    for w in range(lanes):
-        s[_STEP + w] = (s[_HIGH + w] - s[_LOW + w]) / bins
-    for _ in range(iterations):
-        for w in range(lanes):
-            low, high, step = s[_LOW + w], s[_HIGH + w], s[_STEP + w]
-            scale_a, inverse_a, shift_a = _grid(low + step, high, part, fine, _f32(0.5))
-            scale_b, inverse_b, shift_b = _grid(low, high - step, part, fine, _f32(0.5))
-            s[_SCALE_A + w] = scale_a
-            s[_INVERSE_A + w] = inverse_a
-            s[_SHIFT_A + w] = shift_a
-            s[_SCALE_B + w] = scale_b
-            s[_INVERSE_B + w] = inverse_b
-            s[_SHIFT_B + w] = shift_b
-        errors_of_two(x, s, width, _SCALE_A, _SCALE_B, top)
-        for w in range(lanes):
-            low, high, step, unit = s[_LOW + w], s[_HIGH + w], s[_STEP + w], s[_UNIT + w]
-            scale_a, shift_a, error_a = s[_SCALE_A + w], s[_SHIFT_A + w], s[_ERROR_A + w]
-            scale_b, shift_b, error_b = s[_SCALE_B + w], s[_SHIFT_B + w], s[_ERROR_B + w]
-            best_loss, best_scale, best_shift = s[_LOSS + w], s[_SCALE + w], s[_SHIFT + w]
-            loss_a = error_a * (scale_a * unit) * (scale_a * unit)
-            loss_b = error_b * (scale_b * unit) * (scale_b * unit)
-            raised = loss_a < loss_b
-            raised_low, cut_high = low + step, high - step
-            loss = loss_a if raised else loss_b
-            scale = scale_a if raised else scale_b
-            shift = shift_a if raised else shift_b
-            better = (loss < best_loss) & (abs(shift * fine) <= _MOST_SHIFT)
-            s[_LOW + w] = raised_low if raised else low
-            s[_HIGH + w] = high if raised else cut_high
-            s[_LOSS + w] = loss if better else best_loss
-            s[_SCALE + w] = scale if better else best_scale
-            s[_SHIFT + w] = shift if better else best_shift
-
-
-@inline
 def _refit(x: F32, width: int, lanes: int, top: np.float32, fine: np.float32, s: F32) -> None:
     """Fits the best grid once more, by least squares, to the codes that it gave; keeps the better.
 
@@ -229,7 +178,8 @@ def _pack(
 ) -> None:
     """Writes the codes of a tile: column d takes bits d·bits.. of its row, lowest bit first.
 
-    Columns that end on a byte boundary are put together in words of 32 bits, or 24 for 3 bits.
+    Columns that end on a byte boundary are put together in words of 32 bits, or 24 for 3 bits. All
+    are stored as 32, where the row has that much room: what is too much is stored anew by the next.
     """
     columns = 8 if bits == 3 else 32 // bits
     nbytes = columns * bits // 8
@@ -237,7 +187,7 @@ def _pack(
     at = 0
     for start in range(0, width, columns):
         packed(x, s, start, min(start + columns, width), bits, _INVERSE, _SHIFT, _WORD, top)
-        if nbytes == 4 and stride - at >= 4:
+        if stride - at >= 4:
             for w in range(last - first):
                 put_word(codes_RB, first + w, at, s_bits[_WORD + w])
         else:
@@ -283,7 +233,9 @@ def encode_rows(
         _load(values_RD, first, last, lanes, x, s, s_bits, state)
         _whole_range(x, width, lanes, top, fine, s, state)
         if iterations > 0:
-            _search(x, width, lanes, top, fine, bins, iterations, s)
+            # Losses are in units of the whole range's step, which neither over- nor underflow.
+            errors(x, s, width, _INVERSE, _SHIFT, _LOSS, top)
+            search(x, s, width, iterations, _LOW, _SCALE, top, fine, bins, _MOST_SHIFT)
             _refit(x, width, lanes, top, fine, s)
         _pack(x, width, bits, top, s, s_bits, first, last, codes_RB)
         for w in range(last - first):
