@@ -30,14 +30,17 @@ from _common import criteo_batches
 from emberkeep._types import RowIds
 from emberkeep.cluster.remote.leases import let_go
 from emberkeep.cluster.remote.processes import Connect, ProcessLauncher
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.wire.security import Security
 
 SHARDS, TABLES, DIM, BATCH = 4, 26, 64, 2048
 ROW_NBYTES = 2 * 4 * DIM  # weight and accumulator
 STEPS = 50  # of a trainer, after it has come up
 TIMING = Timing(lease=timedelta(seconds=10))
-HOWS = ("adopt", "rewind", "reload")
+# Each way, and what servers have to say that they did.
+LOADS: dict[str, list[bool]] = {
+    "adopt": [], "rewind": SHARDS * [True], "reload": SHARDS * [False]
+}  # fmt: skip
 
 
 class Trainer:
@@ -98,8 +101,9 @@ def first_trainer(
     warnings.simplefilter("ignore")
     trainer = Trainer(addresses, security, path, rows, batches_of(rows))
     trainer.fill(rows)
-    trainer.keeper.resume()
-    trainer.keeper.wait()
+    assert trainer.keeper.resume() is None
+    trainer.keeper.save()
+    assert trainer.keeper.wait() is not None, "there is nothing to go back to"
     heard.put("saved")
     for number in range(10**9):
         trainer.step()
@@ -110,6 +114,26 @@ def first_trainer(
 def batches_of(rows: int) -> list[Any]:
     names = [f"C{t}" for t in range(TABLES)]
     return criteo_batches(names, rows=rows, batch=BATCH, dense=13, count=64)
+
+
+class Loads:
+    """What servers say that they have loaded: True where unchanged rows stayed."""
+
+    def __init__(self) -> None:
+        self._rewound: list[bool] = []
+        until_done = RemoteShard._until_done
+
+        def noted(shard: RemoteShard, kind: str, *given: Any) -> Any:
+            answer = until_done(shard, kind, *given)
+            if kind == "load":
+                self._rewound.append(answer["rewound"])
+            return answer
+
+        RemoteShard._until_done = noted  # type: ignore[method-assign]
+
+    def take(self) -> list[bool]:
+        rewound, self._rewound = self._rewound, []
+        return rewound
 
 
 def process_start_seconds() -> float:
@@ -128,7 +152,8 @@ def restarts(
     """Median seconds of each way, with so many gigabytes on each server; and those that a process
     takes to start."""
     rows = int(gigabytes * 2**30 * SHARDS / ROW_NBYTES / TABLES)
-    batches, taken = batches_of(rows), {how: list[float]() for how in HOWS}
+    batches, taken = batches_of(rows), {how: list[float]() for how in LOADS}
+    loads = Loads()
     directory = tempfile.mkdtemp(prefix="emberkeep-restarts-")
     hosts = ProcessLauncher(SHARDS, spares=0, threads=1)
     try:
@@ -150,16 +175,18 @@ def restarts(
         process.join()
         time.sleep(1.2 * TIMING.lease.total_seconds())
         for turn in range(-1, rounds):  # the first warms this process up
-            for how in HOWS:
+            for how in LOADS:
                 if how == "reload":
                     for shard in range(SHARDS):
                         hosts.replace(shard, "")
                 start = time.perf_counter()
                 chosen = "adopt" if how == "adopt" else "rewind"
                 trainer = Trainer(addresses(), hosts.security, path, rows, batches, chosen)
-                trainer.keeper.resume()
+                kept = trainer.keeper.resume()
                 trainer.step()
                 seconds = time.perf_counter() - start
+                assert kept is not None, "there was nothing to go on from"
+                assert loads.take() == LOADS[how], f"{how} is not what servers did"
                 say(f"{how}: {seconds:.2f} s")
                 if turn >= 0:
                     taken[how].append(seconds)
