@@ -338,6 +338,7 @@ class Draft:
         self.block_nbytes = block_nbytes
         self._names: list[str] = []
         self._files: list[FileRef] = []
+        self._parts = 0
         self._open = True
         self._lock = threading.Lock()
 
@@ -371,11 +372,19 @@ class Draft:
         """Where the files go."""
         return self._writer.repository.store.url
 
+    def next_part(self) -> int:
+        """A number for a `FileWriter` elsewhere that no other writer of this version has."""
+        with self._lock:
+            self._parts += 1
+            return self._parts - 1
+
     def adopt(self, files: Iterable[FileRef]) -> None:
         """Takes files into the version that a `FileWriter` elsewhere has written for it."""
         with self._lock:
             self._ensure_open()
             for file in files:
+                if file.name in self._names:
+                    raise StateError(f"{file.name} was written twice for version {self.version}")
                 self._names.append(file.name)
                 self._files.append(file)
 
