@@ -2,15 +2,14 @@
 
 Three ways from `connect` to the end of the first step, in a process that has imported and compiled
 everything: rows are adopted; they go back to the newest version, after which fifty steps have
-changed some; or servers were started again too, and load all of them.
+changed some; or servers were started again too, and load all of them. What servers say that they
+did is checked.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ from emberkeep.wire.security import Security
 
 SHARDS, TABLES, DIM, BATCH = 4, 26, 64, 2048
 ROW_NBYTES = 2 * 4 * DIM  # weight and accumulator
-STEPS = 50  # of a trainer, after it has come up
+STEPS, QUICK_STEPS = 50, 5  # after the version, and after rows were adopted
 TIMING = Timing(lease=timedelta(seconds=10))
 # Each way, and what servers have to say that they did.
 LOADS: dict[str, list[bool]] = {
@@ -95,9 +95,9 @@ class Trainer:
 
 
 def first_trainer(
-    addresses: tuple[str, ...], security: Security, path: str, rows: int, heard: Any
+    addresses: tuple[str, ...], security: Security, path: str, rows: int, steps: int, heard: Any
 ) -> None:
-    """Fills the tables, saves a version, trains on until it is killed."""
+    """Fills the tables, saves a version, trains on and waits to be killed."""
     warnings.simplefilter("ignore")
     trainer = Trainer(addresses, security, path, rows, batches_of(rows))
     trainer.fill(rows)
@@ -105,10 +105,10 @@ def first_trainer(
     trainer.keeper.save()
     assert trainer.keeper.wait() is not None, "there is nothing to go back to"
     heard.put("saved")
-    for number in range(10**9):
+    for _ in range(steps):
         trainer.step()
-        if number == STEPS:
-            heard.put("trained")
+    heard.put("trained")
+    time.sleep(600)
 
 
 def batches_of(rows: int) -> list[Any]:
@@ -129,7 +129,11 @@ class Loads:
                 self._rewound.append(answer["rewound"])
             return answer
 
+        self._until_done = until_done
         RemoteShard._until_done = noted  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        RemoteShard._until_done = self._until_done  # type: ignore[method-assign]
 
     def take(self) -> list[bool]:
         rewound, self._rewound = self._rewound, []
@@ -147,15 +151,13 @@ def process_start_seconds() -> float:
 
 
 def restarts(
-    gigabytes: float, rounds: int, say: Callable[[str], None]
-) -> tuple[dict[str, float], float]:
-    """Median seconds of each way, with so many gigabytes on each server; and those that a process
-    takes to start."""
+    hosts: ProcessLauncher, gigabytes: float, rounds: int, steps: int, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Median seconds of each way, with so many gigabytes on each server."""
     rows = int(gigabytes * 2**30 * SHARDS / ROW_NBYTES / TABLES)
     batches, taken = batches_of(rows), {how: list[float]() for how in LOADS}
     loads = Loads()
     directory = tempfile.mkdtemp(prefix="emberkeep-restarts-")
-    hosts = ProcessLauncher(SHARDS, spares=0, threads=1)
     try:
         path = f"{directory}/run"
 
@@ -165,20 +167,21 @@ def restarts(
         say(f"a trainer fills {TABLES * rows * ROW_NBYTES / 2**30:.2f} GB of rows")
         context = multiprocessing.get_context("spawn")
         heard = context.Queue()
-        given = (addresses(), hosts.security, path, rows, heard)
+        given = (addresses(), hosts.security, path, rows, steps, heard)
         process = context.Process(target=first_trainer, args=given)
         process.start()
-        for _ in range(2):
-            say(heard.get(timeout=500))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        try:
+            for _ in range(2):
+                say(heard.get(timeout=500))
+        finally:
+            process.kill()
+            process.join()
         time.sleep(1.2 * TIMING.lease.total_seconds())
         for turn in range(-1, rounds):  # the first warms this process up
             for how in LOADS:
                 if how == "reload":
-                    for shard in range(SHARDS):
-                        hosts.replace(shard, "")
+                    with ThreadPoolExecutor(SHARDS) as threads:
+                        list(threads.map(lambda shard: hosts.replace(shard, ""), range(SHARDS)))
                 start = time.perf_counter()
                 chosen = "adopt" if how == "adopt" else "rewind"
                 trainer = Trainer(addresses(), hosts.security, path, rows, batches, chosen)
@@ -190,11 +193,12 @@ def restarts(
                 say(f"{how}: {seconds:.2f} s")
                 if turn >= 0:
                     taken[how].append(seconds)
-                for _ in range(STEPS):
-                    trainer.step()
+                if how == "adopt":
+                    for _ in range(steps):
+                        trainer.step()
                 trainer.leave()
     finally:
-        hosts.close()
+        loads.close()
         with suppress(OSError):
             shutil.rmtree(Path(directory))
-    return {how: statistics.median(times) for how, times in taken.items()}, process_start_seconds()
+    return {how: statistics.median(times) for how, times in taken.items()}

@@ -22,7 +22,7 @@ import numpy as np
 
 import emberkeep as ek
 from _common import interleaved_ms, options, report
-from _restarts import restarts
+from _restarts import QUICK_STEPS, STEPS, process_start_seconds, restarts
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
@@ -136,12 +136,12 @@ class On:
         return where.open(tables, optimizer, seed=seed)
 
 
-def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
-    """Rows per second of one server with 1-4 client processes."""
+def scaling(hosts: ProcessLauncher, most: int, seconds: float) -> dict[int, float]:
+    """Rows per second of one server with 1 to `most` client processes."""
     cluster = On(hosts, 1).open([TABLE], OPTIMIZER, seed=0)
     context = multiprocessing.get_context("spawn")
     counts = context.Queue()
-    orders = [context.Queue() for _ in range(SHARDS)]
+    orders = [context.Queue() for _ in range(most)]
     address = cluster.launcher.address(0)
     processes = [
         context.Process(target=client, args=(address, hosts.security, own, counts))
@@ -291,19 +291,22 @@ def main() -> None:
         cluster.close()
     more.close()
 
-    say("one server, 1-4 clients")
-    for clients, per_second in scaling(hosts, 0.5 if given.quick else 4.0).items():
+    most, seconds = (2, 0.5) if given.quick else (4, 4.0)
+    say(f"one server, 1-{most} clients")
+    for clients, per_second in scaling(hosts, most, seconds).items():
         rows.append([f"one server, {clients} clients", "flight", "", f"{per_second:,.0f}", ""])
     say("killed servers")
     figures["seconds_to_serve_after_kill"] = seconds_to_serve(hosts, 1 if given.quick else 4)
-    hosts.close()
     say("a trainer that is started again")
-    gigabytes = 1 / 32 if given.quick else 1
-    again, started = restarts(gigabytes, 1 if given.quick else 3, say)
+    gigabytes, steps = (1 / 32, QUICK_STEPS) if given.quick else (1, STEPS)
+    again = restarts(hosts, gigabytes, 1 if given.quick else 3, steps, say)
+    hosts.close()
     for how, seconds in again.items():
         share = f"{again['reload'] / seconds:.1f}× sooner" if how != "reload" else ""
         rows.append([RESTARTS[how], "flight", f"{seconds * 1e3:,.0f}", "", share])
-    rows.append(["start of its process, beside", "", f"{started * 1e3:,.0f}", "", ""])
+    if not given.quick:
+        started = process_start_seconds()
+        rows.append(["start of its process, beside", "", f"{started * 1e3:,.0f}", "", ""])
     figures["adopt_vs_reload"] = again["reload"] / again["adopt"]
     figures["rewind_vs_reload"] = again["reload"] / again["rewind"]
     say("done")
