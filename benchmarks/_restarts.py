@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,21 @@ from emberkeep.wire.security import Security
 
 SHARDS, TABLES, DIM, BATCH = 4, 26, 64, 2048
 ROW_NBYTES = 2 * 4 * DIM  # weight and accumulator
-STEPS, QUICK_STEPS = 50, 5  # after the version, and after rows were adopted
-TIMING = Timing(lease=timedelta(seconds=10))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is on each server, how often all ways are taken, how many steps follow the version and
+    each adoption, and how long a server waits for a trainer that does not speak."""
+
+    gigabytes: float
+    rounds: int
+    steps: int
+    lease: timedelta
+
+
+FULL = Plan(1.0, 3, 50, timedelta(seconds=10))
+QUICK = Plan(1 / 32, 1, 5, timedelta(seconds=4))
 # Each way, and what servers have to say that they did.
 LOADS: dict[str, list[bool]] = {
     "adopt": [], "rewind": SHARDS * [True], "reload": SHARDS * [False]
@@ -48,15 +62,16 @@ class Trainer:
 
     def __init__(
         self, addresses: tuple[str, ...], security: Security, path: str, rows: int,
-        batches: list[Any], on_restart: Any = "adopt",
+        batches: list[Any], lease: timedelta, on_restart: Any = "adopt",
     ) -> None:  # fmt: skip
         import torch
 
         from emberkeep.models import DLRM, DLRMShape
 
         where = Connect(
-            addresses=addresses, security=security, timing=TIMING, on_restart=on_restart
-        )
+            addresses=addresses, security=security, timing=Timing(lease=lease),
+            on_restart=on_restart,
+        )  # fmt: skip
         tables = [ek.Table(f"C{t}", rows=rows, dim=DIM) for t in range(TABLES)]
         self.bags = ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=0.01), cluster=where, seed=0)
         shape = DLRMShape(bottom=(128, DIM), top=(128, 1))
@@ -95,17 +110,17 @@ class Trainer:
 
 
 def first_trainer(
-    addresses: tuple[str, ...], security: Security, path: str, rows: int, steps: int, heard: Any
+    addresses: tuple[str, ...], security: Security, path: str, rows: int, plan: Plan, heard: Any
 ) -> None:
     """Fills the tables, saves a version, trains on and waits to be killed."""
     warnings.simplefilter("ignore")
-    trainer = Trainer(addresses, security, path, rows, batches_of(rows))
+    trainer = Trainer(addresses, security, path, rows, batches_of(rows), plan.lease)
     trainer.fill(rows)
     assert trainer.keeper.resume() is None
     trainer.keeper.save()
     assert trainer.keeper.wait() is not None, "there is nothing to go back to"
     heard.put("saved")
-    for _ in range(steps):
+    for _ in range(plan.steps):
         trainer.step()
     heard.put("trained")
     time.sleep(600)
@@ -150,11 +165,9 @@ def process_start_seconds() -> float:
     return time.perf_counter() - start
 
 
-def restarts(
-    hosts: ProcessLauncher, gigabytes: float, rounds: int, steps: int, say: Callable[[str], None]
-) -> dict[str, float]:
-    """Median seconds of each way, with so many gigabytes on each server."""
-    rows = int(gigabytes * 2**30 * SHARDS / ROW_NBYTES / TABLES)
+def restarts(hosts: ProcessLauncher, plan: Plan, say: Callable[[str], None]) -> dict[str, float]:
+    """Median seconds of each way."""
+    rows = int(plan.gigabytes * 2**30 * SHARDS / ROW_NBYTES / TABLES)
     batches, taken = batches_of(rows), {how: list[float]() for how in LOADS}
     loads = Loads()
     directory = tempfile.mkdtemp(prefix="emberkeep-restarts-")
@@ -167,7 +180,7 @@ def restarts(
         say(f"a trainer fills {TABLES * rows * ROW_NBYTES / 2**30:.2f} GB of rows")
         context = multiprocessing.get_context("spawn")
         heard = context.Queue()
-        given = (addresses(), hosts.security, path, rows, steps, heard)
+        given = (addresses(), hosts.security, path, rows, plan, heard)
         process = context.Process(target=first_trainer, args=given)
         process.start()
         try:
@@ -176,15 +189,17 @@ def restarts(
         finally:
             process.kill()
             process.join()
-        time.sleep(1.2 * TIMING.lease.total_seconds())
-        for turn in range(-1, rounds):  # the first warms this process up
+        time.sleep(1.2 * plan.lease.total_seconds())
+        for turn in range(-1, plan.rounds):  # the first warms this process up
             for how in LOADS:
                 if how == "reload":
                     with ThreadPoolExecutor(SHARDS) as threads:
                         list(threads.map(lambda shard: hosts.replace(shard, ""), range(SHARDS)))
                 start = time.perf_counter()
                 chosen = "adopt" if how == "adopt" else "rewind"
-                trainer = Trainer(addresses(), hosts.security, path, rows, batches, chosen)
+                trainer = Trainer(
+                    addresses(), hosts.security, path, rows, batches, plan.lease, chosen
+                )
                 kept = trainer.keeper.resume()
                 trainer.step()
                 seconds = time.perf_counter() - start
@@ -194,7 +209,7 @@ def restarts(
                 if turn >= 0:
                     taken[how].append(seconds)
                 if how == "adopt":
-                    for _ in range(steps):
+                    for _ in range(plan.steps):
                         trainer.step()
                 trainer.leave()
     finally:

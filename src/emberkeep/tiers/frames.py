@@ -20,8 +20,8 @@ from emberkeep.runtime.memory import lazy_zeros
 # pushed.
 LOADING, FLUSHING, HELD = 1, 2, 4
 
-# A use counts half after 14 turns.
-_FADING = 0.05
+# A use counts half after 28 turns: 14 batches, each of which is read ahead and pulled.
+_FADING = 0.025
 # At each refill the least worthy 1/32 of the frames is queued.
 _QUEUE_SHARE = 32
 _QUEUE_LEAST = 256
