@@ -69,7 +69,7 @@ class Trainer:
         from emberkeep.models import DLRM, DLRMShape
 
         where = Connect(
-            addresses=addresses, security=security, timing=Timing(lease=lease),
+            addresses=addresses, security=security, timing=Timing(deadline=lease, lease=lease),
             on_restart=on_restart,
         )  # fmt: skip
         tables = [ek.Table(f"C{t}", rows=rows, dim=DIM) for t in range(TABLES)]

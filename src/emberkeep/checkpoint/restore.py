@@ -229,7 +229,8 @@ def _changed_in(ids: I64, changed: I64, met: npt.NDArray[np.bool_]) -> I64:
     at = np.searchsorted(ids, changed[part])
     found = ids[at] == changed[part]
     met[part] |= found
-    return at[found]
+    positions: I64 = at[found]
+    return positions
 
 
 def _install(

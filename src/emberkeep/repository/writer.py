@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, Buffer
@@ -338,7 +339,7 @@ class Draft:
         self.block_nbytes = block_nbytes
         self._names: list[str] = []
         self._files: list[FileRef] = []
-        self._parts = 0
+        self.next_part = count().__next__  # for each `FileWriter` elsewhere, one of its own
         self._open = True
         self._lock = threading.Lock()
 
@@ -371,12 +372,6 @@ class Draft:
     def url(self) -> str:
         """Where the files go."""
         return self._writer.repository.store.url
-
-    def next_part(self) -> int:
-        """A number for a `FileWriter` elsewhere that no other writer of this version has."""
-        with self._lock:
-            self._parts += 1
-            return self._parts - 1
 
     def adopt(self, files: Iterable[FileRef]) -> None:
         """Takes files into the version that a `FileWriter` elsewhere has written for it."""
