@@ -61,17 +61,21 @@ class Found:
 
 
 def caches(root: Path, *, quick: bool, cache: float) -> Found:
-    """All contenders with a cache of this share."""
-    bench = Bench(root / "paper", PAPER_SHAPE)
+    """All contenders with a cache of this share. A quick run has a quarter of the rows and as many
+    of them in the cache."""
+    scale = 4 if quick else 1
+    bench = Bench(root / "paper", replace(PAPER_SHAPE, rows=PAPER_SHAPE.rows // scale))
     ram = bench.memory(wait_s=0.0)
     found, shape, wait_ms = Found(), bench.shape, wait_of(_GPUS)
     found.config = {
         "emulated_rows": bench.rows, "emulated_dim": shape.dim, "emulated_batch": shape.batch,
         "emulated_network": shape.network, "emulated_optimizer": "row-wise adagrad",
-        "emulated_cache_shares": list(CACHES), "emulated_embedding_share": round(SHARE, 3),
+        "emulated_cache_shares": [scale * share for share in CACHES],
+        "emulated_embedding_share": round(SHARE, 3),
     }  # fmt: skip
     found.figures["emulated_wait_ms"] = wait_ms
-    _at(bench, ram, cache, wait_ms, found, quick=quick)
+    suffix = "" if cache == CACHES[0] else f"_cache_{cache * 100:g}pct"
+    _at(bench, ram, scale * cache, wait_ms, found, suffix, quick=quick)
     ram.close()
     if cache == CACHES[0]:
         found.notes.append(_about(bench.rows, wait_ms))
@@ -108,8 +112,9 @@ def wait_of(gpus: int) -> float:
 
 
 def _at(
-    bench: Bench, ram: Contender, cache: float, wait_ms: float, found: Found, *, quick: bool
-) -> None:
+    bench: Bench, ram: Contender, cache: float, wait_ms: float, found: Found, suffix: str, *,
+    quick: bool,
+) -> None:  # fmt: skip
     """All contenders with a cache of this share."""
     behind = {
         "inline": bench.contender("inline", cache),
@@ -138,7 +143,6 @@ def _at(
     ]
     if "hash" in behind:
         found.rows.append(taken.row("hash", f"{titled}: no cache (PMem-Hash)"))
-    suffix = "" if cache == CACHES[0] else f"_cache_{cache * 100:g}pct"
     found.figures |= {
         f"emulated_time_vs_dram{suffix}": taken.ratio("tier", "ram"),
         f"emulated_time_vs_ordinary_cache{suffix}": taken.ratio("tier", "ordinary"),
