@@ -40,59 +40,66 @@ class ListedFrames(Frames):
         self._newer = np.full(count + 1, -1, np.int64)
         self._older[count] = self._newer[count] = count
 
-    def touch(self, frames: I64) -> None:
+    def touch(self, frames: I64, turn: int) -> None:
+        """Uses are noted by the list alone."""
+
+    def move_to_end(self, frames: I64) -> None:
         """Notes a use of each."""
         _move_to_end(self._older, self._newer, frames)
 
-    def oldest(self, count: int, before: int) -> I64:
+    def least(self, count: int, before: int) -> I64:
         out = np.empty(count, np.int64)
         taken = _take_oldest(self._older, self._newer, self.busy, self.used, before, out)
         return out[:taken]
 
 
-class OrdinaryCache(TieredSlab):
-    """The paper's Ori-Cache: an ordinary cache that does its upkeep in the path of a request.
-
-    Under the lock a pull moves the rows that it hits to the end of the list of uses, one by one,
-    frees the oldest for those that it misses, writes back what these hold, and reads what it
-    misses. A push is a use of its own and moves them again. Nothing happens between requests and
-    nothing is read ahead.
-
-    It is kinder than the paper's in two ways: victims of a request are written together, and its
-    misses are read with the tier's 64 reads under way at once.
-    """
-
-    def _new_frames(self, count: int) -> ListedFrames:
-        return ListedFrames(count, self.rows)
+class InlineCache(TieredSlab):
+    """Our cache alone: its order of eviction and its reads, but everything is done in the path of a
+    request, under the lock. Nothing happens between requests and nothing is read ahead."""
 
     def _wake(self) -> None:
         """There is no upkeep to wake."""
 
     def fetch(self, wanted: RowIds, *, ahead: bool = False) -> None:
-        if ahead:
-            return
-        with self.lock:
-            super().fetch(wanted)
-            found, _ = self.resolve(wanted)
-            self._touch(self.frames.of(found[found >= 0]))
-
-    def _after_write(self, found: I64, places: I64) -> None:
-        super()._after_write(found, places)
-        self._touch(places)
-
-    def _touch(self, frames: I64) -> None:
-        assert isinstance(self.frames, ListedFrames)
-        self.frames.touch(frames)
+        if not ahead:
+            with self.lock:
+                super().fetch(wanted)
 
 
-class OneByOneCache(OrdinaryCache):
-    """The same where each thread reads a miss as it meets it, one at a time: a cache that is asked
-    for one key after the other has nothing else to read meanwhile."""
+class OrdinaryCache(InlineCache):
+    """The paper's Ori-Cache: an ordinary cache that does its upkeep in the path of a request.
+
+    Under the lock a pull moves the rows that it hits to the end of the list of uses, one by one,
+    frees the oldest for those that it misses, writes back what these hold, and reads what it
+    misses: each thread as it meets them, one at a time, since a cache that is asked for one key
+    after the other has nothing else to read meanwhile. A push is a use of its own and moves rows
+    again.
+
+    It is kinder than the paper's in one way: victims of a request are written together.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.loads.reads = Reads(self.log, threads=self.pool.threads)
         self.loads.reads.deep = False
+
+    def _new_frames(self, count: int) -> ListedFrames:
+        return ListedFrames(count, self.rows)
+
+    def fetch(self, wanted: RowIds, *, ahead: bool = False) -> None:
+        if not ahead:
+            with self.lock:
+                super().fetch(wanted)
+                found, _ = self.resolve(wanted)
+                self._note_use(self.frames.of(found[found >= 0]))
+
+    def _after_write(self, found: I64, places: I64) -> None:
+        super()._after_write(found, places)
+        self._note_use(places)
+
+    def _note_use(self, frames: I64) -> None:
+        assert isinstance(self.frames, ListedFrames)
+        self.frames.move_to_end(frames)
 
 
 class StorageHash(TieredSlab):
@@ -119,8 +126,8 @@ class StorageHash(TieredSlab):
 
 SLABS: dict[Kind, type[TieredSlab]] = {
     "pipelined": TieredSlab,
-    "inline": OrdinaryCache,
-    "ordinary": OneByOneCache,
+    "inline": InlineCache,
+    "ordinary": OrdinaryCache,
     "hash": StorageHash,
 }
 

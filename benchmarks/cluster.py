@@ -22,7 +22,7 @@ import numpy as np
 
 import emberkeep as ek
 from _common import interleaved_ms, options, report
-from _restarts import restarts
+from _restarts import FULL, QUICK, process_start_seconds, restarts
 from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
@@ -127,8 +127,8 @@ def client(address: str, security: Security, orders: Any, counts: Any) -> None:
 class On:
     """A cluster on servers that run already: starting them takes longer than most measurements."""
 
-    def __init__(self, hosts: ProcessLauncher, shards: int = SHARDS) -> None:
-        self.addresses = tuple(hosts.address(shard) for shard in range(shards))
+    def __init__(self, hosts: ProcessLauncher, shards: int = SHARDS, first: int = 0) -> None:
+        self.addresses = tuple(hosts.address(first + shard) for shard in range(shards))
         self.security = hosts.security
 
     def open(self, tables: Any, optimizer: Any, *, seed: int) -> Any:
@@ -136,12 +136,12 @@ class On:
         return where.open(tables, optimizer, seed=seed)
 
 
-def scaling(hosts: ProcessLauncher, seconds: float) -> dict[int, float]:
-    """Rows per second of one server with 1-4 client processes."""
+def scaling(hosts: ProcessLauncher, most: int, seconds: float) -> dict[int, float]:
+    """Rows per second of one server with 1 to `most` client processes."""
     cluster = On(hosts, 1).open([TABLE], OPTIMIZER, seed=0)
     context = multiprocessing.get_context("spawn")
     counts = context.Queue()
-    orders = [context.Queue() for _ in range(SHARDS)]
+    orders = [context.Queue() for _ in range(most)]
     address = cluster.launcher.address(0)
     processes = [
         context.Process(target=client, args=(address, hosts.security, own, counts))
@@ -202,7 +202,8 @@ def step_of(cluster: Any, prefetch: bool, opened: list[Any]) -> Callable[[], obj
 
 
 def seconds_to_serve(hosts: ProcessLauncher, kills: int) -> float:
-    """From SIGKILL until the shard answers again, restored empty: what servers themselves take."""
+    """From SIGKILL until the shard answers again, restored empty: what servers themselves take.
+    The servers end with it."""
     cluster = FlightCluster([TABLE], OPTIMIZER, hosts, pool=shared(), security=hosts.security)
     first = cluster.handles[0].epoch
     request, taken = wanted(1000), []
@@ -244,6 +245,8 @@ def main() -> None:
     assert isinstance(in_process, LocalCluster)
     rows, figures = [], {}
     for name, size in SIZES.items():
+        if given.quick and name == "50k":
+            continue
         say(f"pulls of {name} rows from each of {SHARDS} shards")
         request = wanted(size)
         contenders: dict[str, Callable[[], object]] = {
@@ -272,12 +275,17 @@ def main() -> None:
     ray.shutdown()
 
     say("training")
-    more = ProcessLauncher(SHARDS, spares=0, threads=1)
+    # A quick run has no time to start more: both contenders have half of those there are.
+    half, more = SHARDS // 2, None
+    where = On(hosts, half), On(hosts, half, half)
+    if not given.quick:
+        half, more = SHARDS, ProcessLauncher(SHARDS, spares=0, threads=1)
+        where = On(hosts), On(more)
     opened: list[Any] = []
     steps = {
-        "in process": step_of(ek.local(shards=SHARDS), False, opened),
-        "flight": step_of(On(hosts), False, opened),
-        "flight, prefetch": step_of(On(more), True, opened),
+        "in process": step_of(ek.local(shards=half), False, opened),
+        "flight": step_of(where[0], False, opened),
+        "flight, prefetch": step_of(where[1], True, opened),
     }
     taken = medians_ms(steps, 1 if given.quick else 4)
     for who, value in taken.items():
@@ -289,28 +297,31 @@ def main() -> None:
     figures["prefetch_gain"] = taken["flight"] / taken["flight, prefetch"]
     for cluster in opened[1:]:
         cluster.close()
-    more.close()
+    if more is not None:
+        more.close()
 
-    say("one server, 1-4 clients")
-    for clients, per_second in scaling(hosts, 0.5 if given.quick else 4.0).items():
+    most, seconds = (2, 0.5) if given.quick else (4, 4.0)
+    say(f"one server, 1-{most} clients")
+    for clients, per_second in scaling(hosts, most, seconds).items():
         rows.append([f"one server, {clients} clients", "flight", "", f"{per_second:,.0f}", ""])
+    say("a trainer that is started again")
+    plan = QUICK if given.quick else FULL
+    again = restarts(hosts, plan, say)
     say("killed servers")
     figures["seconds_to_serve_after_kill"] = seconds_to_serve(hosts, 1 if given.quick else 4)
-    hosts.close()
-    say("a trainer that is started again")
-    gigabytes = 1 / 32 if given.quick else 1
-    again, started = restarts(gigabytes, 1 if given.quick else 3, say)
     for how, seconds in again.items():
         share = f"{again['reload'] / seconds:.1f}× sooner" if how != "reload" else ""
         rows.append([RESTARTS[how], "flight", f"{seconds * 1e3:,.0f}", "", share])
-    rows.append(["start of its process, beside", "", f"{started * 1e3:,.0f}", "", ""])
+    if not given.quick:
+        started = process_start_seconds()
+        rows.append(["start of its process, beside", "", f"{started * 1e3:,.0f}", "", ""])
     figures["adopt_vs_reload"] = again["reload"] / again["adopt"]
     figures["rewind_vs_reload"] = again["reload"] / again["rewind"]
     say("done")
     report(
         given,
         config={
-            "gigabytes_per_server": gigabytes,
+            "gigabytes_per_server": plan.gigabytes,
             "shards": SHARDS,
             "dim": DIM,
             "rows": ROWS,

@@ -13,11 +13,13 @@ the median, over cycles, of the ratio within one cycle.
 - *ordinary cache* (the paper's Ori-Cache): the same file format, but misses are read as they are
   met (one at a time by each thread), victims are written and the list of uses is kept inside pull
   and push; checkpoints dump what changed while training waits;
-- *ordinary cache with our reads*: the same with our 64 reads under way at once;
+- *cache alone* (the paper's Figure 9): our cache, its reads and its order of eviction, but all of
+  it inside pull and push;
 - *no cache* (the paper's PMem-Hash): every pull and every push goes to the file.
 
-`--compute real` or `--compute emulated` runs one half, `--part NAME` one part of it, which is kept
-until `--part joined` reports all of them; where some were not run, in a result of its own.
+`--compute real` or `--compute emulated` runs one half, `--part NAME` one part of it, in a few
+minutes. Each part of a full run is kept until `--part join` reports all of them; where some were
+not run, in a result of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,8 +50,10 @@ LEAST_SHARE = 0.005
 SKEWS: dict[str, Any] = {"more skewed (Zipf 1.5)": 1.5, "less skewed (criteo)": "criteo"}
 
 
-def caches(bench: Bench, ram: Contender) -> Iterator[list[str]]:
+def computed_caches(root: Path, *, quick: bool) -> Found:
     """Figure 8, caches of several sizes, and Figure 9, what cache and pipeline do alone."""
+    bench, found = Bench(root / "retail", KAGGLE_SHAPE), Found()
+    ram = bench.memory()
     cases: list[tuple[str, Kind, float]] = [
         *((f"cache {share:.0%}", "pipelined", share) for share in SWEEP_SHARES),
         ("no cache (PMem-Hash)", "hash", LEAST_SHARE),
@@ -58,29 +64,36 @@ def caches(bench: Bench, ram: Contender) -> Iterator[list[str]]:
     for title, kind, share in cases:
         one = bench.contender(kind, share)
         warm_up([one])
-        yield beside_memory(ram, {"one": one}, steps=5).row("one", title)
+        found.rows.append(beside_memory(ram, {"one": one}, steps=5).row("one", title))
         bench.drop(one)
+    ram.close()
+    return found
 
 
-def skews(root: Path) -> Iterator[list[str]]:
+def computed_skews(root: Path, *, quick: bool) -> Found:
     """Figures 10 and 11."""
+    found = Found()
     for title, skew in SKEWS.items():
         bench = Bench(root / "skew", KAGGLE_SHAPE, skew)
         ours, ordinary = bench.contender(), bench.contender("ordinary")
         warm_up([ours, ordinary])
         counted = Counted(ours)
-        taken = beside_memory(bench.memory(), {"ours": ours, "ordinary": ordinary})
+        ram = bench.memory()
+        taken = beside_memory(ram, {"ours": ours, "ordinary": ordinary})
         misses = f"{counted.reads_per_batch():,.0f} reads a batch ({counted.miss_rate():.1%})"
-        yield taken.row("ours", f"{title}, {misses}: tier")
-        yield taken.row("ordinary", f"{title}, {misses}: ordinary cache")
-        for one in (ours, ordinary):
+        found.rows.append(taken.row("ours", f"{title}, {misses}: tier"))
+        found.rows.append(taken.row("ordinary", f"{title}, {misses}: ordinary cache"))
+        for one in (ram, ours, ordinary):
             one.close()
         shutil.rmtree(root / "skew")
+    return found
 
 
 # What runs alone, each in a few minutes: the machine has to be quiet meanwhile.
 PARTS: dict[str, Callable[..., Found]] = {
     "computed": lambda root, *, quick: computed(root, quick=quick),
+    "computed-caches": computed_caches,
+    "computed-skews": computed_skews,
     "cache-0.4": partial(caches_of, cache=CACHES[0]),
     "cache-2": partial(caches_of, cache=CACHES[1]),
     "checkpoints": checkpoints,
@@ -88,52 +101,62 @@ PARTS: dict[str, Callable[..., Found]] = {
 }
 COMPUTE = {
     "both": [*PARTS],
-    "real": ["computed"],
-    "emulated": [p for p in PARTS if p != "computed"],
+    "real": [part for part in PARTS if part.startswith("computed")],
+    "emulated": [part for part in PARTS if not part.startswith("computed")],
 }
-KEPT = Path(tempfile.gettempdir()) / "emberkeep-tier-parts"
+QUICK = ("computed", "cache-0.4")
 
 
 def main() -> None:
     summary = __doc__.splitlines()[0]
     given = options(
         __file__, summary,
-        {"compute": tuple(COMPUTE), "part": ("all", *PARTS, "joined")},
+        {"compute": tuple(COMPUTE), "part": ("all", *PARTS, "join")},
     )  # fmt: skip
     part = given.chosen["part"]
-    names = COMPUTE[given.chosen["compute"]] if part in ("all", "joined") else [part]
-    if given.quick:
-        names = [name for name in names if name in ("computed", "cache-0.4")]
-    if part == "joined":
-        names = [name for name in names if (KEPT / f"{name}.json").exists()]
+    names = COMPUTE[given.chosen["compute"]] if part in ("all", "join") else [part]
+    if part == "join":
+        names = [name for name in names if kept(name).exists()]
+    elif given.quick and part == "all":
+        names = [name for name in names if name in QUICK]
     found = Found()
     for name in names:
-        if part == "joined":
-            one = Found(**json.loads((KEPT / f"{name}.json").read_text()))
+        if part == "join":
+            one = Found(**json.loads(kept(name).read_text()))
         else:
             one = measured(name, quick=given.quick)
         found.config |= one.config
         found.figures |= one.figures
         found.rows += one.rows
         found.notes += one.notes
-    if part not in ("all", "joined"):
-        KEPT.mkdir(exist_ok=True)
-        (KEPT / f"{part}.json").write_text(json.dumps(asdict(found)))
     whole, by = names == [*PARTS], None
-    if part == "joined" and not whole:
-        given, by = replace(given, name="tier-parts"), f"tier.py --part {' and '.join(names)}"
+    if part == "join":
+        by = "tier.py --part …, each, then --part join"
+        if not whole:
+            given, by = replace(given, name="tier-parts"), f"tier.py --part {' and '.join(names)}"
     report(
         given, config=found.config, figures=found.figures, columns=COLUMNS, rows=found.rows,
-        notes=found.notes, whole=whole or part == "joined", by=by,
+        notes=found.notes, whole=whole or part == "join", by=by,
     )  # fmt: skip
+
+
+def kept(part: str) -> Path:
+    """Where the figures of a part of a full run wait for the others."""
+    return Path(tempfile.gettempdir()) / "emberkeep-tier" / f"{part}.json"
 
 
 def measured(name: str, *, quick: bool) -> Found:
     root = Path(tempfile.mkdtemp(prefix="emberkeep-tier-", dir=os.environ.get("EMBERKEEP_TMP")))
+    start = time.monotonic()
     try:
-        return PARTS[name](root, quick=quick)
+        found = PARTS[name](root, quick=quick)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    print(f"{name} took {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if not quick:
+        kept(name).parent.mkdir(parents=True, exist_ok=True)
+        kept(name).write_text(json.dumps(asdict(found)))
+    return found
 
 
 def computed(root: Path, *, quick: bool) -> Found:
@@ -228,10 +251,8 @@ def computed(root: Path, *, quick: bool) -> Found:
         "checkpoint that was not in the page cache."
     )
     if not quick:
-        found.figures["time_vs_ordinary_cache_with_our_reads"] = taken.ratio("kept", "inline")
-        found.rows.append(taken.row("inline", "ordinary cache with our reads, with checkpoints"))
-        found.rows += caches(bench, ram)
-        found.rows += skews(root)
+        found.figures["time_vs_cache_alone"] = taken.ratio("kept", "inline")
+        found.rows.append(taken.row("inline", "cache alone, with checkpoints"))
     ram.close()
     return found
 

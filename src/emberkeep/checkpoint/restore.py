@@ -10,10 +10,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep._types import I64, Json
 from emberkeep.blobs import Call, requests_of
-from emberkeep.checkpoint.contents import among, checked_rows, rows_of_files
+from emberkeep.checkpoint.contents import checked_rows, rows_of_files
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
 from emberkeep.cluster.base import Cluster
@@ -253,7 +254,7 @@ def rewind_shard(
     for name, ids in left.items():
         target.delete(name, ids)  # also those that came since; it makes room in dynamic tables
     for manifest in reversed(chain):
-        met: dict[str, list[I64]] = {name: [] for name in left}
+        met = {name: np.zeros(ids.size, np.bool_) for name, ids in left.items()}
         for file in manifest.of_kind(KIND):
             another = whose(manifest) and file.metadata.get("shard", shard) != shard
             held = {*counts_of(file, "rows"), *counts_of(file, "tombstones")}
@@ -262,18 +263,29 @@ def rewind_shard(
             for chunk in ahead_of(checked_rows(repository, file, pool)):
                 if chunk.table not in left:
                     continue
-                at = np.flatnonzero(among(left[chunk.table], chunk.ids))
-                met[chunk.table].append(chunk.ids[at])
+                at = _changed_in(chunk.ids, left[chunk.table], met[chunk.table])
                 if chunk.planes is not None and at.size:
                     planes = {name: values[at] for name, values in chunk.planes.items()}
                     target.install(chunk.table, chunk.ids[at], planes)
         # Not before: an id that left and came back is listed as both.
-        for name, parts in met.items():
-            left[name] = np.setdiff1d(left[name], np.concatenate([left[name][:0], *parts]))
+        left = {name: ids[~met[name]] for name, ids in left.items()}
         left = {name: ids for name, ids in left.items() if ids.size}
         if not left:
             break
     target.load_table_state(table_state(chain[-1]))
+
+
+def _changed_in(ids: I64, changed: I64, met: npt.NDArray[np.bool_]) -> I64:
+    """Where in the ids of a chunk the changed ones stand, which are marked as met. Both ascend."""
+    if not ids.size:
+        return ids
+    first, last = np.searchsorted(changed, ids[0]), np.searchsorted(changed, ids[-1], "right")
+    part = slice(first, last)
+    at = np.searchsorted(ids, changed[part])
+    found = ids[at] == changed[part]
+    met[part] |= found
+    positions: I64 = at[found]
+    return positions
 
 
 def _install(

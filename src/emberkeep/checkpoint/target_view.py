@@ -44,7 +44,8 @@ class ViewPart:
     def install(self, table: str, ids: I64, planes: Mapping[str, Values]) -> None:
         if self.own_rows is not None:
             own = self.own_rows(self.names[table], ids)
-            ids, planes = ids[own], {name: values[own] for name, values in planes.items()}
+            if own.size < ids.size:
+                ids, planes = ids[own], {name: values[own] for name, values in planes.items()}
         arrays = {name: np.asarray(values) for name, values in planes.items()}
         self.target.install(self.names[table], ids, arrays)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from emberkeep._types import I32, I64, U8, U32, U64, Bools
+from emberkeep._types import F64, I32, I64, U8, U32, U64, Bools
 from emberkeep.kernels._intrinsics import test_bit
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels.hash_index import GOLDEN, mix64
@@ -277,13 +277,13 @@ def translate(
 
 
 @kernel
-def list_oldest(used: I64, row_of: I64, busy: U8, limit: int, out: I64) -> int:
-    """Frames that hold a row which was last used in turn `limit` or before."""
+def list_idle(
+    worth: F64, most: float, used: I64, before: int, row_of: I64, busy: U8, out: I64
+) -> int:
+    """Frames that hold a row of at most that worth which was last used before a turn."""
     found = 0
     for frame in range(used.size):
-        if row_of[frame] >= 0 and used[frame] <= limit and busy[frame] == 0:
-            if found == out.size:
-                break
+        if worth[frame] <= most and used[frame] < before and row_of[frame] >= 0 and not busy[frame]:
             out[found] = frame
             found += 1
     return found

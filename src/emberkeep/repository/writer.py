@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, Buffer
@@ -343,6 +344,7 @@ class Draft:
         self.block_nbytes = block_nbytes
         self._names: list[str] = []
         self._files: list[FileRef] = []
+        self.next_part = count().__next__  # for each `FileWriter` elsewhere, one of its own
         self._open = True
         self._lock = threading.Lock()
 
@@ -381,6 +383,8 @@ class Draft:
         with self._lock:
             self._ensure_open()
             for file in files:
+                if file.name in self._names:
+                    raise StateError(f"{file.name} was written twice for version {self.version}")
                 self._names.append(file.name)
                 self._files.append(file)
 

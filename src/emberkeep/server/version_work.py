@@ -35,8 +35,10 @@ def to_write(
     store = epoch.store(header["url"])
     codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
     version = VersionId.parse(header["version"])
+    # Not the shard's number: a model may have several clusters, each with a first shard.
+    part = int(header.get("part", epoch.shard.index))
     files = CountedWriter(
-        store, version, str(header["nonce"]), part=epoch.shard.index,
+        store, version, str(header["nonce"]), part=part,
         block_nbytes=int(header["block_nbytes"]), advance=advance,
     )  # fmt: skip
     for snapshot in snapshots:

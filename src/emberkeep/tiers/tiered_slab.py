@@ -106,7 +106,7 @@ class TieredSlab(Slab):
         self._waited = 0.0
         self.saving: Saving | None = None
         self.reserve = 0
-        self._missed = 0
+        self._lacking = 0
         self._fetched = False
         self._gone: list[I64] = []
         self.batch: int | None = None
@@ -310,8 +310,10 @@ class TieredSlab(Slab):
             self._fetched = True
             self.frames.turn += 1
             frames, missing = self._look(found[found >= 0], self.frames.turn)
-            self._missed = max(missing.size, self._missed * 9 // 10)
-            self.reserve = min(2 * self._missed + 64, self.frames.count // 4)
+            # Rows that were never trained, and ids that are new, need frames too.
+            lacking = wanted.ids.size - int((frames >= 0).sum())
+            self._lacking = max(lacking, self._lacking * 9 // 10)
+            self.reserve = min(self._lacking * 5 // 4 + 64, self.frames.count // 4)
             if ahead:
                 missing = missing[: max(0, self.frames.free)]
             else:
@@ -341,6 +343,8 @@ class TieredSlab(Slab):
         count = kernels.translate(
             self.frames.frame_of, self.touched, found, turn, self.frames.used, frames, missing
         )
+        if turn:
+            self.frames.touch(frames[frames >= 0], turn)
         return frames, found[missing[:count]]
 
     # -- writing ---------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ class TieredSlab(Slab):
         while self.frames.free < count:
             self.waits += 1
             short = count - self.frames.free
-            victims = self.frames.oldest(short, before)
+            victims = self.frames.least(short, before)
             if victims.size:
                 flush = self.flushes.begin(victims, evict=True)
                 if flush is not None:

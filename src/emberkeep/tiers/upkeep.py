@@ -56,7 +56,7 @@ def _write_waiting(slab: TieredSlab) -> bool:
 
 
 def _evict(slab: TieredSlab) -> bool:
-    """Frees frames ahead of the next batch's misses, the least recently used first."""
+    """Frees frames ahead of the next batch's misses, those of the least worth first."""
     if slab.reserve <= slab.frames.free:
         return False
     with slab.lock:
@@ -65,7 +65,7 @@ def _evict(slab: TieredSlab) -> bool:
         if short <= 0:
             return False
         # What this batch or the next has pulled stays.
-        victims = frames.oldest(min(short, _FRAMES), frames.turn - 1)
+        victims = frames.least(min(short, _FRAMES), frames.turn - 1)
         if not victims.size:
             return False
         flush = slab.flushes.begin(victims, evict=True)

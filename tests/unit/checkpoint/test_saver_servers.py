@@ -18,6 +18,7 @@ from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import RemoteRows
 from emberkeep.errors import CancelledError, SaveError
+from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.repository import Repository
 from emberkeep.repository.policies import LAYOUTS
 from emberkeep.runtime.pool import Pool
@@ -211,3 +212,31 @@ def test_servers_write_in_threads_that_yield_and_say_what_that_took(
     (saved,) = [details for name, details in events if name == "saved"]
     assert saved["core_seconds"] > own
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 7
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_servers_of_two_clusters_write_one_version_under_names_of_their_own(
+    tmp_path: Path, layout: Any
+) -> None:
+    jobs = Job(), Job()
+    clusters = [job.join() for job in jobs]
+    subject = CombinedSubject([("one", clusters[0]), ("two", clusters[1])])
+    repository = Repository.create(LocalStore(tmp_path), schema=subject.schema())
+    keeper = Checkpointer(repository, subject, spec=VersionSpec(layout=layout))
+    for step in (1, 2):
+        for seed, cluster in enumerate(clusters):
+            push(cluster, np.random.default_rng(2 * step + seed), 3)
+        keeper.save(step)
+        saved = keeper.wait()
+        assert saved is not None
+        names = [file.name for file in saved.files]
+        assert len({*names}) == len(names) == 2 * SHARDS
+    keeper.close()
+    expected = [state(cluster) for cluster in clusters]
+    assert expected[0] != expected[1]
+    for cluster in clusters:
+        cluster.clear()
+    Checkpointer(repository, subject, spec=VersionSpec(layout=layout)).restore()
+    assert [state(cluster) for cluster in clusters] == expected
+    for cluster in clusters:
+        cluster.close()

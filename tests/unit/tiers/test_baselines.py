@@ -82,10 +82,10 @@ def test_the_list_gives_the_least_recently_used_away_first() -> None:
     frames = ListedFrames(4, 10)
     bound = frames.bind(np.array([7, 8, 9]))
     frames.turn = 2
-    frames.touch(bound)
-    frames.touch(bound[:1])  # row 7 again
-    assert frames.row_of[frames.oldest(2, before=9)].tolist() == [8, 9]
-    assert frames.row_of[frames.oldest(2, before=9)].tolist() == [7]
+    frames.move_to_end(bound)
+    frames.move_to_end(bound[:1])  # row 7 again
+    assert frames.row_of[frames.least(2, before=9)].tolist() == [8, 9]
+    assert frames.row_of[frames.least(2, before=9)].tolist() == [7]
 
 
 def test_the_wait_follows_from_the_papers_scaling() -> None:

@@ -548,9 +548,9 @@ class RemoteRows:
         """Returns when the server has written its rows, and their files are part of the draft."""
         header = {
             "url": draft.url, "version": str(draft.version), "nonce": draft.nonce,
-            "block_nbytes": draft.block_nbytes, "names": self._names, "threads": threads,
-            "nice": nice, "piece_nbytes": piece_nbytes, "most_mb_per_second": most_mb_per_second,
-            "background_share": background_share,
+            "part": draft.next_part(), "block_nbytes": draft.block_nbytes, "names": self._names,
+            "threads": threads, "nice": nice, "piece_nbytes": piece_nbytes,
+            "most_mb_per_second": most_mb_per_second, "background_share": background_share,
             "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
             "grid": grid,
         }  # fmt: skip
