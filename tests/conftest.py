@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import hashlib
 import importlib
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("EMBERKEEP_QUIET", "1")
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests.faults.lives import Nursery
@@ -28,6 +30,9 @@ __all__ = ["pytest_configure", "pytest_sessionstart"]
 
 # Ignored where tests were started in the background of a shell, and inherited by what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Runners of commands put them together once, as `emberkeep.cli.main` does, not for every call.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # The first example may compile kernels, so time is not judged. Examples are the same in every run:
 # a failure repeats, and a change is not blamed for an example that nobody has seen before.
