@@ -375,6 +375,56 @@ def test_a_server_whose_renewal_was_decided_is_not_taken_back() -> None:
     world.cluster.close()
 
 
+@pytest.mark.parametrize("asked", ["returned", "table_state"])
+def test_a_server_that_answers_while_its_renewal_is_decided_is_not_taken_back(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """One thread finds it there again, another has decided meanwhile to renew it."""
+    world = World(fixed=True)
+    world.push()
+    shard = world.cluster.handles[1]
+    connect = shard.connect
+
+    def decided_meanwhile(*address: str) -> Any:
+        status = connect(*address)
+        shard.give_up()
+        return status
+
+    monkeypatch.setattr(shard, "connect", decided_meanwhile)
+    if asked == "returned":
+        shard.lose()
+        assert not shard.returned()
+    else:
+        world.network.rules = [
+            Rule(how="refuse", kind="table_state", server=world.names[1], at=(1,))
+        ]
+        with pytest.raises(ShardLostError):
+            shard.table_state()
+    assert shard.state == "lost"
+    world.cluster.close()
+
+
+def test_no_lease_is_renewed_of_a_server_whose_renewal_is_decided_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would serve beside its successor."""
+    world = World()
+    world.push()
+    shard, leases = world.cluster.handles[1], world.cluster._leases
+    assert leases is not None
+    kept: list[int] = []
+    monkeypatch.setattr(leases, "keep", lambda shard: kept.append(shard.index))
+
+    def decided_meanwhile() -> None:
+        shard.give_up()
+
+    monkeypatch.setattr(shard, "returned", decided_meanwhile)
+    shard.lose()
+    world.cluster.await_silent()
+    assert not kept
+    world.cluster.close()
+
+
 def test_a_server_whose_streams_were_sealed_is_not_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -35,7 +35,7 @@ from emberkeep.testing.simulation.scheduler import (
     current_task,
 )
 from emberkeep.testing.simulation.sim_network import SimulatedClock
-from emberkeep.testing.simulation.sim_options import KINDS
+from emberkeep.testing.simulation.sim_options import ALL_KINDS
 from emberkeep.testing.simulation.sim_threading import SimLock, patched
 from emberkeep.testing.simulation.simulated_run import run_options
 from tests.threads import started_since
@@ -325,7 +325,7 @@ def test_seeds_cover_what_there_is() -> None:
     assert {options.recovers for options in drawn} == {"full", "partial", "parity"}
     assert {options.workers for options in drawn} == {"one", "synchronous", "asynchronous"}
     assert {options.launches for options in drawn} == {"fixed", "spawned", "moved"}
-    assert {fault.kind for options in drawn for fault in options.faults} == set(KINDS)
+    assert {fault.kind for options in drawn for fault in options.faults} == set(ALL_KINDS)
     assert {options.shards for options in drawn} == {1, 2, 3, 4, 5}
 
 

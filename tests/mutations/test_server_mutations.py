@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from emberkeep.testing.simulation.scenarios import SCENARIOS
 from tests.mutations.rules import SOURCES, Mutation
 from tests.mutations.server_rules import SERVER_MUTATIONS
+from tests.mutations.simulated import SCENARIOS_OF, scenarios_of
 
 
 @pytest.mark.parametrize("mutation", SERVER_MUTATIONS, ids=lambda mutation: mutation.rule)
@@ -19,3 +21,12 @@ def test_every_rule_of_a_simulated_cluster_is_broken_by_one() -> None:
     servers = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12)
     assert rules == {*(f"S{number}" for number in servers), "W1", "W2"}
     assert len({mutation.rule for mutation in SERVER_MUTATIONS}) == len(SERVER_MUTATIONS)
+
+
+def test_every_mutation_has_scenarios_of_its_own_rule() -> None:
+    """ "S1" begins the names of S10, S11 and S12, too, whose scenarios are others."""
+    by_name = {mutation.rule: scenarios_of(mutation) for mutation in SERVER_MUTATIONS}
+    assert all(by_name.values())
+    assert by_name["S1-epoch"] == SCENARIOS_OF["S1"]
+    assert by_name["S12"] == SCENARIOS_OF["S12"]
+    assert {name for names in SCENARIOS_OF.values() for name in names} <= set(SCENARIOS)

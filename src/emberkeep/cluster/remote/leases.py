@@ -47,6 +47,12 @@ class Leases:
         renewal.meant = (shard.address, shard.epoch)
         renewal.worker.wake()
 
+    def keep_lost(self, shard: RemoteShard) -> None:
+        """Keeps the lease of a server that may return, unless another thread has given it up."""
+        with shard.deciding:
+            if shard.newly_lost:
+                self.keep(shard)
+
     def tell(self, run: Mapping[str, float | str], *, now: bool) -> None:
         """What servers hear of the run with the next renewal, or `now`."""
         self.run.update(run)

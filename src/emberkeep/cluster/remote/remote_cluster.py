@@ -519,7 +519,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     elif returned is False or self.launcher.gone(shard.index, shard.life):
                         gone.add(shard.index)
                     else:  # it may be there again, and be silent until its lease is renewed
-                        self._leases.keep(shard)
+                        self._leases.keep_lost(shard)
                 if all(shard.state != "lost" or shard.index in gone for shard in silent):
                     continue
                 now = self._clock.monotonic()

@@ -124,6 +124,8 @@ class RemoteShard:
         """The last push of each worker that the newest version of this process holds."""
         self._orders = itertools.count(1)
         self._lock = threading.RLock()
+        self.deciding = threading.Lock()
+        """Held while it is decided that the server is taken back, or is not."""
 
     # -- the server ------------------------------------------------------------------------------
 
@@ -180,8 +182,9 @@ class RemoteShard:
 
     def give_up(self) -> None:
         """Decides that the rows of this epoch are not taken back: they will come from elsewhere."""
-        self._given_up = True
-        self.state = "lost"
+        with self.deciding:
+            self._given_up = True
+            self.state = "lost"
 
     def returned(self) -> bool | None:
         """Whether a lost server is what it was, with all its rows, and serves; None as long as it
@@ -199,8 +202,10 @@ class RemoteShard:
                 return False
             if status["lapsed"]:
                 return None
-            self.state = "serving"
-            return True
+            with self.deciding:
+                if not self._given_up:  # by another thread, since it was asked
+                    self.state = "serving"
+                return not self._given_up
 
     def ask(self, kind: str, header: Json) -> Json:
         """An action that needs no rows, and its answer."""
@@ -260,6 +265,7 @@ class RemoteShard:
 
     def _revive(self) -> None:
         """After a failure: connects again if the server is still the same; else it is lost."""
+        given_up = self._given_up
         try:
             status = self.connect()
         except ServerError:
@@ -267,7 +273,9 @@ class RemoteShard:
         same = status["life"] == self.life and status["epoch"] == self.epoch
         if not same or status["draining"] or status.get("lapsed"):
             raise self.lose()
-        self.state = "serving" if status["state"] == "serving" else "recovering"
+        with self.deciding:
+            if given_up or not self._given_up:  # not by another thread, since it was asked
+                self.state = "serving" if status["state"] == "serving" else "recovering"
         if self.state != "serving":
             raise ShardLostError((self.index,))
 

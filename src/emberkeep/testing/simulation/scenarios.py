@@ -264,8 +264,8 @@ def _watched(random: Random) -> dict[str, Any]:
     at = random.uniform(2, 8)
     part = Fault(at=at, kind="part", other=COORDINATOR, seconds=random.uniform(28, 50))
     return _parity(
-        random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), launches="moved", faults=(part,),
-        steps=30, watched=True, prefetches=False,
+        random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), launches="moved",
+        faults=(part,), steps=30, watched=True, prefetches=False,
     )  # fmt: skip
 
 
