@@ -16,10 +16,12 @@ from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.core_time import Budget, CoreTime, CountedPool
 from emberkeep.runtime.crew import Crew
+from emberkeep.runtime.memory import buffers_kept
 from emberkeep.runtime.pool import Pool
 from emberkeep.runtime.readahead import Ahead
 
-_CHUNK_ROWS = 32768
+# Of narrow rows; of others a chunk is bounded in bytes. Each takes hundreds of calls of Python.
+_CHUNK_ROWS = 2**16
 
 
 def write_pieces(
@@ -29,10 +31,12 @@ def write_pieces(
 ) -> None:  # fmt: skip
     """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
     chunks = _chunks(frozen, budget, cancelled)
-    for piece in pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard}):
-        with Ahead(budget.cores.iterating(piece.stream()), nice) as stream:
-            paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
-            files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
+    cut = pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard})
+    with buffers_kept():
+        for piece in cut:
+            with Ahead(budget.cores.iterating(piece.stream()), nice) as stream:
+                paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
+                files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
 
 def write_held(
@@ -79,13 +83,15 @@ def write_bundles(
     """`write_pieces` for a grid, in its version number `birth`; `tables` are those of the
     repository, in its order."""
     chunks = _chunks(frozen, budget, cancelled)
-    for bundle in streams(
+    cut = streams(
         chunks, codecs, pool, birth=birth, tables=list(tables),
         file_nbytes=file_nbytes, metadata={"shard": shard},
-    ):  # fmt: skip
-        with Ahead(budget.cores.iterating(bundle.stream()), nice) as stream:
-            paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
-            files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
+    )  # fmt: skip
+    with buffers_kept():
+        for bundle in cut:
+            with Ahead(budget.cores.iterating(bundle.stream()), nice) as stream:
+                paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
+                files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
 
 
 def _chunks(

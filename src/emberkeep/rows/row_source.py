@@ -9,7 +9,7 @@ import numpy as np
 
 from emberkeep._types import I64, Array, Planes
 from emberkeep.kernels import row_copies
-from emberkeep.runtime.pool import Job, Pool, spans
+from emberkeep.runtime.pool import Job, Pool, shares
 
 LEAST_ROWS = 2048
 """Fewer rows are not worth a thread of their own."""
@@ -55,5 +55,5 @@ class Arrays:
             if pool is None:
                 row_copies.copy_out(0, rows.size, *call)
             else:
-                parts = spans(rows.size, pool.threads, LEAST_ROWS)
+                parts = shares(rows.size, pool.threads, LEAST_ROWS)
                 pool.together(Job(row_copies.write_copy_out, parts, call))

@@ -31,7 +31,7 @@ from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import CopyRoom, PrioritisedRows, Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
-from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
+from emberkeep.runtime.pool import ForkLock, Job, Pool, shares
 from emberkeep.tables import Normal, Optimizer, Table
 
 Places = tuple[I64, I64, I64, F32, I64]
@@ -512,7 +512,7 @@ class Slab:
 
     def _over(self, count: int, write: Writer, *args: Any, least: int = _LEAST_ROWS) -> list[int]:
         """Runs a kernel over ranges of rows; its results."""
-        return self.pool.together(Job(write, spans(count, self.pool.threads, least), args))[0]
+        return self.pool.together(Job(write, shares(count, self.pool.threads, least), args))[0]
 
     def one_table(self, table: int, ids: I64) -> RowIds:
         """A request for rows of one table alone."""
@@ -580,7 +580,7 @@ class Slab:
     def _prepare(self, wanted: RowIds, places: I64) -> None:
         """Marks places and gives every plane of those that were never touched its initial value."""
         fresh = np.empty(places.size, np.int64)
-        parts = spans(places.size, self.pool.threads, _LEAST_ROWS)
+        parts = shares(places.size, self.pool.threads, _LEAST_ROWS)
         args = (
             self.keys_T, self.kinds_T, self.shapes_T2, wanted.offsets, wanted.ids, places,
             self._filled, self._changed, self.planes["weight"], fresh,

@@ -28,7 +28,7 @@ from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.runtime.memory import lazy_zeros, recycled
-from emberkeep.runtime.pool import ForkLock, Job, Pool, spans
+from emberkeep.runtime.pool import ForkLock, Job, Pool, shares
 
 # Rows copied, and words of bitmaps looked at, under one holding of the lock, where one is needed.
 _SLICE_ROWS = 4096
@@ -257,7 +257,7 @@ class Snapshot:
             return
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
-        parts = spans(written.size, self.holder.pool.threads, LEAST_ROWS)
+        parts = shares(written.size, self.holder.pool.threads, LEAST_ROWS)
         found = self.holder.pool.together(
             Job(
                 row_copies.write_take_before_write,

@@ -8,7 +8,8 @@ import resource
 import sys
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+def _recycler() -> _Recycler:
+    """The one that keeps memory now; with the lock held."""
+    owner = next(iter(_recyclers), None) or _Recycler()
+    _recyclers.add(owner)
+    return owner
+
+
+@contextmanager
+def buffers_kept() -> Iterator[None]:
+    """What is lent in the body is kept for later parts of it, though none may be lent in between:
+    else work that goes from file to file has all its buffers made anew for each."""
+    with _recycling:
+        owner = _recycler()
+    try:
+        yield
+    finally:
+        del owner
+
+
 def recycled(nbytes: int) -> memoryview:
     """A buffer for bytes that pass through, with anything in it.
 
@@ -86,8 +106,7 @@ def recycled(nbytes: int) -> memoryview:
     back when the last view of it is gone, and when none is lent any more all are freed.
     """
     with _recycling:
-        owner = next(iter(_recyclers), None) or _Recycler()
-        _recyclers.add(owner)
+        owner = _recycler()
         fit = [at for at, area in enumerate(owner.free) if nbytes <= area.size <= 4 * nbytes]
         area = owner.free.pop(fit[0]) if fit else lazy_zeros((nbytes,), np.uint8)
     # Views of a memoryview keep the array that it was made of; those of an array do not.

@@ -34,6 +34,10 @@ Queue = SimpleQueue["tuple[Task, _Join] | None"]
 _LOOKS = 40_000
 _MOST_THREADS = 256
 _LOOK_SECONDS = 1.0
+# Work on many items is cut into so many spans for each thread, each of so many items.
+_SHARES = 4
+_LONG_SHARE = 2048
+_MOST_SHARES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,3 +337,11 @@ def spans(total: int, parts: int, least: int = 1) -> list[tuple[int, int]]:
     parts = max(1, min(parts, total // max(least, 1)))
     bounds = [total * i // parts for i in range(parts + 1)]
     return [(a, b) for a, b in pairwise(bounds) if b > a]
+
+
+def shares(total: int, threads: int, least: int = 1) -> list[tuple[int, int]]:
+    """As `spans`, a few for each of so many threads where there are many items: threads take one
+    after the other, so that one whose core a save or a loader has taken holds up the rest for one
+    of them, and not for all that would be its part."""
+    few = min(_SHARES * threads, total // _LONG_SHARE, _MOST_SHARES) if threads > 1 else 1
+    return spans(total, max(threads, few), least)

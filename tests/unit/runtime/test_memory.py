@@ -61,3 +61,16 @@ def test_many_threads_never_share_one() -> None:
         thread.join()
     assert not any(wrong)
     assert len(wrong) == 1200
+
+
+def test_buffers_are_kept_between_the_parts_of_a_work() -> None:
+    """Also while none is lent; and no longer than that."""
+    gc.collect()
+    before = len(memory._recyclers)
+    with memory.buffers_kept():
+        first = address(recycled(N))
+        assert address(recycled(N)) == first
+        (owner,) = memory._recyclers
+        assert len(owner.free) == 1
+    del owner
+    assert len(memory._recyclers) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from emberkeep.errors import ConfigError, StoppedError
 from emberkeep.kernels import batch_rows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background_failures import background_failures
-from emberkeep.runtime.pool import Job, Pool, default_threads, spans
+from emberkeep.runtime.pool import Job, Pool, default_threads, shares, spans
 from tests.threads import started_since
 
 
@@ -69,6 +70,23 @@ def test_spans_cover_the_range_in_order(total: int, parts: int, least: int) -> N
     assert [i for start, stop in cut for i in range(start, stop)] == list(range(total))
     assert len(cut) <= parts
     assert len(cut) <= 1 or all(stop - start >= least for start, stop in cut)
+
+
+@pytest.mark.parametrize(
+    ("total", "threads", "least", "parts"),
+    [
+        (0, 2, 1, 0), (600, 2, 256, 2), (400, 2, 256, 1), (5000, 2, 256, 2), (10_000, 2, 256, 4),
+        (10**6, 2, 256, 8), (10**6, 2, 500_000, 2), (10**6, 1, 256, 1), (10**6, 200, 1, 256),
+        (10**6, 256, 1, 256),
+    ],
+)  # fmt: skip
+def test_much_work_is_cut_into_several_shares_for_each_thread(
+    total: int, threads: int, least: int, parts: int
+) -> None:
+    cut = shares(total, threads, least)
+    assert len(cut) == parts
+    assert sum(stop - start for start, stop in cut) == total
+    assert all(a[1] == b[0] for a, b in pairwise(cut))
 
 
 @pytest.mark.parametrize("given", ["0", "two", "-1"])
