@@ -23,6 +23,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests.faults.lives import Nursery
+from tests.loaded import run_directory
 from tests.nightly import pytest_configure, pytest_sessionstart
 from tests.servers import Farm
 
@@ -38,7 +39,7 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 # a failure repeats, and a change is not blamed for an example that nobody has seen before.
 settings.register_profile(
     "emberkeep",
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -53,7 +54,7 @@ settings.register_profile(
     print_blob=True,
     database=None,
 )
-# `make check`: a quarter of the examples.
+# `make check`: half of the examples.
 settings.register_profile("check", settings.get_profile("emberkeep"), max_examples=10)
 settings.load_profile("emberkeep")
 
@@ -102,6 +103,11 @@ def nursery() -> Iterator[Nursery]:
     with Nursery() as started:
         yield started
 
+
+# Whoever starts a run of the tests, which may have several processes, tidies up behind it.
+_run, _made = run_directory()
+if _made:
+    atexit.register(shutil.rmtree, _run, ignore_errors=True)
 
 # Logs of servers, and what is noted of a Ray, are a test's own.
 _state = tempfile.mkdtemp(prefix="emberkeep-tests-")

@@ -1,4 +1,4 @@
-"""Hooks of pytest: how many examples hypothesis draws, and the seed of a nightly run, which is
+"""Hooks of pytest: how many examples tests go through, and the seed of a nightly run, which is
 drawn once, printed, and can be given.
 
 `--hypothesis-profile=nightly` draws examples that nobody has seen before, and more of them;
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
+
+_Thing = TypeVar("_Thing")
 
 _SHARES = {"nightly": 1, "check": 12}
 _BY_DAY = 4
@@ -21,6 +25,12 @@ def examples(count: int) -> int:
     """So many examples by night; by day a quarter, which are the same every day; a twelfth in
     `make check`."""
     return -(-count // _share)
+
+
+def some(things: Sequence[_Thing], turn: int = 0, *, of: int = 3) -> Sequence[_Thing]:
+    """All of them by night; by day one `of` so many, from the `turn`-th on: tests whose turns
+    differ go through all of them between them."""
+    return things if _share == 1 else things[turn % of :: of]
 
 
 @pytest.hookimpl(tryfirst=True)

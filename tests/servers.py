@@ -1,19 +1,15 @@
 """Shard servers for tests: real processes, forked from one that has loaded everything already.
 
-`Farm` starts `python -m tests.servers`, which loads once and forks a server for each request, or a
-process that calls a function; one that is killed is really dead. `FarmLauncher` has the servers of
-one cluster.
+`Farm` asks `python -m tests.servers` (see `tests.loaded`) for forks that serve, or that call a
+function; one that is killed is really dead. `FarmLauncher` has the servers of one cluster.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
-import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -21,34 +17,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from emberkeep.tables import Tier
+from tests.loaded import ROOT, Foreman, Questions, serve
 
-ROOT = Path(__file__).parent.parent
+if TYPE_CHECKING:
+    from emberkeep.cluster.remote.flight_cluster import FlightCluster
+    from emberkeep.tables import Tier
 
 
 class Farm:
     """Starts and ends servers."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "EMBERKEEP_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.servers"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._foreman = Foreman("tests.servers", EMBERKEEP_THREADS="1", OMP_NUM_THREADS="1")
         self._lock = threading.Lock()
 
     def _ask(self, **question: Any) -> Any:
         with self._lock:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            return self._foreman.ask(**question)
 
     def start(
         self, threads: int = 1, port: int = 0, directory: Path = ROOT, tier: Tier | None = None,
@@ -75,9 +60,7 @@ class Farm:
         self._ask(kill=pid)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._foreman.close()
 
 
 class FarmLauncher:
@@ -137,6 +120,19 @@ class FarmLauncher:
             self.kill(shard)
 
 
+class OnFarm:
+    """A cluster of servers that were started before; they serve one cluster after the other."""
+
+    def __init__(self, farm: Farm, shards: int) -> None:
+        self.hosts = FarmLauncher(farm, shards)
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
+        from emberkeep.cluster.remote.flight_cluster import FlightCluster
+        from emberkeep.runtime.pool import Pool
+
+        return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=Pool(1))
+
+
 def _serve(
     pipe: int, threads: int, port: int, kept: Sequence[Any] | None, limit: int | None
 ) -> None:
@@ -179,37 +175,35 @@ def _main() -> None:
     from emberkeep.server.server_warmup import warm_up
 
     warm_up()  # kernels are loaded once, here
-    gc.freeze()  # a server that collects garbage need not copy all that was loaded
+    serve(sys.argv[1], _start_and_end)
 
+
+def _start_and_end(questions: Questions) -> None:
     children: set[int] = set()
-    for line in sys.stdin:
-        question = json.loads(line)
+    for question in questions:
         if "kill" in question:
             if question["kill"] in children:
                 os.kill(question["kill"], signal.SIGKILL)
                 os.waitpid(question["kill"], 0)
                 children.discard(question["kill"])
-            print("null", flush=True)
+            questions.answer(None)
             continue
         if "ended" in question:
             pid, status = os.waitpid(question["ended"], os.WNOHANG)
             children.discard(pid)
-            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+            questions.answer(os.waitstatus_to_exitcode(status) if pid else None)
             continue
         if "call" in question:
-            pid = os.fork()
+            pid = questions.fork()
             if pid == 0:
                 os._exit(_call(question["call"], question["arguments"], question["log"]))
             children.add(pid)
-            print(pid, flush=True)
+            questions.answer(pid)
             continue
         reading, writing = os.pipe()
-        pid = os.fork()
+        pid = questions.fork()
         if pid == 0:
             os.close(reading)
-            devnull = os.open(os.devnull, os.O_RDWR)
-            os.dup2(devnull, 0)
-            os.dup2(devnull, 1)
             try:
                 os.chdir(question["directory"])
                 _serve(
@@ -225,7 +219,7 @@ def _main() -> None:
         os.close(writing)
         children.add(pid)
         with os.fdopen(reading) as pipe:
-            print(json.dumps([pid, pipe.readline().strip()]), flush=True)
+            questions.answer([pid, pipe.readline().strip()])
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

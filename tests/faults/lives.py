@@ -1,19 +1,18 @@
 """Many short lives of training processes, forked from one that has loaded everything already.
 
 Loading torch and the kernels takes seconds, a life of a tiny run a fraction of one. `Nursery`
-starts `python -m tests.faults.lives`, which loads once and forks a real process for each life; a
+asks `python -m tests.faults.lives` (see `tests.loaded`) for a real process, a fork, for each; a
 life ends by itself or by SIGKILL, which it sends itself at the moment that it was given.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
+import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -23,30 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.loaded import Foreman, Questions, serve
 
 
 class Nursery:
     """Starts lives and tells how they end."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "EMBERKEEP_THREADS": "2", "OMP_NUM_THREADS": "1"}
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.lives"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._foreman = Foreman(
+            "tests.faults.lives", EMBERKEEP_THREADS="2", OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        )  # fmt: skip
 
     def _ask(self, **question: Any) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return int(self._foreman.ask(**question))
 
     def start(
         self, what: str, *arguments: str, log: Path, end: dict[str, Any] | None = None,
@@ -80,9 +69,7 @@ class Nursery:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._foreman.close()
 
 
 # -- ends ----------------------------------------------------------------------------------------
@@ -355,26 +342,34 @@ def _be_born(question: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def _serve() -> None:
+def _load() -> None:
     for name in ("torch.distributed", "emberkeep.cli.train", "emberkeep.train.loop"):
         importlib.import_module(name)
     importlib.import_module("emberkeep.train.train_warmup").warm_up()
-    gc.freeze()  # a life that collects garbage need not copy all that was loaded
-    for line in sys.stdin:
-        question = json.loads(line)
+    for rows in (300, 400, 900):  # what samples are drawn from is computed once
+        importlib.import_module("emberkeep.data").Synthetic(samples=1, rows_total=rows).batch(0, 1)
+    # What reads arguments is loaded when the first come.
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        train("--demo", "--set", "run.batch_size=0")
+
+
+def _bear(questions: Questions) -> None:
+    for question in questions:
         if "wait" in question:
             _, status = os.waitpid(question["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
+            questions.answer(os.waitstatus_to_exitcode(status))
             continue
         if "stopped" in question:
             _, status = os.waitpid(question["stopped"], os.WUNTRACED)
-            print(-os.WSTOPSIG(status) if os.WIFSTOPPED(status) else 0, flush=True)
+            questions.answer(-os.WSTOPSIG(status) if os.WIFSTOPPED(status) else 0)
             continue
-        pid = os.fork()
+        pid = questions.fork()
         if pid == 0:
             _be_born(question)
-        print(pid, flush=True)
+        questions.answer(pid)
 
 
 if __name__ == "__main__":
-    _serve()
+    _path = sys.argv[1]
+    _load()
+    serve(_path, _bear)

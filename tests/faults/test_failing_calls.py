@@ -39,6 +39,7 @@ from tests.faults.failing_calls import (
     checkpointing,
     make_story,
 )
+from tests.nightly import examples, some
 from tests.unit.repositories import Run
 
 
@@ -50,9 +51,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Manifest
 
 def test_calls_that_fail_lose_nothing_in_repositories_and_tiers() -> None:
     """A sample by seed of all that the soak tries."""
-    counts = failing_calls.run(20260726, 80)
+    counts = failing_calls.run(20260726, examples(160))
     print(dict(counts))
-    assert min(counts[operation.__name__] for operation in TIER_OPERATIONS) >= 5
+    assert min(counts[operation.__name__] for operation in TIER_OPERATIONS) >= 2
 
 
 def test_a_decision_that_cannot_be_listed_is_one_of_our_errors() -> None:
@@ -247,7 +248,7 @@ def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
     first = [(calls.index(call), True) for call in set(calls)]
     last = [(len(calls) - 1 - calls[::-1].index(call), False) for call in set(calls)]
     fresh = Run(store=MemoryStore())
-    for turn, (at, for_good) in enumerate(sorted(first + last)):
+    for turn, (at, for_good) in enumerate(some(sorted(first + last), of=2)):
         run, disk = saved_twice(tmp_path / str(turn))
         disk.fail(at, CODES[turn % len(CODES)], for_good=for_good)
         with suppress(EmberkeepError):

@@ -19,6 +19,7 @@ from emberkeep.repository.grid.extraction import Extractor
 from emberkeep.repository.grid.version_rows import rows_of_plan
 from emberkeep.repository.policies import Grid
 from tests.faults.grids import IDS, POOL, MemoryStore, World
+from tests.nightly import examples
 
 POLICIES = [KeepAll(), KeepAll(), KeepLast(n=5), KeepEvery(m=3) | KeepLast(n=2)]
 RULES = st.builds(
@@ -54,7 +55,7 @@ def live(world: World, versions: int) -> None:
 
 
 @settings(
-    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate],
+    max_examples=examples(12), deadline=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck), derandomize=True,
 )  # fmt: skip
 @given(seed=st.integers(0, 2**32), rules=RULES, bits=st.sampled_from([None, None, 4]))

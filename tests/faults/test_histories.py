@@ -7,13 +7,14 @@ import os
 import pytest
 
 from tests.faults import histories
+from tests.nightly import examples
 
 
 def test_whatever_is_restored_is_what_was_saved() -> None:
-    counts = histories.run(0, 12)
+    counts = histories.run(0, examples(24))
     print(dict(counts))
     for what in ("saves", "restores", "failed saves", "resumes", "deaths", "forks", "zombies"):
-        assert counts[what] >= 3, what
+        assert counts[what], what
 
 
 @pytest.mark.soak

@@ -29,6 +29,7 @@ from emberkeep.repository import Repository, verify
 from emberkeep.tiers import superblock
 from tests.faults import hostile
 from tests.faults.damage import healthy, make_tier, open_tier, small_tiers
+from tests.nightly import examples
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = ["consecutive, 4 bits", "grid"]
@@ -67,7 +68,7 @@ def forge(label: str, choose: Callable[[int], int]) -> bool:
 
 
 @pytest.mark.parametrize("label", LABELS)
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_forged_documents_are_refused(label: str, data: st.DataObject) -> None:
     forge(label, lambda count: data.draw(st.integers(0, count - 1)))

@@ -34,6 +34,7 @@ from emberkeep.erasure.rebuilder import Decode, Rebuilder
 from emberkeep.erasure.source import Source
 from emberkeep.errors import ParityLossError, StreamError
 from tests.contracts.parity import check_parity
+from tests.nightly import examples
 
 SHAPES = (Shape(rows=11, words=2, mark_nbytes=1), Shape(rows=6, words=1, mark_nbytes=9))
 randoms = st.integers(0, 2**32).map(Random)
@@ -434,7 +435,7 @@ def _run(examples: int, steps: int) -> None:
 
 
 def test_nothing_is_lost_whatever_is_lost() -> None:
-    _run(100, 12)
+    _run(examples(240), 12)
 
 
 def test_a_decode_that_began_before_a_loss_is_refused() -> None:
@@ -598,7 +599,7 @@ def _live(size: tuple[int, int, int], lives: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_long_lives(size: tuple[int, int, int]) -> None:
-    _live(size, 8)
+    _live(size, examples(16))
 
 
 @pytest.mark.soak

@@ -405,8 +405,15 @@ def grid() -> Repository:
     return world.repository
 
 
-@pytest.mark.parametrize("numbers", [(2, 2), (2, 1)])
-@pytest.mark.parametrize("make", [lambda: Scene().clean, grid], ids=["chain", "grid"])
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        pytest.param(lambda: Scene().clean, (2, 2), id="chain, one version"),
+        pytest.param(lambda: Scene().clean, (2, 1), id="chain", marks=pytest.mark.soak),
+        pytest.param(grid, (2, 2), id="grid, one version", marks=pytest.mark.soak),
+        pytest.param(grid, (2, 1), id="grid"),
+    ],
+)
 def test_of_two_forks_to_one_root_one_is_acknowledged(
     numbers: tuple[int, int], make: Callable[[], Repository]
 ) -> None:

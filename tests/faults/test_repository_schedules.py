@@ -13,6 +13,7 @@ from emberkeep.errors import UnsupportedStoreError
 from emberkeep.repository import Repository
 from tests.faults import interleavings
 from tests.faults.interleavings import Pair
+from tests.nightly import examples
 
 BESIDE_THE_WRITER = [
     pair
@@ -22,6 +23,9 @@ BESIDE_THE_WRITER = [
     and (pair[1][0] is interleavings.collects or pair[1][1] not in interleavings.READERS)
 ]
 GRID_BESIDE_THE_WRITER = [p for p in interleavings.pairs() if p[1][0] in interleavings.GRID_WRITER]
+
+# The longest: by day, who opens meets a chain, and who takes over and keeps meets a whole version.
+BY_NIGHT = {"saves-opens", "saves_chained-takes_over_and_keeps"}
 
 
 def name(pair: Any) -> str:
@@ -45,7 +49,11 @@ def test_a_store_that_cannot_decide_between_two_writers_is_refused() -> None:
 @pytest.mark.parametrize(
     "pair",
     [
-        pytest.param(pair, id=name(pair), marks=[pytest.mark.soak] if at % 2 else [])
+        pytest.param(
+            pair,
+            id=name(pair),
+            marks=[pytest.mark.soak] if at % 2 or name(pair) in BY_NIGHT else [],
+        )
         for at, pair in enumerate(BESIDE_THE_WRITER)
     ],
 )
@@ -63,9 +71,9 @@ def test_grids_under_schedules_of_two_preemptions(pair: Pair) -> None:
 
 def test_two_preemptions_three_processes_and_single_faults() -> None:
     """A sample by seed of all that the soak tries."""
-    counts = interleavings.run(20260726, 80)
+    counts = interleavings.run(20260726, examples(160))
     print(dict(counts))
-    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 2
+    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 1
 
 
 @pytest.mark.soak

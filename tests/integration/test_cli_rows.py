@@ -128,8 +128,8 @@ def test_options_of_a_new_repository_need_one(shell: Shell, root: Path, file: Pa
 )
 def test_a_command_that_is_ended_goes_on_when_it_is_typed_again(how: int, tmp_path: Path) -> None:
     rows = 30_000
-    tensors = {"user/id": torch.arange(rows) * 7, "user/weight": torch.ones(rows, 16)}
-    torch.save(tensors, tmp_path / "rows.pt")
+    tensors = {"user/id": np.arange(rows) * 7, "user/weight": np.ones((rows, 16), np.float32)}
+    safetensors.numpy.save_file(tensors, tmp_path / "rows.safetensors")
     # Ended where it is known how far it is: after the second entry of the journal.
     script = (
         f"""
@@ -148,7 +148,8 @@ staged_rows.Stage.note = note
 """
         "from emberkeep.cli import main\nmain()\n"
     )
-    command = [sys.executable, "-c", script, "import", "new", "--from", "rows.pt", "--init"]
+    command = [sys.executable, "-c", script, "import", "new"]
+    command += ["--from", "rows.safetensors", "--init"]
     environment = {**os.environ, "END": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

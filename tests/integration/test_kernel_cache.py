@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import emberkeep
+from emberkeep.kernels import _jit
 
 FEW = """
 import numpy as np
@@ -30,6 +31,7 @@ def run_kernels(
     package: Path, script: str = SCRIPT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "EMBERKEEP_QUIET"}
+    environment = {"XDG_CACHE_HOME": str(package / "user"), **environment}
     return subprocess.run(
         [sys.executable, "-c", script],
         env={**inherited, "PYTHONPATH": str(package), **environment},
@@ -62,6 +64,72 @@ def test_compilation_is_announced_once_and_cached(compiled: tuple[Path, Any]) ->
     assert first.stdout == second.stdout == "2\n"
     assert first.stderr.count("compiling kernels, first run only") == 1
     assert "compiling" not in second.stderr
+
+
+def test_another_copy_of_the_source_compiles_nothing_again(
+    compiled: tuple[Path, Any], package: Path
+) -> None:
+    """A fresh clone, another environment: what counts is what the source says, not where it is."""
+    user = str(compiled[0] / "user")
+    first = run_kernels(package, XDG_CACHE_HOME=user)
+    assert first.stdout == "2\n"
+    assert "compiling" not in first.stderr
+    # Beside the source it stays when the user's cache goes, as in the image of a container.
+    assert "compiling" not in run_kernels(package).stderr
+
+
+def test_what_decides_about_a_kernel_is_in_the_name_of_the_shared_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def named(**environment: str) -> str:
+        with monkeypatch.context() as patched:
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            return _jit._shared_directory.__wrapped__(_jit.__file__)
+
+    usual = named(HOME="/somewhere", XDG_CACHE_HOME="")
+    assert usual.startswith("/somewhere/.cache/emberkeep/kernels/")
+    assert usual == named(HOME="/somewhere", XDG_CACHE_HOME="", OTHER="1")
+    assert usual != named(HOME="/somewhere", XDG_CACHE_HOME="", NUMBA_OPT="0")
+    monkeypatch.setattr(_jit, "_source_stamp", lambda _: b"another source")
+    assert usual != named(HOME="/somewhere", XDG_CACHE_HOME="")
+
+
+def test_directories_that_nobody_has_used_for_long_go(tmp_path: Path) -> None:
+    used, unused = tmp_path / "used", tmp_path / "unused"
+    for directory in (used, unused):
+        _jit._mark_used(directory)
+        (directory / "a.nbi").write_bytes(b"")
+    for directory in (used, unused):
+        os.utime(directory, (1e9, 1e9))
+    _jit._mark_used(used)
+    assert unused.exists()
+    _jit._mark_used(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used"]
+
+
+@pytest.mark.parametrize("last", ["one", "two"])
+def test_processes_that_save_at_once_do_not_get_what_the_other_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """With numba's files, the index of one led to the code of the other, for other types."""
+    files = {name: _jit._Files(str(tmp_path), "kernel", b"stamp") for name in ("one", "two")}
+    writes: dict[str, list[Any]] = {"one": [], "two": []}
+    with monkeypatch.context() as patched:
+        for name, file in files.items():  # each sees an empty index, and writes later
+            for method in ("_save_index", "_save_data"):
+                write = getattr(file, method)
+                patched.setattr(
+                    file, method, lambda *given, n=name, w=write: writes[n].append((w, given))
+                )
+            file.save(name, name.upper())
+    first = "one" if last == "two" else "two"
+    for index, name in ((0, first), (0, last), (1, last), (1, first)):
+        write, given = writes[name][index]
+        write(*given)
+        for key, file in files.items():
+            assert file.load(key) in (None, key.upper())
+    assert files[first].load(first) == first.upper()
 
 
 @pytest.mark.parametrize(("changed", "void"), [("hash_index", True), ("quantize", False)])

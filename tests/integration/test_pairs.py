@@ -16,9 +16,8 @@ import torch
 
 import emberkeep as ek
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.runtime import pool
 from tests.contracts.engine import state
-from tests.servers import Farm, FarmLauncher
+from tests.servers import Farm, OnFarm
 
 CHOICES: dict[str, list[Any]] = {
     "kind": ["fixed", "dynamic", "evicting"],
@@ -55,30 +54,20 @@ def pairs_of(case: Case) -> set[tuple[int, int, int, int]]:
 
 def covering() -> list[Case]:
     """Cases, each the one that covers most pairs not covered yet."""
-    every = [case for case in product(*CHOICES.values()) if possible(case)]
-    missing = set().union(*(pairs_of(case) for case in every))
+    every = [(c, pairs_of(c)) for c in product(*CHOICES.values()) if possible(c)]
+    missing = set().union(*(pairs for _, pairs in every))
     chosen = []
     while missing:
-        best = max(every, key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
+        best, pairs = max(every, key=lambda case: len(case[1] & missing))
+        missing -= pairs
         chosen.append(best)
     return chosen
 
 
-class OnServers:
-    """A cluster of servers that were started before; they serve one cluster after the other."""
-
-    def __init__(self, farm: Farm, shards: int) -> None:
-        self.hosts = FarmLauncher(farm, shards)
-
-    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
-        return FlightCluster(tables, optimizer, self.hosts, seed=seed, pool=pool.Pool(1))
-
-
 @pytest.fixture(scope="module")
-def servers(farm: Farm) -> Iterator[dict[int, list[OnServers]]]:
+def servers(farm: Farm) -> Iterator[dict[int, list[OnFarm]]]:
     """Two clusters of each size: one for the process that ends, one for the next."""
-    opened = {shards: [OnServers(farm, shards) for _ in range(2)] for shards in CHOICES["shards"]}
+    opened = {shards: [OnFarm(farm, shards) for _ in range(2)] for shards in CHOICES["shards"]}
     yield opened
     for cluster in chain(*opened.values()):
         cluster.hosts.end()
@@ -92,7 +81,7 @@ def kill(bags: ek.EmbeddingBags, shards: list[int]) -> None:
             bags.cluster.kill(shard)
 
 
-def build(case: dict[str, Any], on: OnServers | None = None) -> tuple[ek.EmbeddingBags, Any]:
+def build(case: dict[str, Any], on: OnFarm | None = None) -> tuple[ek.EmbeddingBags, Any]:
     bags = ek.EmbeddingBags(
         [TABLE[case["kind"]]],
         optimizer=case["optimizer"],
@@ -125,7 +114,7 @@ def named(case: Case) -> str:
 
 @pytest.mark.parametrize("values", covering(), ids=named)
 def test_every_pair_survives(
-    values: Case, tmp_path: Path, servers: dict[int, list[OnServers]]
+    values: Case, tmp_path: Path, servers: dict[int, list[OnFarm]]
 ) -> None:
     case = dict(zip(CHOICES, values, strict=True))
     first, second = servers[case["shards"]] if case["cluster"] == "servers" else (None, None)

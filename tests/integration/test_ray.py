@@ -97,6 +97,7 @@ def test_a_server_of_ray_comes_back_with_its_files(tmp_path: Path) -> None:
     cluster.close()
 
 
+@pytest.mark.soak  # Ray's part is in the other tests, that of servers in test_cluster_flight
 def test_rows_from_outside_go_to_servers_of_ray() -> None:
     bags = ek.EmbeddingBags(
         [Table("item", capacity=50, dim=2), Table("user", rows=40, dim=2)],
@@ -186,22 +187,19 @@ def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     statuses = json.loads(run.invoke(app, ["cluster", "status", *at, "--json"]).stdout)["shards"]
     assert all('"listening"' in Path(status["log"]).read_text() for status in statuses)
     assert all(status["metrics_url"].startswith("http://127.0.0.1:") for status in statuses)
-    assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
-    twice = run.invoke(app, ["cluster", "down", *at])
-    assert twice.exit_code == ConfigError.exit_code
-    assert "no cluster 'shown'" in twice.output
-
-
-def test_down_says_which_run_it_would_take_the_servers_from() -> None:
-    run = CliRunner()
-    at = ["--name", "serving", "--address", "here"]
-    assert run.invoke(app, ["cluster", "up", "--shards", "1", *at]).exit_code == 0
-    cluster = ray_cluster(name="serving").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
+    assert clusters() == ["shown"]
+    assert len(find("shown")) == 2
+    # Not from under a run, and it says whose.
+    cluster = ray_cluster(name="shown").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
     refused = run.invoke(app, ["cluster", "down", *at])
     assert refused.exit_code == ConfigError.exit_code
     assert f"serves a run (process {os.getpid()} on " in refused.output
     cluster.close()
     assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
+    assert clusters() == []
+    twice = run.invoke(app, ["cluster", "down", *at])
+    assert twice.exit_code == ConfigError.exit_code
+    assert "no cluster 'shown'" in twice.output
 
 
 def test_workers_are_heard_asked_to_stop_and_their_death_is_reported() -> None:

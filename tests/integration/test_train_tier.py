@@ -98,6 +98,7 @@ def test_a_tier_that_is_memory_alone_is_kept_in_a_repository(tmp_path: Path) -> 
     assert run(small(*kept)).digest == plain.digest
 
 
+@pytest.mark.soak  # the next one has the same on servers, with batches
 def test_servers_with_a_tier_give_the_same_bits(tmp_path: Path) -> None:
     on_servers = [
         f'tier.path="{tmp_path / "t"}"', 'tier.memory="80KB"', "cluster.kind=servers",

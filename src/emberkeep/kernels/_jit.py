@@ -1,9 +1,9 @@
 """How kernels are compiled and where the machine code is kept.
 
 `kernel` compiles a function serially, without the GIL, and caches the result on disk: beside the
-source, or in the user's cache directory where the source cannot be written, or in
-`NUMBA_CACHE_DIR` if that is set. A cache that is full but read-only is used as it is. The first
-compilation of a process is announced once on stderr.
+source, and in the user's cache directory under a digest of all that it was made of, where other
+copies of the same source find it; or only in `NUMBA_CACHE_DIR` if that is set. A cache that is full
+but read-only is used as it is. The first compilation of a process is announced once on stderr.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite
 import numba
+import numpy as np
 from numba.core import caching, config, event
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -76,12 +79,49 @@ def _cache_directories(py_file: str) -> list[str]:
     if config.CACHE_DIR:
         below = _Locator.get_suitable_cache_subpath(py_file)
         return [os.path.join(config.CACHE_DIR, below)]
+    return [os.path.join(os.path.dirname(py_file), "__pycache__"), _shared_directory(py_file)]
+
+
+@functools.cache
+def _shared_directory(py_file: str) -> str:
+    """Where all copies of this source, in whatever environment, find what one has compiled: its
+    name is a digest of what decides about the result. The rest, which is the processor, the types
+    and Python's version, numba has in the files."""
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    tag = hashlib.sha1(os.path.dirname(os.path.abspath(py_file)).encode()).hexdigest()[:12]
-    return [
-        os.path.join(os.path.dirname(py_file), "__pycache__"),
-        os.path.join(user, "emberkeep", f"kernels-{tag}"),
-    ]
+    versions = numba.__version__, llvmlite.__version__, np.__version__
+    flags = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_"))
+    digest = hashlib.sha256(_source_stamp(py_file) + repr((versions, flags)).encode())
+    return os.path.join(user, "emberkeep", "kernels", digest.hexdigest()[:24])
+
+
+_UNUSED_SECONDS = 60 * 86400
+
+
+def _mark_used(directory: Path) -> None:
+    """Makes a shared directory, or notes that it is in use; others that nobody has used for two
+    months go when a new one comes."""
+    try:
+        os.utime(directory)
+        return
+    except FileNotFoundError:
+        directory.mkdir(parents=True)
+    now = directory.stat().st_mtime
+    for other in directory.parent.iterdir():
+        if other.stat().st_mtime < now - _UNUSED_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """What was compiled for each signature, in files that are named by it.
+
+    Numba numbers them, and writes the index first: of two processes that save at once, one can
+    leave an index that leads to what the other has compiled, for other types."""
+
+    def save(self, key: Any, data: Any) -> None:
+        named = hashlib.sha256(self._source_stamp + repr(key).encode()).hexdigest()[:16]
+        name = f"{self._index_name.removesuffix('.nbi')}.{named}.nbc"
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
 
 
 class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
@@ -89,13 +129,44 @@ class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class _KernelCache(caching.FunctionCache):  # type: ignore[misc]
+    """A directory that is ours, and one that is shared with other copies of the source."""
+
     _impl_class = _Implementation
 
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError:
-            return  # a read-only or full cache directory costs time, never the result
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._cache_file = self._files(self._cache_path)
+        directory = _shared_directory(function.__code__.co_filename)
+        own = bool(config.CACHE_DIR) or self._cache_path == directory
+        self._shared: _Files | None = None if own else self._files(directory)
+
+    def _files(self, directory: str) -> _Files:
+        return _Files(directory, self._impl.filename_base, self._impl.locator.get_source_stamp())
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super()._load_overload(sig, target_context)
+        if found is None and self._shared is not None:
+            key = self._index_key(sig, target_context.codegen())
+            with contextlib.suppress(OSError):
+                reduced = self._shared.load(key)
+                if reduced is not None:
+                    _mark_used(Path(self._shared._cache_path))
+                    found = self._impl.rebuild(target_context, reduced)
+                    self._cache_file.save(key, reduced)
+        return found
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        if not self._impl.check_cachable(data):
+            return
+        key, reduced = self._index_key(sig, data.codegen), self._impl.reduce(data)
+        # A read-only or full directory costs time, never the result.
+        with contextlib.suppress(OSError):
+            self._impl.locator.ensure_cache_path()
+            self._cache_file.save(key, reduced)
+        if self._shared is not None:
+            with contextlib.suppress(OSError):
+                _mark_used(Path(self._shared._cache_path))
+                self._shared.save(key, reduced)
 
 
 class _Announcer(event.Listener):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from emberkeep.blobs import MemoryStore
 from emberkeep.codecs import NonNegative, Quantized
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.repository import Repository
+from tests.servers import Farm, OnFarm
 
 BUDGET = 1e-3
 
@@ -172,15 +173,17 @@ def test_more_expected_restores_leave_less_for_each() -> None:
 
 
 @pytest.mark.processes
-def test_rows_on_servers_are_calibrated_the_same() -> None:
+def test_rows_on_servers_are_calibrated_the_same(farm: Farm) -> None:
     run = Run().train(12)
     here = ek.calibrate(run.keeper, run.validate)
-    served = Run(cluster=ek.servers(shards=1)).train(12)
+    one = OnFarm(farm, shards=1)
+    served = Run(cluster=one).train(12)
     try:
         assert ek.calibrate(served.keeper, served.validate) == here
         assert served.validate() == run.validate()
     finally:
         served.model.bags.cluster.close()  # type: ignore[attr-defined]
+        one.hosts.end()
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:

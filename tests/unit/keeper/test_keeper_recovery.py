@@ -17,6 +17,7 @@ from emberkeep.checkpoint import SaveSettings
 from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.strategies import Every
+from tests.nightly import some
 
 STEPS = 12
 
@@ -139,6 +140,7 @@ def uninterrupted() -> dict[str, bytes]:
 FULL = ek.incremental(every=3, layout="consecutive", recovery="full")
 PARTIAL = ek.partial(every=3, priority=None)
 RANKED = ek.partial(every=6, priority="mfu", fraction=0.5)
+KINDS: list[Any] = [FULL, PARTIAL, RANKED]
 
 
 @pytest.mark.parametrize("lost", [(0,), (4,), (1, 2, 3), (0, 1, 2, 3, 4)])
@@ -293,16 +295,15 @@ def test_a_call_that_turns_into_a_full_recovery_is_given_up_with_its_step(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", [FULL, PARTIAL, RANKED], ids=["full", "partial", "ranked"])
+@pytest.mark.parametrize("strategy", KINDS, ids=["full", "partial", "ranked"])
 @pytest.mark.parametrize("operation", ["put", "get"])
 def test_shards_die_at_every_operation_of_the_store(
     strategy: Any, operation: str, uninterrupted: dict[str, bytes]
 ) -> None:
     """Puts are those of saves, gets those of recoveries."""
-    position, struck = 1, True
-    while struck:
-        struck = _strike(strategy, operation, position, uninterrupted)
-        position += 3
+    operations = iter(some(range(1, 1000), KINDS.index(strategy), of=5))
+    while _strike(strategy, operation, next(operations), uninterrupted):
+        pass
 
 
 def _strike(strategy: Any, operation: str, position: int, uninterrupted: dict[str, bytes]) -> bool:

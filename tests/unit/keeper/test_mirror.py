@@ -27,6 +27,7 @@ from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, verify
 from emberkeep.repository.maintenance.version_copy import Origin
+from tests.servers import Farm, OnFarm
 
 STEPS = 12
 NOW = SaveSettings(grace=timedelta(0))
@@ -422,18 +423,17 @@ def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> N
 
 
 @pytest.mark.processes
-def test_what_servers_write_to_the_first_place_is_mirrored(
-    tmp_path: Path,
-) -> None:
+def test_what_servers_write_to_the_first_place_is_mirrored(tmp_path: Path, farm: Farm) -> None:
     whole = Life(MemoryStore(), None).train(6)
-    mirror = MemoryStore()
+    mirror, served = MemoryStore(), OnFarm(farm, shards=2)
     settings = SaveSettings(grace=timedelta(0), most_mb_per_second=0.01)
-    life = Life(tmp_path / "a", mirror, cluster=ek.servers(shards=2), settings=settings)
+    life = Life(tmp_path / "a", mirror, cluster=served, settings=settings)
     try:
         assert life.keeper.shortest_interval == timedelta(seconds=200 * 32 / 0.01e6)
         life.train(6).keeper.close()
     finally:
         life.model.bags.cluster.close()  # type: ignore[attr-defined]
+        served.hosts.end()
     # Rows that servers held come back into another process, from the mirror.
     again = Life(tmp_path / "b", mirror)
     assert again.resumed is not None
