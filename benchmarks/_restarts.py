@@ -193,6 +193,8 @@ def restarts(hosts: ProcessLauncher, plan: Plan, say: Callable[[str], None]) -> 
         for turn in range(-1, plan.rounds):  # the first warms this process up
             for how in LOADS:
                 if how == "reload":
+                    if turn < 0:
+                        continue  # it has nothing that a rewind has not warmed up
                     with ThreadPoolExecutor(SHARDS) as threads:
                         list(threads.map(lambda shard: hosts.replace(shard, ""), range(SHARDS)))
                 start = time.perf_counter()
