@@ -1,6 +1,6 @@
 """Blob stores: named immutable objects on a local disk, in memory, or in an object store."""
 
-from emberkeep.blobs.calls import Call, requests_of, together
+from emberkeep.blobs.calls import Call, caller_of, together
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.object_store import ObjectStore
@@ -29,9 +29,9 @@ __all__ = [
     "ObjectStore",
     "Reading",
     "ReadsInto",
+    "caller_of",
     "check_name",
     "open_store",
     "read_into",
-    "requests_of",
     "together",
 ]

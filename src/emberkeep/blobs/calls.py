@@ -1,8 +1,8 @@
 """Calls that do not depend on each other: made at once where each of them waits for a network.
 
-A store whose calls take a round trip has `requests`, an executor; stores around it hand it on. Where
-there is none, calls are made one after the other, each when its result is asked for, so that what is
-done on a disk or in memory has one order.
+A store whose calls take a round trip has `calls_at_once`, an executor; stores around it hand it
+on. Where there is none, calls are made one after the other, each when its result is asked for, so
+that what is done on a disk or in memory has one order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from emberkeep.blobs.store import BlobStore
 _T = TypeVar("_T")
 
 
-def requests_of(store: BlobStore) -> Executor | None:
+def caller_of(store: BlobStore) -> Executor | None:
     """What makes calls of a store at once; None where they are not worth it."""
-    found: Executor | None = getattr(store, "requests", None)
+    found: Executor | None = getattr(store, "calls_at_once", None)
     return found
 
 
@@ -31,8 +31,8 @@ class Call(Generic[_T]):
         self._value: _T | None = None
         self.error: BaseException | None = None
         """What it has raised, if it has ended."""
-        requests = requests_of(store)
-        self._future: Future[None] | None = None if requests is None else requests.submit(self._do)
+        caller = caller_of(store)
+        self._future: Future[None] | None = None if caller is None else caller.submit(self._do)
         self._done = False
 
     def _do(self) -> None:
@@ -65,7 +65,7 @@ class Call(Generic[_T]):
 def together(store: BlobStore, calls: list[Callable[[], _T]]) -> list[_T]:
     """What calls return, in their order. Raises what the first of them raises that does; where they
     are made at once, when all have ended."""
-    if len(calls) < 2 or requests_of(store) is None:
+    if len(calls) < 2 or caller_of(store) is None:
         return [call() for call in calls]
     under_way = [Call(store, call) for call in calls]
     for each in under_way:

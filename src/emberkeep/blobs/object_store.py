@@ -62,7 +62,7 @@ class ObjectStore:
         self._store = store
         self._url = url
         self._deadline = deadline
-        self.requests = Crew(self.reads_at_once, "emberkeep-requests", clock=clock)
+        self.calls_at_once = Crew(self.reads_at_once, "emberkeep-requests", clock=clock)
         """Makes calls at once that do not depend on each other: each waits for the network."""
 
     @classmethod

@@ -49,7 +49,7 @@ class BlobStore(Protocol):
     - All methods may be called from several threads.
 
     A store may have `reads_at_once`, the number of reads at once that pay off (`reads_at_once`),
-    and `requests`, an executor, if each call waits for a network (`calls`).
+    and `calls_at_once`, an executor, if each call waits for a network (`calls`).
 
     `emberkeep.testing.StoreContract` is the same list as tests.
     """

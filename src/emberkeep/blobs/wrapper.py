@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
-from emberkeep.blobs.calls import requests_of
+from emberkeep.blobs.calls import caller_of
 from emberkeep.blobs.memory_store import MemoryStore
 from emberkeep.blobs.store import BlobInfo, BlobStore, Buffer, KeepsReserve, reads_at_once
 from emberkeep.errors import MissingObjectError
@@ -29,8 +29,8 @@ class WrapperStore:
         return reads_at_once(self.inner)
 
     @property
-    def requests(self) -> Executor | None:
-        return requests_of(self.inner)
+    def calls_at_once(self) -> Executor | None:
+        return caller_of(self.inner)
 
     def put(self, name: str, data: Buffer | Iterable[Buffer]) -> int:
         return self.inner.put(name, data)

@@ -1,9 +1,9 @@
 """A version that is held against gc while it is brought back, and which one that is.
 
-Where each call waits for a network, as much as can be is under way at once. A version is pinned, its
-manifest is read and the history is looked at beside each other; the pin is waited for before the
-first row changes. In which order gc and readers see each other stays as it is: marks are looked for
-when the pin stands, and the manifest once more after that.
+Where each call waits for a network, as much as can be is under way at once: a version is pinned,
+its manifest is read and the history is looked at beside each other, and the pin is waited for
+before the first row changes. In which order gc and readers see each other stays as it is: marks are
+looked for when the pin stands, and the manifest once more after that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from emberkeep.blobs import Call, requests_of, together
+from emberkeep.blobs import Call, caller_of, together
 from emberkeep.checkpoint.restore import Restored
 from emberkeep.errors import DamageError, NoVersionError, StateError
 from emberkeep.repository import Manifest, Pin, Repository, VersionId, Writer
-from emberkeep.repository.grid.catalog import Catalog, before_in_grid, grid_of
+from emberkeep.repository.grid.catalog import Catalog, before_in_grid
 from emberkeep.repository.history import look_at
 
 _MOST_AHEAD = 64
@@ -30,10 +30,10 @@ class HeldVersion:
     def __init__(self, repository: Repository, version: VersionId) -> None:
         self.version = version
         self._repository = repository
-        self._requests = requests_of(repository.store)
+        self._caller = caller_of(repository.store)
         self._pin = Call(repository.store, partial(Pin, repository, version))
         self._early: Call[Manifest] | None = None
-        if self._requests is not None:
+        if self._caller is not None:
             self._early = Call(repository.store, partial(repository.manifest, version))
         self._record: Call[str] | None = None
         self._known = ExitStack()
@@ -88,18 +88,18 @@ class HeldVersion:
     def let_go(self, *, counted: bool = True) -> None:
         """Ends holding it; beside whatever comes next where that takes a round trip."""
         self._known.close()
-        if self._requests is None:
+        if self._caller is None:
             self._release(counted)
         else:
-            self._requests.submit(self._release, counted)
+            self._caller.submit(self._release, counted)
 
     def _release(self, counted: bool) -> None:
-        if self._requests is None and not self._pin.made:
+        if self._caller is None and not self._pin.made:
             return
         self._pin.wait()
         if self._pin.error is None:
             self._pin.result().release()
-        if not counted and self._record is not None and self._requests is not None:
+        if not counted and self._record is not None and self._caller is not None:
             self._record.wait()
             if self._record.error is None:
                 self._repository.store.delete([self._record.result()])
@@ -109,7 +109,7 @@ def held_ahead(writer: Writer, number: int | None) -> HeldVersion | None:
     """Holds the version that is most likely meant before the history is looked at, where that takes
     round trips: of the versions that the writer started with, or its newest."""
     repository = writer.repository
-    if requests_of(repository.store) is None:
+    if caller_of(repository.store) is None:
         return None
     likely = writer.newest
     if number is not None:
@@ -122,8 +122,8 @@ def newest_intact(
     bring_back: Callable[[HeldVersion, Sequence[VersionId]], Restored | None],
 ) -> Restored | None:  # fmt: skip
     """What `bring_back` makes of the newest version, or of that of a number; it is given the
-    versions before it, too, and returns None for one that holds no instant. With `fall_back`, of the
-    newest undamaged one before it: `lost` then names those that were passed over."""
+    versions before it, too, and returns None for one that holds no instant. With `fall_back`, of
+    the newest undamaged one before it: `lost` then names those that were passed over."""
     repository = writer.repository
     look = look_at(repository.store)
     held = held_ahead(writer, number)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, Json
-from emberkeep.blobs import Call, requests_of
+from emberkeep.blobs import Call, caller_of
 from emberkeep.checkpoint.contents import checked_rows, rows_of_files
 from emberkeep.checkpoint.target_view import TargetView, view_of
 from emberkeep.checkpoint.targets import DENSE, LoadsItself, Subject
@@ -85,7 +85,7 @@ def load_into(
     installed = TargetView([part for part in view.parts if part.names])
     if _is_read_ahead(installed, repository, manifest):
         # Rows are on their way while it is found out whether they are wanted.
-        gate = _Gate(lambda: (admit(), installed.clear()))
+        gate = _Gate(admit, installed.clear)
         planned = _load_rows(repository, chain, installed, pool, lambda _: None, catalog, gate)
         return replace(beside.result(), planned=planned)
     restored = admit()
@@ -100,20 +100,20 @@ def load_into(
 class _Gate:
     """What has to be done once, before the first row changes."""
 
-    def __init__(self, first: Callable[[], object] | None = None) -> None:
+    def __init__(self, *first: Callable[[], object]) -> None:
         self._first = first
 
     def __call__(self) -> None:
-        if self._first is not None:
-            self._first()
-            self._first = None
+        first, self._first = self._first, ()
+        for call in first:
+            call()
 
 
 def _is_read_ahead(view: TargetView, repository: Repository, manifest: Manifest) -> bool:
     """Whether rows are asked for before it is known that they may be installed: where that takes a
     round trip, and this process installs all of them."""
     return (
-        requests_of(repository.store) is not None
+        caller_of(repository.store) is not None
         and grid_of(manifest) is not None
         and bool(view.parts)
         and not any(_loads_itself(part.target, repository) for part in view.parts)

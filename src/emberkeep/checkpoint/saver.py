@@ -40,12 +40,10 @@ from emberkeep.checkpoint.version_files import write_bundles, write_pieces
 from emberkeep.checkpoint.widths import Widths, check_tables, is_lossy, loses
 from emberkeep.errors import (
     CancelledError,
-    DamageError,
     FencedError,
     FullError,
     SaveError,
     ShardLostError,
-    StateError,
 )
 from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
 from emberkeep.repository.grid.catalog import grid_of, newest_catalog
@@ -538,7 +536,9 @@ class Checkpointer(BackgroundSaver[Manifest]):
             if not manifest.whole:
                 return None
             grid = grid_of(manifest)
-            catalog = grid and self._ahead and self._ahead.of(self.repository, grid)
+            catalog = None
+            if grid is not None and self._ahead is not None:
+                catalog = self._ahead.of(self.repository, grid)
             held.read_ahead(before, catalog)
             restored = load(self.repository, target, self.subject, self._pool, admit, catalog)
             chain = self.repository.chain(target)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobStore, Call, requests_of
+from emberkeep.blobs import BlobStore, Call
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load, read_beside
 from emberkeep.checkpoint.save import Counters, Extras, Saving
@@ -112,8 +112,8 @@ class RepositorySaver(Checkpointer):
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
-        as_expected = requests_of(store) is not None and self.writer.newest == likely
-        newest = newest_ahead.result() if as_expected else _newest_of(repository, self.writer.newest)
+        found = self.writer.newest
+        newest = newest_ahead.result() if found == likely else _newest_of(repository, found)
         newest = newest or newest_readable(repository, repository.versions())
         run = repository.id if newest is None else run_of(newest)
         if run != repository.id:  # the run has moved here

@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobInfo, BlobStore, Call, ListsNames, requests_of
+from emberkeep.blobs import BlobInfo, BlobStore, Call, ListsNames, caller_of
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import documents
 from emberkeep.repository.marks import Mark
@@ -174,9 +174,9 @@ class Look:
     """Marks, writers and versions, listed at once: each as it was at some moment of the look.
 
     Listed one after the other, marks first, a version that gc removes meanwhile is either marked or
-    not there. At once, its mark may be gone although it was listed: that is a version that was there
-    when the look began, as in any look that is not of this moment. A look that finds marks is void:
-    their versions may be all that was listed, while newer ones are there by now.
+    not there. At once, its mark may be gone although it was listed: that is a version which was
+    there when the look began, as in any look that is not of this moment. A look that finds marks is
+    void: their versions may be all that was listed, while newer ones are there by now.
     """
 
     def __init__(self, store: BlobStore) -> None:
@@ -192,7 +192,7 @@ class Look:
 
 def look_at(store: BlobStore) -> Look | None:
     """Begins to look at the history of whatever is there, where that is done at once."""
-    return None if requests_of(store) is None else Look(store)
+    return None if caller_of(store) is None else Look(store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from emberkeep.blobs import BlobStore, Call, requests_of
+from emberkeep.blobs import BlobStore, Call, caller_of
 from emberkeep.errors import DamageError, StorageError
 from emberkeep.repository import names
 from emberkeep.repository.grid.catalog import Catalog, generations, read_catalog
@@ -52,4 +52,4 @@ class CatalogAhead:
 
 def catalog_ahead(store: BlobStore) -> CatalogAhead | None:
     """Begins to look for catalogs, where that is done beside other calls."""
-    return None if requests_of(store) is None else CatalogAhead(store)
+    return None if caller_of(store) is None else CatalogAhead(store)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from emberkeep._types import I64, Json
-from emberkeep.blobs import BlobStore, requests_of
+from emberkeep.blobs import BlobStore, caller_of
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
 from emberkeep.repository.arrow_frames import is_compressed
@@ -146,7 +146,7 @@ class Segment:
     @classmethod
     def open(cls, store: BlobStore, ref: SegmentRef) -> Segment:
         # Where a second read would take another round trip, blocks come with the index.
-        short = ref.size <= _SHORT_NBYTES and requests_of(store) is not None
+        short = ref.size <= _SHORT_NBYTES and caller_of(store) is not None
         whole = memoryview(_read(store, ref.name, 0, ref.size if short else ref.index_nbytes))
         content = whole[: ref.index_nbytes]
         if xxhash.xxh3_64_hexdigest(content) != ref.index_digest:
