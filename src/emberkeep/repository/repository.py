@@ -210,7 +210,7 @@ class Repository:
 
     def history(self, *, dated: bool = False, look: Look | None = None) -> History:
         """The versions with the listing and the lineage that they were decided from. A `look` that
-        was begun before is used, unless it is void."""
+        was started before is used, unless it is void."""
         listing = None if look is None else look.listing(self.store, self.origin)
         marks: tuple[Mark, ...] = ()
         if listing is None:

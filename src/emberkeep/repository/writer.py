@@ -94,18 +94,11 @@ class Writer:
         lineage = history.lineage.extended(newest)
         epoch = max(history.listing.epoch + 1, repository.origin.next_epoch)
         honoured = _honoured(repository, history)
+        started = repository.clock.now().isoformat()
         content = writer_document(
-            repository=repository.id,
-            epoch=epoch,
-            nonce=nonce,
-            lineage=lineage,
-            honoured=honoured,
-            details={
-                "started": repository.clock.now().isoformat(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-            },
-        )
+            repository=repository.id, epoch=epoch, nonce=nonce, lineage=lineage, honoured=honoured,
+            details={"started": started, "host": socket.gethostname(), "pid": os.getpid()},
+        )  # fmt: skip
         name = names.writer_name(epoch)
         found = create_or_read(repository.store, name, content)
         if is_torn(found, content):
@@ -530,11 +523,9 @@ def _seal(repository: Repository, history: History, nonce: str) -> History:
         if target in history.listing.void:
             continue
         content = seal_document(
-            repository=repository.id,
-            version=target,
-            nonce=nonce,
+            repository=repository.id, version=target, nonce=nonce,
             lineage=history.lineage.extended(newest),
-        )
+        )  # fmt: skip
         found = create_or_read(store, target.manifest_name, content)
         if found == content or read_seal(target.manifest_name, found) is not None:
             repository.own_seals.add(target.manifest_name)
