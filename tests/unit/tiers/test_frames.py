@@ -43,7 +43,7 @@ def test_what_was_used_often_is_forgotten_in_time() -> None:
         frames.turn += 1
         frames.used[often] = frames.turn
         frames.touch(often, frames.turn)
-    frames.turn += 100
+    frames.turn += 150  # no count is worth more turns than that: log(1 / _FADING) / _FADING
     frames.bind(np.array([2]))
     frames.turn += 2
     assert given_away(frames, 1, frames.turn) == [1]
