@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache
 from typing import Any
@@ -51,6 +51,7 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from emberkeep.testing.contracts import check_content, save
 from emberkeep.testing.interleave import Interleaving, Stint, schedules
+from tests.faults.any_order import AnyOrderStore
 from tests.faults.findings import Counts, HangError, LostVersionError, WrongRowsError
 from tests.faults.grids import Rows, World
 
@@ -482,6 +483,8 @@ class Case:
     stints: tuple[Stint, ...] = ()
     fault: tuple[int, int, Fault] | None = None
     counts: Callable[[str, str], bool] = lambda _method, _name: True
+    order: int | None = None
+    """The seed of the order in which calls that are made at once take effect; None: in theirs."""
 
     def run(self) -> list[int]:
         """Raises what it finds; how many operations that count each process has performed."""
@@ -494,6 +497,8 @@ class Case:
             def act(store: BlobStore) -> None:
                 assert isinstance(store, FaultStore)
                 stores.append(store)
+                if self.order is not None:
+                    store.inner = AnyOrderStore(store.inner, self.order)
                 action(scene, store)
 
             return act
@@ -525,7 +530,7 @@ class Case:
 
     def __str__(self) -> str:
         names = ", ".join(action.__name__ for action in self.actions)
-        return f"{names}: {self.stints}, {self.fault}"
+        return f"{names}: {self.stints}, {self.fault}, order {self.order}"
 
 
 def _changes(method: str, name: str) -> bool:
@@ -607,9 +612,9 @@ def checked(case: Case) -> None:
         raise
 
 
-def run(seed: int, cases: int, seconds: float = math.inf) -> Counts:
+def run(seed: int, cases: int, seconds: float = math.inf, *, at_once: bool = False) -> Counts:
     """So many cases from a seed on, or until the time is over: two processes, three, without and
-    with faults; how many of each."""
+    with faults; how many of each. `at_once`: with stores that make calls at once."""
     chance = random.Random(seed)
     counts: Counts = Counts()
     operations: dict[Pair, list[int]] = {}
@@ -617,6 +622,8 @@ def run(seed: int, cases: int, seconds: float = math.inf) -> Counts:
     while counts["interleavings"] < cases and time.monotonic() < until:
         processes = chance.choice((2, 2, 3))
         case = sampled(chance, operations, processes)
+        if at_once:
+            case = replace(case, order=chance.randrange(2**31))
         checked(case)
         counts["interleavings"] += 1
         counts[f"of {processes} processes"] += 1

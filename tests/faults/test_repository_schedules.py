@@ -76,6 +76,12 @@ def test_two_preemptions_three_processes_and_single_faults() -> None:
     assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 1
 
 
+def test_calls_that_are_made_at_once_take_effect_in_any_order() -> None:
+    """The same sample on stores behind a network, where calls do not wait for each other."""
+    counts = interleavings.run(20261118, examples(120), at_once=True)
+    assert min(counts[fault.name] for fault in interleavings.FAULTS) >= 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("pair", interleavings.pairs(), ids=name)
 def test_every_schedule_and_every_single_fault(pair: Pair) -> None:
