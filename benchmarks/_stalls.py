@@ -318,30 +318,34 @@ def beside_best(ours: Stalls, theirs: Iterable[Stalls]) -> tuple[float, float, f
     return ratio(np.arange(len(ours.seconds))), *interval(ratio, ours)
 
 
-def stall(contender: Contender, step: Callable[[], None]) -> tuple[float, float]:
+def stall(
+    contender: Contender, step: Callable[[], None], undisturbed: int = UNDISTURBED
+) -> tuple[float, float]:
     """Seconds that training lost to one checkpoint, and seconds from request to commit."""
     if isinstance(contender, Ours):
         contender.before()
-    alone = timed(step, UNDISTURBED)
+    alone = timed(step, undisturbed)
     steps, start = 0, time.perf_counter()
     done = contender.start()
     while not done():
         step()
         steps += 1
     total = time.perf_counter() - start
-    alone += timed(step, UNDISTURBED)
+    alone += timed(step, undisturbed)
     return total - steps * statistics.median(alone), total
 
 
-def stalls(contenders: Iterable[Contender], training: Any, rounds: int) -> dict[str, Stalls]:
+def stalls(
+    contenders: Iterable[Contender], training: Any, rounds: int, undisturbed: int = UNDISTURBED
+) -> dict[str, Stalls]:
     """By contender; in each round the next one begins."""
     order = list(contenders)
     found = {contender.name: Stalls() for contender in order}
-    timed(training.step, 3 * UNDISTURBED)  # the first steps of a process are slower
+    timed(training.step, 3 * undisturbed)  # the first steps of a process are slower
     for number in range(rounds):
         turn = number % len(order)
         for contender in order[turn:] + order[:turn]:
-            seconds, commit = stall(contender, training.step)
+            seconds, commit = stall(contender, training.step, undisturbed)
             found[contender.name].seconds.append(seconds)
             found[contender.name].commit_seconds.append(commit)
             contender.close()

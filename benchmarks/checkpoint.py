@@ -25,6 +25,7 @@ import torch
 
 from _common import Options, options, report
 from _stalls import (
+    UNDISTURBED,
     Contender,
     Embedding,
     Emulated,
@@ -336,7 +337,8 @@ def measure_stalls(
     chosen = [*ours, theirs[1]] if quick else [*ours, *theirs, *coded, sharing]
     if quick and kind != "embedding":
         chosen = [ours[1]]
-    found = stalls(chosen, training, 1 if quick else ROUNDS[kind])
+    rounds, undisturbed = (1, 4) if quick else (ROUNDS[kind], UNDISTURBED)
+    found = stalls(chosen, training, rounds, undisturbed)
     for name, taken in found.items():
         commit = statistics.median(taken.commit_seconds)
         rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
@@ -403,7 +405,7 @@ def measure_processor_time(
 def measure_speed(run: Run, torch_path: Path, quick: bool, figures: Figures) -> None:
     """Pauses, tracking, memory, and a restore."""
     torch_save(run, torch_path)
-    saves = 10 if quick else 100
+    saves = 4 if quick else 100
     with baseline(run) as keeper:
         run.change()
         with Peak() as peak:
@@ -420,7 +422,7 @@ def measure_speed(run: Run, torch_path: Path, quick: bool, figures: Figures) -> 
     figures["restore_speed_vs_torch_load"] = by_torch / ours
     figures["restore_seconds"] = ours
     figures["restore_peak_extra_mb"] = extra_mb
-    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 2 if quick else 12)
+    figures["tracking_embedding_overhead_pct"] = tracking_pct(run, 1 if quick else 12)
     figures["pause_ms_median"] = statistics.median(taken)
     figures["pause_ms_p99"] = float(np.percentile(taken, 99))
     figures["pause_ms_of_nothing"] = statistics.median(nothing)

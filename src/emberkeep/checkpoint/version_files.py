@@ -22,6 +22,8 @@ from emberkeep.runtime.readahead import Ahead
 
 # Of narrow rows; of others a chunk is bounded in bytes. Each takes hundreds of calls of Python.
 _CHUNK_ROWS = 2**16
+# Buffers that wait for the disk: a chunk, with what stands before it. More would only take memory.
+_AHEAD = 2
 
 
 def write_pieces(
@@ -34,7 +36,7 @@ def write_pieces(
     cut = pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard})
     with buffers_kept():
         for piece in cut:
-            with Ahead(budget.cores.iterating(piece.stream()), nice) as stream:
+            with Ahead(budget.cores.iterating(piece.stream()), nice, _AHEAD) as stream:
                 paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
                 files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
 
@@ -89,7 +91,7 @@ def write_bundles(
     )  # fmt: skip
     with buffers_kept():
         for bundle in cut:
-            with Ahead(budget.cores.iterating(bundle.stream()), nice) as stream:
+            with Ahead(budget.cores.iterating(bundle.stream()), nice, _AHEAD) as stream:
                 paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
                 files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
 

@@ -244,7 +244,7 @@ def load_rows(
 
 def _errors(tile: _Tile, width: Any, grids: Sequence[tuple[Any, Any]], top: Any) -> list[Any]:
     """The squared errors of each grid (inverse, shift), in steps, summed over the columns: even and
-    odd ones apart, so that a sum is not always waiting for itself, then both."""
+    odd ones separately, so that a sum is not always waiting for itself, then both."""
     builder = tile.builder
     sums = [tile.sums(2) for _ in grids]
 

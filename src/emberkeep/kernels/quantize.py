@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep._types import F32, I32, U8, U32
+from emberkeep.kernels._intrinsics import prefetch_row
 from emberkeep.kernels._jit import inline, kernel
 from emberkeep.kernels._tiles import (
     LANES,
@@ -179,7 +180,7 @@ def _pack(
     """Writes the codes of a tile: column d takes bits d·bits.. of its row, lowest bit first.
 
     Columns that end on a byte boundary are put together in words of 32 bits, or 24 for 3 bits. All
-    are stored as 32, where the row has that much room: what is too much is stored anew by the next.
+    are stored as 32, where the row has that much room: what is too much is overwritten by the next.
     """
     columns = 8 if bits == 3 else 32 // bits
     nbytes = columns * bits // 8
@@ -231,6 +232,8 @@ def encode_rows(
     for first in range(start, stop, LANES):
         last = min(first + LANES, stop)
         _load(values_RD, first, last, lanes, x, s, s_bits, state)
+        for row in range(last, min(last + LANES, stop)):  # they come while this tile is searched
+            prefetch_row(values_RD, row)
         _whole_range(x, width, lanes, top, fine, s, state)
         if iterations > 0:
             # Losses are in units of the whole range's step, which neither over- nor underflow.

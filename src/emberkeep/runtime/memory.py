@@ -90,7 +90,7 @@ def _recycler() -> _Recycler:
 @contextmanager
 def buffers_kept() -> Iterator[None]:
     """What is lent in the body is kept for later parts of it, though none may be lent in between:
-    else work that goes from file to file has all its buffers made anew for each."""
+    else work that goes from file to file needs other buffers for each."""
     with _recycling:
         owner = _recycler()
     try:
