@@ -45,7 +45,7 @@ class Steps:
 
 def steps_of(birth: int, parts: Sequence[tuple[I32, int]]) -> Steps:
     """For rows of one birth: deaths, 0 for those that live, and how many bytes a row has."""
-    from emberkeep.kernels import death_steps
+    from emberkeep.kernels import recorded_deaths
 
     dead = [(deaths[deaths > 0], row_nbytes) for deaths, row_nbytes in parts]
     values, inverse = np.unique(
@@ -55,7 +55,7 @@ def steps_of(birth: int, parts: Sequence[tuple[I32, int]]) -> Steps:
     widths = np.concatenate([[0], *(np.full(d.size, max(1, width)) for d, width in dead)])[1:]
     nbytes = np.bincount(inverse.reshape(-1), widths, minlength=values.size).astype(np.int64)
     recorded = np.empty_like(values)
-    vain = death_steps.cheapest_steps(values, nbytes, birth, COST_NBYTES, recorded)
+    vain = recorded_deaths.cheapest_steps(values, nbytes, birth, COST_NBYTES, recorded)
     last = int(values[-1]) if values.size else birth
     single = int((nbytes * (last - values)).sum()) + COST_NBYTES * (last - birth)
     return Steps(values, recorded, int(vain), single)
