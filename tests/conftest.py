@@ -104,7 +104,7 @@ def nursery() -> Iterator[Nursery]:
         yield started
 
 
-# Whoever starts a run of the tests, which may have several processes, tidies up behind it.
+# The first process of a run of the tests, which may have several, tidies up behind it.
 _run, _made = run_directory()
 if _made:
     atexit.register(shutil.rmtree, _run, ignore_errors=True)

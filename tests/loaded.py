@@ -40,7 +40,7 @@ class Foreman:
         self._started: subprocess.Popen[bytes] | None = None
         self._connection = self._connect(module, {**os.environ, **environment})
         self._file = self._connection.makefile("rw")
-        # It is another process of the run that has started it, maybe: this one's world is told.
+        # Another process of the run has started it, maybe: it gets to know this one's environment.
         self.ask(**{**os.environ, **environment})
 
     def _connect(self, module: str, environment: dict[str, str]) -> socket.socket:

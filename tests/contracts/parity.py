@@ -151,7 +151,7 @@ class ParityContract:
     ) -> tuple[dict[Any, Any], list[list[bytes]]]:  # fmt: skip
         """Trains, pulls, deletes and installs; with losses, shards die at random moments."""
         shards, k, r, together = size
-        parity = Parity(k=k, r=r, chunk_rows=16, **settings) if losses else None
+        parity = Parity(k=k, r=r, chunk_rows=64, **settings) if losses else None
         cluster = self.open(tables(), optimizer, shards=shards, parity=parity)
         random, chance = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         seen = []
@@ -182,7 +182,7 @@ class ParityContract:
 
     def test_a_second_loss_during_a_rebuild(self) -> None:
         random = np.random.default_rng(0)
-        spec = Parity(k=3, r=2, chunk_rows=8, rebuild_share=1e-3)
+        spec = Parity(k=3, r=2, chunk_rows=48, rebuild_share=1e-3)
         protected = self.open(tables(), Adagrad(lr=0.1), shards=6, parity=spec)
         plain = self.open_plain(tables(), Adagrad(lr=0.1), shards=6)
         clusters = [protected, plain]

@@ -112,7 +112,7 @@ def trained_under_fire(
     had, with the optimizer state of the same update; afterwards they are those of a run in process.
     """
     shards, k, r = size
-    spec = Parity(k=k, r=r, background=background, chunk_rows=8, window_nbytes=1 << 12)
+    spec = Parity(k=k, r=r, background=background, chunk_rows=32, window_nbytes=1 << 12)
     cluster = clusters.open(PLAIN, Adagrad(lr=0.1), shards=shards, seed=1)
     cluster.protect(spec)
     plain = local(threads=1).open(PLAIN, Adagrad(lr=0.1), seed=1)
