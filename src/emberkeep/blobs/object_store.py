@@ -25,7 +25,6 @@ from emberkeep.errors import (
     UnsupportedStoreError,
 )
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
-from emberkeep.runtime.crew import Crew
 
 if TYPE_CHECKING:
     import obstore.store
@@ -62,6 +61,8 @@ class ObjectStore:
         self._store = store
         self._url = url
         self._deadline = deadline
+        from emberkeep.runtime.crew import Crew  # numpy comes with it, and no help text needs that
+
         self.calls_at_once = Crew(self.reads_at_once, "emberkeep-requests", clock=clock)
         """Makes calls at once that do not depend on each other: each waits for the network."""
 
