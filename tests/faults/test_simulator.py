@@ -320,7 +320,7 @@ def test_a_seed_run_twice_is_the_same_run() -> None:
 
 
 def test_seeds_cover_what_there_is() -> None:
-    drawn = [run_of(seed) for seed in range(300)]
+    drawn = [run_of(seed) for seed in range(1000)]
     assert {options.scenario for options in drawn} == {"", *SCENARIOS}
     assert {options.recovers for options in drawn} == {"full", "partial", "parity"}
     assert {options.workers for options in drawn} == {"one", "synchronous", "asynchronous"}
