@@ -37,7 +37,7 @@ def test_a_push_that_is_not_finished_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert any("wrong" in failure for failure in failures)
 
 
-def test_a_trainer_that_was_replaced_wakes_up_and_is_told_so() -> None:
+def test_a_trainer_that_was_replaced_wakes_up_and_ends() -> None:
     replaced = Fault(at=3.0, kind="replace trainer", seconds=40.0)
     scenario = replace(
         scenario_of("usurped", 2), recovers="full", parity=None, faults=(replaced,), steps=24,
