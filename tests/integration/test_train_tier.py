@@ -34,20 +34,23 @@ class Stop(Hook):
 
     def __init__(self, after: int | None = None, *, every: int = 3) -> None:
         self._after, self._every = after, every
-        self._saved = threading.Event()
+        self._saved = threading.Condition()
         self.events: list[tuple[str, dict[str, Any]]] = []
 
     def on_step(self, step: Step) -> None:
         if step.number % self._every == 0:
-            assert self._saved.wait(60)
-            self._saved.clear()
+            with self._saved:  # a version and a batch of an earlier step may come late
+                assert self._saved.wait_for(lambda: step.number in self._saved_steps(), 60)
         if step.number == self._after:
             raise KeyboardInterrupt
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
-        self.events.append((event, details))
-        if event == "saved":
-            self._saved.set()
+        with self._saved:
+            self.events.append((event, details))
+            self._saved.notify_all()
+
+    def _saved_steps(self) -> list[int]:
+        return [details["step"] for details in self.heard("saved")]
 
     def heard(self, event: str) -> list[dict[str, Any]]:
         return [details for name, details in self.events if name == event]

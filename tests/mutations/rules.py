@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "R11", "a seal under a name that gc has freed counts",
         WRITER,
-        "if sealed.listing.removed.get(epoch, 0) < number:",
-        "if sealed:",
+        "if not spent and sealed.listing.removed.get(epoch, 0) < number:",
+        "if not spent:",
         "test_repository_schedules.py",
     ),
     Mutation(
