@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 
 from emberkeep.runtime import system_calls
 
@@ -44,6 +45,12 @@ class Disk:
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_no_further(self, handle: int) -> None:
+        """Has reads of an open file bring what is asked for into the page cache, and no more."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system that reads ahead all the same
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
 
     def size(self, handle: int) -> int:
         """The length of an open file."""
