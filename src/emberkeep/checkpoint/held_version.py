@@ -65,7 +65,6 @@ class HeldVersion:
 
     def confirm(self) -> None:
         """Returns when the version is pinned; `NoVersionError` if it cannot be held."""
-        self._pin.wait()
         self._pin.result()
 
     def count_restore(self, *, exact: bool) -> None:
@@ -94,7 +93,7 @@ class HeldVersion:
             self._caller.submit(self._release, counted)
 
     def _release(self, counted: bool) -> None:
-        if self._caller is None and not self._pin.made:
+        if not self._pin.made:
             return
         self._pin.wait()
         if self._pin.error is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from emberkeep.codecs import Codec
 from emberkeep.repository import Draft
 from emberkeep.repository.grid.bundles import SUFFIX as BUNDLE_SUFFIX
-from emberkeep.repository.grid.bundles import streams
-from emberkeep.repository.pieces import KIND, SUFFIX, pieces
+from emberkeep.repository.grid.bundles import BundleStream, streams
+from emberkeep.repository.pieces import KIND, SUFFIX, Piece, pieces
 from emberkeep.repository.writer import FileWriter
 from emberkeep.rows.snapshot import Chunk, FrozenRows
 from emberkeep.runtime.bandwidth import Bandwidth
@@ -34,11 +34,7 @@ def write_pieces(
     """The frozen rows of one shard as pieces; copying and encoding run ahead of the upload."""
     chunks = _chunks(frozen, budget, cancelled)
     cut = pieces(chunks, codecs, pool, piece_nbytes=piece_nbytes, metadata={"shard": shard})
-    with buffers_kept():
-        for piece in cut:
-            with Ahead(budget.cores.iterating(piece.stream()), nice, _AHEAD) as stream:
-                paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
-                files.add(paced, kind=KIND, suffix=SUFFIX, metadata=piece.metadata)
+    _write(files, cut, SUFFIX, nice, cancelled, bandwidth, budget)
 
 
 def write_held(
@@ -89,11 +85,18 @@ def write_bundles(
         chunks, codecs, pool, birth=birth, tables=list(tables),
         file_nbytes=file_nbytes, metadata={"shard": shard},
     )  # fmt: skip
+    _write(files, cut, BUNDLE_SUFFIX, nice, cancelled, bandwidth, budget)
+
+
+def _write(
+    files: Draft | FileWriter, cut: Iterable[Piece | BundleStream], suffix: str, nice: int,
+    cancelled: threading.Event, bandwidth: Bandwidth, budget: Budget,
+) -> None:  # fmt: skip
     with buffers_kept():
-        for bundle in cut:
-            with Ahead(budget.cores.iterating(bundle.stream()), nice, _AHEAD) as stream:
+        for each in cut:
+            with Ahead(budget.cores.iterating(each.stream()), nice, _AHEAD) as stream:
                 paced = bandwidth.passing(budget.cores.noting(stream), cancelled)
-                files.add(paced, kind=KIND, suffix=BUNDLE_SUFFIX, metadata=bundle.metadata)
+                files.add(paced, kind=KIND, suffix=suffix, metadata=each.metadata)
 
 
 def _chunks(
