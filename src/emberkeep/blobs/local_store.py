@@ -180,7 +180,8 @@ class LocalStore:
         with self._open(name) as handle:
             if length < _LONG_NBYTES:
                 if start:  # part of a longer object: what follows is most likely not wanted
-                    self._disk.read_no_further(handle)
+                    with contextlib.suppress(OSError):  # advice alone
+                        self._disk.read_no_further(handle)
                 return self._call(name, self._disk.read, handle, length, start)
             return self._call(name, read_long, self._disk, handle, start, length)
 

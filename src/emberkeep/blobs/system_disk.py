@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from contextlib import suppress
 
 from emberkeep.runtime import system_calls
 
@@ -49,8 +48,7 @@ class Disk:
     def read_no_further(self, handle: int) -> None:
         """Has reads of an open file bring what is asked for into the page cache, and no more."""
         if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # a file system that reads ahead all the same
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
 
     def size(self, handle: int) -> int:
         """The length of an open file."""
