@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,6 +202,59 @@ def test_a_push_is_not_overlooked_for_one_that_the_others_are_without() -> None:
     job.push_to(1, number=1)
     job.save()
     job.push(job.cluster)
+    job.world.launcher.kill(1)
+    assert not job.comes_back()
+    job.close()
+
+
+@pytest.mark.parametrize("edit", ["upsert", "delete"])
+@pytest.mark.parametrize("whose", ["cluster", "worker"])
+@pytest.mark.parametrize("every_shard", [True, False])
+def test_rows_from_outside_are_not_overlooked(edit: str, whose: str, every_shard: bool) -> None:
+    """Nobody has pushed since the version, yet rows of the lost shard are other ones, and of the
+    others perhaps none is."""
+    job = Watched()
+    job.push(job.cluster)
+    job.save()
+    rows = np.arange(40)
+    if not every_shard:
+        rows = rows[job.cluster.positions("fixed", rows)[1]]
+
+    def make() -> None:
+        cluster = getattr(job, whose)
+        if edit == "upsert":
+            cluster.upsert("fixed", rows, {"weight": np.ones((rows.size, 3), np.float32)})
+        else:
+            cluster.delete("fixed", rows)
+
+    make()
+    job.save()  # which holds them
+    job.world.launcher.kill(1)
+    assert job.comes_back()
+    job.made.clear()
+    make()
+    job.world.launcher.kill(1)
+    assert not job.comes_back()
+    job.close()
+
+
+def test_rows_from_outside_that_a_version_holds_of_other_shards_are_not_overlooked() -> None:
+    """Two workers write at once; of the lost shard the version has one of both alone."""
+    job = Watched()
+    job.push(job.cluster)
+    rows = np.arange(40)
+    of_shard = job.cluster.positions("fixed", rows)
+    other = job.cluster.handles
+
+    def write(shards: Sequence[int], edit: int) -> None:
+        for shard in shards:
+            own = rows[of_shard[shard]]
+            other[shard].delete("fixed", own, edit)
+
+    write([0, 1, 2], 5)
+    write([0, 2], 7)
+    job.save()
+    write([1], 7)
     job.world.launcher.kill(1)
     assert not job.comes_back()
     job.close()

@@ -15,7 +15,7 @@ from emberkeep.blobs.store import (
     read_into,
 )
 from emberkeep.blobs.system_disk import Disk
-from emberkeep.blobs.url import open_store
+from emberkeep.blobs.url import is_shared, open_store
 
 __all__ = [
     "BlobInfo",
@@ -31,6 +31,7 @@ __all__ = [
     "ReadsInto",
     "caller_of",
     "check_name",
+    "is_shared",
     "open_store",
     "read_into",
     "together",

@@ -67,3 +67,8 @@ def _open_remote(text: str, options: dict[str, Any], clock: Clock) -> ObjectStor
     return ObjectStore.from_url(
         plain, config=settings or None, client_options=client, clock=clock, **timing
     )
+
+
+def is_shared(url: str) -> bool:
+    """Whether other processes can open that store."""
+    return not url.startswith("memory:")

@@ -21,6 +21,7 @@ from emberkeep.checkpoint.restore import table_state
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.cluster.base import Cluster
+from emberkeep.cluster.table_states import edits_of, of_shard
 from emberkeep.errors import ConfigError, DamageError, ShardLostError
 from emberkeep.repository import Manifest
 
@@ -242,6 +243,19 @@ def load_shards(
 
     loaded = home.cluster._each([partial(load, shard) for shard in shards])
     return loaded[-1] if loaded else None
+
+
+def edited(home: Home, lost: Sequence[int], saved: Mapping[str, Json]) -> bool:
+    """Whether rows came from outside, by an upsert or a deletion, which a version with these tables
+    is without in one of the lost shards: each is made known to every shard."""
+    cluster = home.cluster
+    states = [shard.table_state() for shard in cluster.handles if shard.state == "serving"]
+    for shard in lost:
+        held = of_shard(dict(saved), shard, cluster.shard_count)
+        for name, own in home.names.items():
+            if any(edits != held[name]["edits"] for edits in edits_of(states, own)):
+                return True
+    return False
 
 
 def steps_of(cluster: Cluster) -> dict[str, int]:

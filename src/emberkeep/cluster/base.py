@@ -21,7 +21,8 @@ from emberkeep._types import F32, I64, Json, Planes, Rates, RowIds
 from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.outage import SaidLosses, surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
-from emberkeep.cluster.table_states import holds, joined, of_shard
+from emberkeep.cluster.shard_handle import ShardHandle
+from emberkeep.cluster.table_states import edit_of, holds, joined, of_shard
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
@@ -46,59 +47,6 @@ PATIENCE = timedelta(minutes=15)
 """How long a run waits, unless configured otherwise, for what somebody else has to do."""
 Routed = list[list[tuple[RowIds, I64]]]
 """By slab and shard: the shard's ids, and where they stood."""
-
-
-class ShardHandle(Protocol):
-    """What a cluster asks of one shard, in process or over a wire; pulls and pushes go to all
-    shards together, each kind of cluster in its own way.
-
-    While its `state` is "recovering" a shard takes what a recovery brings (`install`, `delete`,
-    `clear`, `load_table_state`, `forget_changes`, `track`) and refuses everything else; a lost one
-    refuses everything. Both refuse with `ShardLostError`, and nothing has changed then.
-    """
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def epoch(self) -> int:
-        """The life that this handle speaks to: a replacement has a later one."""
-        ...
-
-    @property
-    def state(self) -> State: ...
-
-    def read(self, table: str, ids: I64) -> Planes: ...
-
-    def read_all(self, table: str) -> tuple[I64, Planes]: ...
-
-    def touched_ids(self, table: str) -> I64: ...
-
-    def digest(self, table: str) -> RowDigest: ...
-
-    def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
-
-    def check_upsert(self, table: str, ids: I64) -> None: ...
-
-    def upsert(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
-
-    def delete(self, table: str, ids: I64) -> int: ...
-
-    def table_state(self) -> Json: ...
-
-    def load_table_state(self, state: Json) -> Json:
-        """Goes on from a state; returns how many rows the dynamic tables among them hold."""
-        ...
-
-    def clear(self) -> None: ...
-
-    def track(self, priority: Priority | None = None) -> None: ...
-
-    def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]: ...
-
-    def forget_changes(self, *, keep_since_baseline: bool) -> None: ...
-
-    def serve(self) -> None: ...
 
 
 def check_size(shards: int, threads: int | None = None, parity: Parity | None = None) -> None:
@@ -384,7 +332,6 @@ class Cluster:
             parts = [
                 (shard, ids[order], {name: v[order] for name, v in own.items()})
                 for (order, shard) in self._owners(table, ids)
-                if order.size
             ]
             self._drop_ahead()
             self._serving()
@@ -395,10 +342,13 @@ class Cluster:
                 functools.partial(s.check_upsert, table, i if spec.dynamic else nothing)
                 for s, i, _ in parts
             ])  # fmt: skip
+            edit = edit_of(table, ids, own)
             try:
-                self._each([functools.partial(self._upsert, s, table, i, v) for s, i, v in parts])
+                self._each([
+                    functools.partial(self._upsert, s, table, i, v, edit) for s, i, v in parts
+                ])  # fmt: skip
             except TableFullError as error:
-                if len(parts) == 1:
+                if sum(i.size > 0 for _, i, _ in parts) == 1:
                     raise
                 # Another worker has filled the table since all shards agreed.
                 raise TableFullError(
@@ -407,9 +357,10 @@ class Cluster:
             self._settle_writes()
 
     def _upsert(
-        self, shard: ShardHandle, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
-    ) -> None:
-        shard.upsert(table, ids, planes)
+        self, shard: ShardHandle, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]],
+        edit: int,
+    ) -> None:  # fmt: skip
+        shard.upsert(table, ids, planes, edit)
 
     def _drop_ahead(self) -> None:
         """Forgets rows that were pulled ahead, where some are: they are about to change."""
@@ -424,13 +375,17 @@ class Cluster:
         have = ", ".join(table.name for table in self.tables)
         raise ConfigError(f"there is no table {name!r}; the tables are {have}")
 
+    @surviving
     def delete(self, table: str, ids: I64) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
         ids = np.unique(np.asarray(ids, np.int64))
         with self._push_lock:
             self._drop_ahead()
             self._present()
-            return sum(shard.delete(table, ids[order]) for order, shard in self._owners(table, ids))
+            edit = edit_of(table, ids)
+            return sum(
+                shard.delete(table, ids[order], edit) for order, shard in self._owners(table, ids)
+            )
 
     def unfinished(self, shard: int) -> int:
         """How many pushes this shard has applied that those which do not serve will be sent."""

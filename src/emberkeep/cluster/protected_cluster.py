@@ -10,7 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy.typing as npt
 
 from emberkeep._types import I64, Json
-from emberkeep.cluster.base import Cluster, ShardHandle
+from emberkeep.cluster.base import Cluster
+from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.rebuilder import Rebuilder
 from emberkeep.erasure.status import ParityStatus

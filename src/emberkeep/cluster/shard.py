@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from emberkeep._types import F32, I64, Array, Planes, Rates, RowIds
+from emberkeep.cluster.table_states import with_edit
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
@@ -399,7 +400,7 @@ class Shard:
             self._must_serve()
             upserts.check_room(*self._places[table], ids)
 
-    def upsert(self, table: str, ids: I64, planes: Mapping[str, Array]) -> None:
+    def upsert(self, table: str, ids: I64, planes: Mapping[str, Array], edit: int = 0) -> None:
         """Writes rows from outside, which were checked; see `Cluster.upsert`."""
         self._before_write()
         slab, t = self._place(table)
@@ -413,6 +414,7 @@ class Shard:
             self._must_serve()
             with self._recording_at_least():
                 upserts.write(*self._places[table], ids, planes)
+            self._note_edit(table, edit)
             self._record()
 
     def _place(self, table: str) -> tuple[Slab, int]:
@@ -420,7 +422,11 @@ class Shard:
             self._must_serve()
             return self._places[table]
 
-    def delete(self, table: str, ids: I64) -> int:
+    def _note_edit(self, table: str, edit: int) -> None:
+        slab, t = self._places[table]
+        slab.edits_T[t] = with_edit(int(slab.edits_T[t]), edit)
+
+    def delete(self, table: str, ids: I64, edit: int = 0) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
         self._before_write()
         ids = np.unique(np.asarray(ids, np.int64))
@@ -430,6 +436,7 @@ class Shard:
             slab, t = self._places[table]
             with self._recording_at_least():
                 count = slab.delete(t, ids)
+            self._note_edit(table, edit)
             self._record()
             return count
 
@@ -441,8 +448,8 @@ class Shard:
             return slab.touched_ids(t)
 
     def table_state(self) -> dict[str, Any]:
-        """Of each table: how many pushes it has taken part in; of dynamic ones also the next tick
-        and how many rows they hold."""
+        """Of each table: how many pushes it has taken part in, and which edits; of dynamic ones
+        also the next tick and how many rows they hold."""
         with self._lock:
             self._must_serve()
             return {
@@ -450,6 +457,7 @@ class Shard:
                     "steps": int(slab.steps_T[t]),
                     "tick": slab.slots[t].next_tick if t in slab.slots else 0,
                     **({"rows": slab.slots[t].count} if t in slab.slots else {}),
+                    **({"edits": edits} if (edits := int(slab.edits_T[t])) else {}),
                 }
                 for name, (slab, t) in self._places.items()
             }
@@ -461,6 +469,7 @@ class Shard:
             for name, table in state.items():
                 slab, t = self._places[name]
                 slab.steps_T[t] = table["steps"]
+                slab.edits_T[t] = table.get("edits", 0)
                 if t in slab.slots:
                     slab.slots[t].go_on_from(table["tick"])
             self._record()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from emberkeep._types import Json
+from emberkeep._types import I64, Json, Planes
+from emberkeep.rows.row_digest import digest_rows
 from emberkeep.runtime.fields import Fields
 from emberkeep.tables import Table
 
@@ -22,6 +23,21 @@ def holds(table: Table, capacity: int, rows_S: Sequence[int], count: int) -> boo
     return all(rows <= wider.slots_on(s, count) for s, rows in enumerate(rows_S))
 
 
+# Edits are summed modulo this.
+_EDITS = 2**62
+
+
+def edit_of(table: str, ids: I64, planes: Planes | None = None) -> int:
+    """Names one write from outside, which no push counts, by what it writes: an upsert, or a
+    deletion."""
+    return 1 + digest_rows(table, ids, planes or {}).low % (_EDITS - 1)
+
+
+def with_edit(edits: int, edit: int) -> int:
+    """All that a shard has had, in whatever order: equal sums are of the same edits."""
+    return (edits + edit) % _EDITS
+
+
 def joined(states: Sequence[Json]) -> Json:
     """The state of tables from that of their shards: each push counts on all of them, while
     every shard has ticks of its own."""
@@ -31,9 +47,14 @@ def joined(states: Sequence[Json]) -> Json:
             "tick": max(state[name]["tick"] for state in states),
             "ticks": [state[name]["tick"] for state in states],
             **({"rows": [state[name]["rows"] for state in states]} if "rows" in table else {}),
+            **({"edits": edits} if any(edits := edits_of(states, name)) else {}),
         }
         for name, table in states[0].items()
     }
+
+
+def edits_of(states: Sequence[Json], name: str) -> list[int]:
+    return [int(state[name].get("edits", 0)) for state in states]
 
 
 def of_shard(state: Json, shard: int, count: int) -> Json:
@@ -44,5 +65,9 @@ def of_shard(state: Json, shard: int, count: int) -> Json:
         table = Fields("a version", values, f"tables.{name}.")
         ticks = table.list_of("ticks", int) if "ticks" in table else []
         tick = ticks[shard] if len(ticks) == count else table.number("tick")
-        found[name] = {"steps": table.number("steps"), "tick": tick}
+        edits = table.list_of("edits", int) if "edits" in table else []
+        found[name] = {
+            "steps": table.number("steps"), "tick": tick,
+            "edits": edits[shard] if len(edits) == count else 0,
+        }  # fmt: skip
     return found

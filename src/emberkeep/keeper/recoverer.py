@@ -14,6 +14,7 @@ from emberkeep.checkpoint.recovery import (
     Plan,
     Recovery,
     Scope,
+    edited,
     plan,
     steps_of,
 )
@@ -372,9 +373,9 @@ class Recoverer:
         )
 
     def _unchanged(self) -> bool:
-        """Whether no push was applied since the newest whole version by any cluster that has lost
-        shards, but those that lost shards will be sent: a push of another worker that only some
-        shards of the version hold counts."""
+        """Whether nothing was applied since the newest whole version by any cluster that has lost
+        shards, but pushes that lost shards will be sent: a push of another worker that only some
+        shards of the version hold counts, and so do rows from outside."""
         whole = self._saver.whole
         saved = whole.layout["tables"] if isinstance(whole, Manifest) else {}
         for home in self._homes:
@@ -385,6 +386,8 @@ class Recoverer:
                 for name, own in home.names.items()
                 if lost
             ) or not all(home.cluster.saved_all(shard) for shard in lost):
+                return False
+            if lost and edited(home, lost, saved):
                 return False
         return whole is not None
 

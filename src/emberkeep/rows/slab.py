@@ -116,6 +116,7 @@ class Slab:
             kind = np.int32 if plane == "step" else np.float32
             self.planes[plane] = lazy_zeros((places, width), kind)
         self.steps_T: I64 = np.zeros(len(self.tables), np.int64)
+        self.edits_T: I64 = np.zeros(len(self.tables), np.int64)
         self.slots: dict[int, Slots] = {}
         self.ids: I64 = np.empty(0, np.int64)
         if any(table.dynamic for table in self.tables):
@@ -422,7 +423,7 @@ class Slab:
         self.dirty = self._no_rows()
         if "used" in self.planes:
             self.planes["used"][:] = 0
-        self.steps_T[:] = 0
+        self.steps_T[:] = self.edits_T[:] = 0
         self._empty_slots()
         if self.tracker is not None:
             self.tracker.reset()

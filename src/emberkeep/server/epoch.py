@@ -495,7 +495,7 @@ class Epoch:
             yield
 
     def upsert(
-        self, table: str, ids: I64, planes: Mapping[str, Array], after: tuple[int, ...]
+        self, table: str, ids: I64, planes: Mapping[str, Array], edit: int, after: tuple[int, ...]
     ) -> None:
         """Writes rows from outside. `after` is (incarnation, number, world) of its client's last
         push: a request that comes behind a later push was given up, and is refused."""
@@ -508,7 +508,7 @@ class Epoch:
             if self.applied(incarnation, world) > number:
                 raise EpochError("a later push of this client was applied before: this is late")
             with self.writing():
-                self.shard.upsert(table, ids, planes)
+                self.shard.upsert(table, ids, planes, edit)
         if self.parity_service is not None:
             # Not left to the client: one that does not coordinate knows nothing of parity.
             self.parity_service.flush()

@@ -434,13 +434,14 @@ class ShardService:
         self._owned(header, arrays[""])
         after = tuple(int(header[name]) for name in ("incarnation", "number", "world"))
         planes = {name: values for name, values in arrays.items() if name != ""}
-        self._checked(header).upsert(header["table"], arrays[""], planes, after)
+        edit = int(header.get("edit", 0))
+        self._checked(header).upsert(header["table"], arrays[""], planes, edit, after)
         yield {}, _NONE
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         shard = self._owned(header, arrays["ids"])
         with self._checked(header).writing_alone():
-            deleted = shard.delete(header["table"], arrays["ids"])
+            deleted = shard.delete(header["table"], arrays["ids"], int(header.get("edit", 0)))
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

@@ -412,6 +412,7 @@ def _rebuild(slab: TieredSlab, point: Point) -> None:
     for t, table in enumerate(slab.tables):
         state = tables.object(table.name)
         slab.steps_T[t] = state.number("steps")
+        slab.edits_T[t] = state.number("edits") if "edits" in state else 0
         if t in slab.slots:
             slab.slots[t].next_tick = state.number("tick")
     np.bitwise_or(slab.dirty, slab.touched, out=slab.dirty)

@@ -37,10 +37,10 @@ def test_a_request_that_arrives_after_the_next_push_changes_nothing(servers: Ser
     assert trained != [[1.0, 1.0]]
     epoch = servers.epochs[0]
     with pytest.raises(EpochError, match="late"):
-        epoch.upsert("roomy", np.array([identity]), ONES, after)
+        epoch.upsert("roomy", np.array([identity]), ONES, 1, after)
     assert weights(cluster, identity) == trained
     with pytest.raises(ProtocolError, match="once"):
-        epoch.upsert("roomy", np.array([identity] * 2), ONES, after)
+        epoch.upsert("roomy", np.array([identity] * 2), ONES, 1, after)
 
 
 def test_rows_that_another_worker_has_pulled_ahead_are_pulled_again(servers: Servers) -> None:

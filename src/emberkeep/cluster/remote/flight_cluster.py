@@ -22,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
-from emberkeep.cluster.base import Routed, ShardHandle
+from emberkeep.cluster.base import Routed
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.remote.sent_pushes import Ahead, SentPush, same_ids
+from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
@@ -501,10 +502,10 @@ class FlightCluster(RemoteCluster):
             super().upsert(table, ids, planes)
 
     def _upsert(
-        self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]
+        self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: int
     ) -> None:
         after = {"incarnation": self._incarnation, "number": self._number, "world": self.world}
-        shard.upsert(table, ids, planes, after)
+        shard.upsert(table, ids, planes, edit, after)
 
     # -- details ---------------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from functools import partial
 from typing import TypeVar
 
 from emberkeep._types import Json
+from emberkeep.blobs import is_shared
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing, is_shared
+from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json, Planes
+from emberkeep.blobs import is_shared
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.cluster.shard import State
 from emberkeep.codecs import Codec
@@ -343,10 +344,12 @@ class RemoteShard:
         table: str,
         ids: I64,
         planes: Mapping[str, npt.NDArray[Any]],
+        edit: int = 0,
         after: Json | None = None,
     ) -> None:
         """`after` says which push of this client is the last before it."""
-        self._write_rows("upsert", {"table": table, **(after or {})}, ids, planes, serving=True)
+        header = {"table": table, "edit": edit, **(after or {})}
+        self._write_rows("upsert", header, ids, planes, serving=True)
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         self._write_rows("install", {"table": table}, ids, planes)
@@ -361,10 +364,12 @@ class RemoteShard:
         for start in range(0, max(1, ids.size), step):
             part = slice(start, start + step)
             rows = {"": ids[part], **{name: values[part] for name, values in planes.items()}}
-            self._act(kind, header, rows, serving=serving)
+            last = start + step >= ids.size
+            self._act(kind, header if last else {**header, "edit": 0}, rows, serving=serving)
 
-    def delete(self, table: str, ids: I64) -> int:
-        return int(self._act("delete", {"table": table}, {"ids": ids})[0]["deleted"])
+    def delete(self, table: str, ids: I64, edit: int = 0) -> int:
+        header = {"table": table, "edit": edit}
+        return int(self._act("delete", header, {"ids": ids})[0]["deleted"])
 
     def table_state(self) -> Json:
         state: Json = self._act("table_state", serving=True)[0]["tables"]
@@ -593,8 +598,3 @@ class RemoteRows:
             ordered = shard._ordered("close", header)
             reply, _ = connection.act("close", ordered, deadline=shard._timing.deadline)
             self.held_seconds = float(reply.get("held_seconds", 0.0))
-
-
-def is_shared(url: str) -> bool:
-    """Whether other processes can open that store."""
-    return not url.startswith("memory:")

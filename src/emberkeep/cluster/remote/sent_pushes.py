@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from emberkeep._types import F32, Rates, RowIds
-from emberkeep.cluster.base import Routed, ShardHandle
+from emberkeep.cluster.base import Routed
+from emberkeep.cluster.shard_handle import ShardHandle
 
 
 class Ahead:
