@@ -6,8 +6,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# Tests wait for servers and disks now and then: two cores have work for three.
-WORKERS ?= 3
+# Tests wait for servers and disks now and then: two cores have work for four.
+WORKERS ?= 4
 
 # Tests start hundreds of processes: compiled once, the sources are not compiled again by each.
 unexport PYTHONDONTWRITEBYTECODE

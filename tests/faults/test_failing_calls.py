@@ -249,7 +249,7 @@ def test_threads_survive_whatever_fails_under_them(tmp_path: Path) -> None:
     first = [(calls.index(call), True) for call in set(calls)]
     last = [(len(calls) - 1 - calls[::-1].index(call), False) for call in set(calls)]
     fresh = Run(store=MemoryStore())
-    for turn, (at, for_good) in enumerate(some(sorted(first + last), of=2)):
+    for turn, (at, for_good) in enumerate(some(sorted(first + last))):
         run, disk = saved_twice(tmp_path / str(turn))
         disk.fail(at, CODES[turn % len(CODES)], for_good=for_good)
         with suppress(EmberkeepError):

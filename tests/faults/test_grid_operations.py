@@ -19,6 +19,7 @@ from emberkeep.repository.grid.catalog import StaleError
 from emberkeep.repository.policies import Grid
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from tests.faults.grids import World
+from tests.nightly import some
 
 POLICY = KeepEvery(m=2) | KeepLast(n=2)
 TRANSIENT = [Fault.FAIL, Fault.LOSE, Fault.DELAY]
@@ -104,7 +105,7 @@ def check_goes_on(memory: MemoryStore, story: Story) -> None:
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_a_fault_at_any_operation_loses_nothing(fault: Fault) -> None:
-    survive(fault, range(TRANSIENT.index(fault), COUNT, 2 * len(TRANSIENT)))
+    survive(fault, range(TRANSIENT.index(fault), COUNT, 3 * len(TRANSIENT)))
 
 
 @pytest.mark.soak
@@ -128,7 +129,7 @@ def survive(fault: Fault, positions: range) -> None:
 )
 def test_death_at_any_operation_loses_nothing(first: int) -> None:
     """Death after an operation is death before the next one."""
-    for position in range(first, COUNT, 3):
+    for position in some(range(first, COUNT, 3), of=2):
         memory, story = new_story(position, Fault.DIE_BEFORE)
         with contextlib.suppress(ProcessDied):
             story.tell()

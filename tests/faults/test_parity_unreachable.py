@@ -45,7 +45,7 @@ def test_other_peers_bring_rows_back(shards: int, k: int, peer: int, way: str) -
         _check_whole(run)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_peer_that_is_cut_off_while_rows_come_back(background: bool) -> None:
     """Marks are back: from there on the replacement asks its peers itself."""
     with scene(shards=4, k=2, r=2, background=background, chunk_rows=2) as run:

@@ -228,6 +228,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert report.with_suffix(".csv").read_text().count("\n") == 3
 
 
+@pytest.mark.soak
 def test_a_number_of_failures_is_planned_for(tmp_path: Path) -> None:
     """20 failures planned for as if there were 2 lost five times the target."""
     done = CliRunner().invoke(
@@ -311,6 +312,7 @@ def test_versions_are_written_as_the_config_says(monkeypatch: pytest.MonkeyPatch
     assert [(it.bits, it.layout) for it in seen] == [(4, "full")] * 2
 
 
+@pytest.mark.soak
 def test_the_target_is_kept_under_more_failures_than_planned_for() -> None:
     often = replace(SPEC, times=tuple(2.5 * HOUR * n for n in range(1, 22)), pls=0.05)
     found = run(Task(spec=often, strategy="cpr"))

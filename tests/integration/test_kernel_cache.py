@@ -142,6 +142,7 @@ def test_a_change_voids_the_kernels_that_import_it(
     assert ("compiling" in run_kernels(package).stderr) == void
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount")
 def test_a_warm_cache_on_a_read_only_medium_is_used(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -159,6 +160,7 @@ def test_a_warm_cache_on_a_read_only_medium_is_used(package: Path, tmp_path: Pat
     assert "compiling" not in done.stderr
 
 
+@pytest.mark.soak
 def test_no_cache_directory_at_all_still_computes(package: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
