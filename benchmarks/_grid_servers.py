@@ -259,6 +259,10 @@ def forget(path: Path) -> None:
             os.close(handle)
 
 
+def _p95(ascending: list[float]) -> float:
+    return ascending[int(np.ceil(0.95 * len(ascending))) - 1]
+
+
 def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
     """The ratios of all pairs, and of whole versions with themselves: how far two measurements of
     one thing differ."""
@@ -270,6 +274,13 @@ def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
         for at in found.values()
         for again, w in zip(at["whole_again"], at["whole"], strict=True)
     )
+    of_versions = {
+        of: sorted(
+            statistics.median(g / w for g, w in zip(at[of], at["whole"], strict=True))
+            for at in found.values()
+        )
+        for of in ("grid", "whole_again")
+    }
     read = [
         g / w
         for at in found.values()
@@ -280,10 +291,12 @@ def compared(found: dict[int, dict[str, list[float]]]) -> dict[str, float]:
         "grid_seconds": statistics.median(s for at in found.values() for s in at["grid"]),
         "whole_seconds": statistics.median(s for at in found.values() for s in at["whole"]),
         "p50": statistics.median(ratios),
-        "p95": ratios[min(len(ratios) - 1, int(np.ceil(0.95 * len(ratios))) - 1)],
+        "p95": _p95(ratios),
         "worst": ratios[-1],
         "null_p50": statistics.median(null),
-        "null_p95": null[min(len(null) - 1, int(np.ceil(0.95 * len(null))) - 1)],
+        "null_p95": _p95(null),
+        "p95_of_versions": _p95(of_versions["grid"]),
+        "null_p95_of_versions": _p95(of_versions["whole_again"]),
         "bytes_read": statistics.mean(read) if read else float("nan"),
         "pairs": len(ratios),
     }
@@ -328,6 +341,8 @@ def summary(shape: Shape, built: dict[str, Any], pairs: dict[str, float] | None)
             "server_restore_vs_whole_worst": pairs["worst"],
             "server_null_pair_median": pairs["null_p50"],
             "server_null_pair_p95": pairs["null_p95"],
+            "server_restore_vs_whole_of_versions": pairs["p95_of_versions"],
+            "server_null_pair_of_versions": pairs["null_p95_of_versions"],
             "server_bytes_read_vs_whole": pairs["bytes_read"],
         }
         note += (
