@@ -7,10 +7,11 @@ drawn once, printed, and can be given.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,6 +32,16 @@ def some(things: Sequence[_Thing], turn: int = 0, *, of: int = 3) -> Sequence[_T
     """All of them by night; by day one `of` so many, from the `turn`-th on: tests whose turns
     differ go through all of them between them."""
     return things if _share == 1 else things[turn % of :: of]
+
+
+def checkered(*sides: Sequence[Any]) -> list[Any]:
+    """Parameters: every combination by night; by day those of one colour of a chessboard, so every
+    value of a side, with half of those of another."""
+    return [
+        pytest.param(*(value for _, value in chosen), marks=marks)
+        for chosen in itertools.product(*(list(enumerate(side)) for side in sides))
+        for marks in [() if sum(at for at, _ in chosen) % 2 == 0 else pytest.mark.soak]
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,6 +13,7 @@ from emberkeep.errors import DamageError, NoVersionError
 from emberkeep.repository import Repository, newest_undamaged
 from emberkeep.repository.policies import LAYOUTS
 from emberkeep.tables import Adam
+from tests.nightly import checkered
 from tests.unit.repositories import KEEP, TABLES, Run
 
 
@@ -40,8 +41,7 @@ def check(run: Run, cluster: LocalCluster, number: int) -> None:
         }
 
 
-@pytest.mark.parametrize("how", ["damaged", "deleted"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "how"), checkered(LAYOUTS, ["damaged", "deleted"]))
 def test_the_newest_intact_version_comes_back(layout: Any, how: str) -> None:
     """Whichever manifest is gone, those who do not build on it are as they were."""
     for gone in (4, 3, 2, 1):

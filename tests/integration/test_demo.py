@@ -16,7 +16,7 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("as_json", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_two_shards_are_killed(
     as_json: bool,
     tmp_path: Path,

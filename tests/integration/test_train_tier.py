@@ -111,7 +111,7 @@ def test_servers_with_a_tier_give_the_same_bits(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "t").iterdir()) == ["shard-0", "shard-1"]
 
 
-@pytest.mark.parametrize("kind", ["local", "servers"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("servers", marks=pytest.mark.soak)])
 def test_batches_in_tiers_and_versions_in_a_repository(tmp_path: Path, kind: str) -> None:
     two_levels = [
         f"cluster.kind={kind}", "cluster.shards=2", f'checkpoint.path="{tmp_path / "r"}"',

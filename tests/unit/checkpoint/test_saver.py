@@ -28,6 +28,7 @@ from emberkeep.tables import SGD, Adam, Table
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.contracts.layout import EVICTING, KEEP, TABLES, opened, started, train
+from tests.nightly import checkered
 from tests.threads import started_since
 from tests.waiting import until
 
@@ -365,8 +366,10 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [MemoryError, OSError, IndexError, KeyboardInterrupt])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "kind"),
+    checkered(list(POINTS), [MemoryError, OSError, IndexError, KeyboardInterrupt]),
+)
 @pytest.mark.long
 def test_a_round_that_fails_anywhere_is_reported_and_done_again(
     point: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch

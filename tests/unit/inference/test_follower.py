@@ -29,6 +29,7 @@ from emberkeep.repository.policies import LAYOUTS
 from emberkeep.tables import Normal, RowWiseAdagrad, Table
 from emberkeep.testing.stores import RecordingStore
 from tests.contracts.engine import grads_of, wanted_of
+from tests.nightly import checkered
 
 TABLES = [
     Table("fixed", rows=500, dim=6),
@@ -76,8 +77,7 @@ def weights(source: Any) -> dict[str, bytes]:
     return {t.name: read(t.name, np.arange(t.rows or 320)).tobytes() for t in TABLES}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("layout", "shards"), checkered(LAYOUTS, [1, 3]))
 @pytest.mark.long
 def test_every_refresh_is_the_newest_version(layout: Any, shards: int) -> None:
     random = np.random.default_rng(shards)

@@ -301,7 +301,7 @@ def test_shards_die_at_every_operation_of_the_store(
     strategy: Any, operation: str, uninterrupted: dict[str, bytes]
 ) -> None:
     """Puts are those of saves, gets those of recoveries."""
-    operations = iter(some(range(1, 1000), KINDS.index(strategy), of=5))
+    operations = iter(some(range(1, 1000), KINDS.index(strategy), of=8))
     while _strike(strategy, operation, next(operations), uninterrupted):
         pass
 

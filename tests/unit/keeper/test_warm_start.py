@@ -17,6 +17,7 @@ from emberkeep.errors import ConfigError, NoVersionError, StateError
 from emberkeep.keeper.warm_start import WarmStart
 from emberkeep.repository.policies import LAYOUTS
 from emberkeep.strategies import Strategy
+from tests.nightly import checkered
 from tests.unit.nn.test_pooling import Servers
 
 ROWS = 50
@@ -107,8 +108,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(one[n], other[n]) for n in one)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(("layout", "cluster"), checkered(LAYOUTS, list(CLUSTERS)))
 @pytest.mark.long
 def test_a_table_added_another_removed_a_third_renamed(
     layout: Any, cluster: str, tmp_path: Path
