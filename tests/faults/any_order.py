@@ -57,6 +57,10 @@ class _Later(Future[Any]):
         except BaseException as error:
             self.set_exception(error)
 
+    def cancel(self) -> bool:
+        """It is under way, whether its effect is seen or not."""
+        return False
+
     def result(self, timeout: float | None = None) -> Any:
         while not self.done():
             self._order.make_one()

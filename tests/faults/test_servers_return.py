@@ -535,6 +535,29 @@ def test_a_push_is_unfinished_where_it_was_applied_and_not_where_rows_went_back(
     world.cluster.close()
 
 
+def test_a_push_that_was_given_up_comes_before_a_deletion() -> None:
+    world = World()
+    world.push(twin=False)
+    given_up(world, 1)
+    world.cluster.renew(1)
+    world.cluster.serve(1)
+    world.cluster.delete("fixed", np.arange(40))
+    assert world.cluster.read_all("fixed")[0].size == 0
+    world.cluster.close()
+
+
+@pytest.mark.parametrize("parity", [CODED, BEHIND])
+def test_rows_from_outside_are_known_to_a_shard_that_came_back_from_parity(parity: Parity) -> None:
+    world = World(parity=parity)
+    world.push()
+    for cluster in world.cluster, world.twin:
+        cluster.upsert("fixed", range(40), {"weight": np.ones((40, 3))})
+    world.launcher.kill(1)
+    world.push()
+    assert world.cluster.table_state() == world.twin.table_state()
+    world.check()
+
+
 def test_a_push_is_not_unfinished_for_a_lost_shard_that_had_it() -> None:
     """The one that was without it is back, and gets it."""
     world = World()

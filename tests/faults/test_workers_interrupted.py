@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home, Recovery, recover_partially
 from emberkeep.checkpoint.spec import SaveSettings
+from emberkeep.cluster.table_states import Edit, edits_of
 from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.keeper.recoverer import Recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
@@ -121,6 +123,12 @@ def test_a_push_that_no_version_holds_is_applied_to_rows_that_come_from_one() ->
     job.push(job.worker)
     assert [job.pushes(s) for s in range(SHARDS)] == [{5.0}, {2.0}, {5.0}]
     job.close()
+
+
+class Durable:
+    """All that a recoverer asks of a saver whose newest state is in tiers."""
+
+    whole: Any = SimpleNamespace(step=1)
 
 
 class Watched(Job):
@@ -246,10 +254,10 @@ def test_rows_from_outside_that_a_version_holds_of_other_shards_are_not_overlook
     of_shard = job.cluster.positions("fixed", rows)
     other = job.cluster.handles
 
-    def write(shards: Sequence[int], edit: int) -> None:
+    def write(shards: Sequence[int], stamp: int) -> None:
         for shard in shards:
             own = rows[of_shard[shard]]
-            other[shard].delete("fixed", own, edit)
+            other[shard].delete("fixed", own, Edit(stamp, stamp))
 
     write([0, 1, 2], 5)
     write([0, 2], 7)
@@ -257,6 +265,59 @@ def test_rows_from_outside_that_a_version_holds_of_other_shards_are_not_overlook
     write([1], 7)
     job.world.launcher.kill(1)
     assert not job.comes_back()
+    job.close()
+
+
+def edits(cluster: Any) -> list[int]:
+    return edits_of([shard.table_state() for shard in cluster.handles], "fixed")
+
+
+def test_rows_from_outside_count_once_though_an_answer_was_lost() -> None:
+    job = Watched()
+    edit = Edit.of("fixed", np.arange(40))
+    job.cluster.handles[0].delete("fixed", np.zeros(0, np.int64), edit)
+    before = edits(job.cluster)
+    job.cluster.handles[0].delete("fixed", np.zeros(0, np.int64), edit)
+    assert edits(job.cluster) == before == [edit.stamp, 0, 0]
+    job.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_rows_from_outside_are_over_for_a_shard_that_has_come_back(when: str) -> None:
+    """Whether it was lost after them or while they were written: all shards know of the same."""
+    job = Job()
+    job.push(job.cluster)
+    job.save()
+    if when == "before":
+        job.cluster.delete("fixed", np.arange(40))
+        job.world.launcher.kill(1)
+    else:
+        job.world.launcher.kill(1)
+        job.cluster.delete("fixed", np.arange(40))
+    job.push(job.cluster)
+    assert len({*edits(job.cluster)}) == 1
+    assert edits(job.cluster)[0] > 0
+    job.close()
+
+
+def test_nobody_knows_what_was_lost_with_every_shard_of_a_cluster() -> None:
+    """Others go on, and a tier's step is all that is known: no table tells how far it had come."""
+    job = Watched()
+    job.push(job.cluster)
+    job.save()
+    for shard in range(SHARDS):
+        job.world.launcher.kill(shard)
+        job.cluster.handles[shard].give_up()
+    other = World()
+    recoverer = Recoverer(
+        [Home(job.cluster, NAMES), Home(other.cluster, {"other": "fixed"})], Durable(),
+        Recovery(scope="full"), total_steps=100, steps=lambda: 2, go_back=None,
+        tell=lambda *_: None, clock=job.world.clock,
+    )  # fmt: skip
+    decided = recoverer._plan_once()
+    assert (decided.scope, decided.exact) == ("full", False)
+    recoverer.release()
+    other.cluster.close()
     job.close()
 
 

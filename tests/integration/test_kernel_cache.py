@@ -132,6 +132,19 @@ def test_processes_that_save_at_once_do_not_get_what_the_other_has_compiled(
     assert files[first].load(first) == first.upper()
 
 
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc", "*"])
+@pytest.mark.parametrize("left", [0, 10])
+def test_files_that_were_cut_short_are_made_again(tmp_path: Path, kind: str, left: int) -> None:
+    files = _jit._Files(str(tmp_path), "kernel", b"stamp")
+    files.save("key", "compiled")
+    assert files.load("key") == "compiled"
+    for file in tmp_path.glob(kind):
+        os.truncate(file, left)
+    assert files.load("key") is None
+    files.save("key", "compiled")
+    assert files.load("key") == "compiled"
+
+
 @pytest.mark.parametrize(("changed", "void"), [("hash_index", True), ("quantize", False)])
 def test_a_change_voids_the_kernels_that_import_it(
     compiled: tuple[Path, Any], tmp_path: Path, changed: str, void: bool

@@ -7,6 +7,7 @@ that what is done on a disk or in memory has one order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Generic, TypeVar
@@ -34,6 +35,7 @@ class Call(Generic[_T]):
         caller = caller_of(store)
         self._future: Future[None] | None = None if caller is None else caller.submit(self._do)
         self._done = False
+        self._waiting = threading.Lock()
 
     def _do(self) -> None:
         try:
@@ -47,13 +49,15 @@ class Call(Generic[_T]):
         return self._done or self._future is not None
 
     def wait(self) -> None:
-        """Returns when it has ended, however."""
-        if not self._done:
-            if self._future is None:
-                self._do()
-            else:
-                self._future.result()
-            self._done = True
+        """Returns when it has ended, however. What nobody has started is done here: one that waits
+        for others in a thread that could take them does not wait for itself."""
+        with self._waiting:
+            if not self._done:
+                if self._future is None or self._future.cancel():
+                    self._do()
+                else:
+                    self._future.result()
+                self._done = True
 
     def result(self) -> _T:
         self.wait()

@@ -226,7 +226,9 @@ def recover_partially(
 def load_shards(
     checkpointer: Checkpointer, home: Home, shards: Sequence[int], steps: Mapping[str, int]
 ) -> Manifest | None:
-    """Loads shards that are empty, servers all at once; `steps` are the survivors'."""
+    """Loads shards that are empty, servers all at once; `steps` are the survivors'. Edits are over
+    for them too, as they are for those: rows of a version may be without some."""
+    count = home.cluster.shard_count
 
     def load(shard: int) -> Manifest | None:
         view = shard_view(home.cluster, shard, home.names)
@@ -235,14 +237,27 @@ def load_shards(
             saved = {} if manifest is None else table_state(manifest)
             view.load_table_state(
                 {
-                    name: {"tick": 0, **saved.get(name, {}), "steps": steps[own]}
+                    name: {
+                        "tick": 0,
+                        **saved.get(name, {}),
+                        "steps": steps[own],
+                        **({"edits": [edits[own]] * count} if own in edits else {}),
+                    }
                     for name, own in home.names.items()
                 }
             )
         return manifest
 
+    edits = _agreed_edits(home.cluster)
     loaded = home.cluster._each([partial(load, shard) for shard in shards])
     return loaded[-1] if loaded else None
+
+
+def _agreed_edits(cluster: Cluster) -> dict[str, int]:
+    """Of each table which edits shards have that serve, if it is the same ones."""
+    states = [shard.table_state() for shard in cluster.handles if shard.state == "serving"]
+    found = {name: set(edits_of(states, name)) for name in (states[0] if states else ())}
+    return {name: edits.pop() for name, edits in found.items() if len(edits) == 1}
 
 
 def edited(home: Home, lost: Sequence[int], saved: Mapping[str, Json]) -> bool:

@@ -22,7 +22,7 @@ from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.outage import SaidLosses, surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.cluster.shard_handle import ShardHandle
-from emberkeep.cluster.table_states import edit_of, holds, joined, of_shard
+from emberkeep.cluster.table_states import Edit, holds, joined, of_shard
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
@@ -315,7 +315,6 @@ class Cluster:
         for order, shard in self._owners(table, ids):
             shard.install(table, ids[order], {name: v[order] for name, v in planes.items()})
 
-    @surviving
     def upsert(self, table: str, ids: npt.ArrayLike, planes: Mapping[str, npt.ArrayLike]) -> None:
         """Writes rows that come from outside: new ones, and over those that are there.
 
@@ -328,6 +327,13 @@ class Cluster:
         """
         spec = self._spec(table)
         ids, own = upserts.checked(spec, plane_shapes(spec, self.optimizer), ids, planes)
+        self._upsert_all(spec, ids, own, Edit.of(table, ids, own))
+
+    @surviving
+    def _upsert_all(
+        self, spec: Table, ids: I64, own: Mapping[str, npt.NDArray[Any]], edit: Edit
+    ) -> None:
+        table = spec.name
         with self._push_lock:
             parts = [
                 (shard, ids[order], {name: v[order] for name, v in own.items()})
@@ -342,7 +348,6 @@ class Cluster:
                 functools.partial(s.check_upsert, table, i if spec.dynamic else nothing)
                 for s, i, _ in parts
             ])  # fmt: skip
-            edit = edit_of(table, ids, own)
             try:
                 self._each([
                     functools.partial(self._upsert, s, table, i, v, edit) for s, i, v in parts
@@ -358,7 +363,7 @@ class Cluster:
 
     def _upsert(
         self, shard: ShardHandle, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]],
-        edit: int,
+        edit: Edit,
     ) -> None:  # fmt: skip
         shard.upsert(table, ids, planes, edit)
 
@@ -375,14 +380,19 @@ class Cluster:
         have = ", ".join(table.name for table in self.tables)
         raise ConfigError(f"there is no table {name!r}; the tables are {have}")
 
-    @surviving
     def delete(self, table: str, ids: I64) -> int:
-        """Takes rows back to their initial state; returns how many had been trained."""
+        """Takes rows back to their initial state; returns how many had been trained, where a shard
+        is lost meanwhile of those that were left."""
         ids = np.unique(np.asarray(ids, np.int64))
+        return self._delete_all(table, ids, Edit.of(table, ids))
+
+    @surviving
+    def _delete_all(self, table: str, ids: I64, edit: Edit) -> int:
         with self._push_lock:
             self._drop_ahead()
             self._present()
-            edit = edit_of(table, ids)
+            if not self.lost():  # pushes that were given up come first, as before any other write
+                self._serving()
             return sum(
                 shard.delete(table, ids[order], edit) for order, shard in self._owners(table, ids)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from emberkeep._types import F32, I64, Array, Planes, Rates, RowIds
-from emberkeep.cluster.table_states import with_edit
+from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
@@ -40,6 +41,8 @@ BringBack = Callable[[int, I64], object]
 
 # Rows that are taken back to their initial state at a time, where parity must learn of it.
 _CLEAR_ROWS = 65536
+# So many calls are remembered: one whose answer was lost is made again soon after.
+_EDIT_CALLS = 256
 
 
 def slab_groups(tables: Sequence[Table]) -> list[list[int]]:
@@ -121,6 +124,7 @@ class Shard:
         except BaseException:  # the traceback keeps this alive: let go of files at once
             self.kill()
             raise
+        self._edit_calls: deque[int] = deque(maxlen=_EDIT_CALLS)
         self._places = {
             self.tables[t].name: (self.slabs[g], i)
             for g, group in enumerate(self.groups)
@@ -400,7 +404,9 @@ class Shard:
             self._must_serve()
             upserts.check_room(*self._places[table], ids)
 
-    def upsert(self, table: str, ids: I64, planes: Mapping[str, Array], edit: int = 0) -> None:
+    def upsert(
+        self, table: str, ids: I64, planes: Mapping[str, Array], edit: Edit = NO_EDIT
+    ) -> None:
         """Writes rows from outside, which were checked; see `Cluster.upsert`."""
         self._before_write()
         slab, t = self._place(table)
@@ -412,9 +418,9 @@ class Shard:
             slab.snapshot.wait_for_room()
         with self._lock:
             self._must_serve()
+            self._note_edit(table, edit)
             with self._recording_at_least():
                 upserts.write(*self._places[table], ids, planes)
-            self._note_edit(table, edit)
             self._record()
 
     def _place(self, table: str) -> tuple[Slab, int]:
@@ -422,11 +428,15 @@ class Shard:
             self._must_serve()
             return self._places[table]
 
-    def _note_edit(self, table: str, edit: int) -> None:
-        slab, t = self._places[table]
-        slab.edits_T[t] = with_edit(int(slab.edits_T[t]), edit)
+    def _note_edit(self, table: str, edit: Edit) -> None:
+        """Counts an edit that is about to be made, unless it was before: its answer was lost, or
+        another shard. With the lock held."""
+        if edit.stamp and edit.call not in self._edit_calls:
+            self._edit_calls.append(edit.call)
+            slab, t = self._places[table]
+            slab.edits_T[t] = edit.after(int(slab.edits_T[t]))
 
-    def delete(self, table: str, ids: I64, edit: int = 0) -> int:
+    def delete(self, table: str, ids: I64, edit: Edit = NO_EDIT) -> int:
         """Takes rows back to their initial state; returns how many had been trained."""
         self._before_write()
         ids = np.unique(np.asarray(ids, np.int64))
@@ -434,9 +444,9 @@ class Shard:
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
+            self._note_edit(table, edit)
             with self._recording_at_least():
                 count = slab.delete(t, ids)
-            self._note_edit(table, edit)
             self._record()
             return count
 

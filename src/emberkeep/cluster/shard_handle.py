@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, Json, Planes
 from emberkeep.cluster.shard import State
+from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Cut, FrozenRows
@@ -47,10 +48,10 @@ class ShardHandle(Protocol):
     def check_upsert(self, table: str, ids: I64) -> None: ...
 
     def upsert(
-        self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: int = 0
+        self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: Edit = NO_EDIT
     ) -> None: ...
 
-    def delete(self, table: str, ids: I64, edit: int = 0) -> int: ...
+    def delete(self, table: str, ids: I64, edit: Edit = NO_EDIT) -> int: ...
 
     def table_state(self) -> Json: ...
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from emberkeep._types import I64, Json, Planes
 from emberkeep.rows.row_digest import digest_rows
@@ -27,15 +29,28 @@ def holds(table: Table, capacity: int, rows_S: Sequence[int], count: int) -> boo
 _EDITS = 2**62
 
 
-def edit_of(table: str, ids: I64, planes: Planes | None = None) -> int:
-    """Names one write from outside, which no push counts, by what it writes: an upsert, or a
-    deletion."""
-    return 1 + digest_rows(table, ids, planes or {}).low % (_EDITS - 1)
+class Edit(NamedTuple):
+    """One write from outside, which no push counts: an upsert, or a deletion.
+
+    `stamp` follows from what is written. A shard sums up those that it has had, in whatever order:
+    equal sums are of the same edits. `call` tells a call that is made again from another one.
+    """
+
+    stamp: int = 0
+    call: int = 0
+
+    @classmethod
+    def of(cls, table: str, ids: I64, planes: Planes | None = None) -> Edit:
+        if not ids.size:
+            return NO_EDIT
+        stamp = 1 + digest_rows(table, ids, planes or {}).low % (_EDITS - 1)
+        return cls(stamp, secrets.randbits(62))
+
+    def after(self, edits: int) -> int:
+        return (edits + self.stamp) % _EDITS
 
 
-def with_edit(edits: int, edit: int) -> int:
-    """All that a shard has had, in whatever order: equal sums are of the same edits."""
-    return (edits + edit) % _EDITS
+NO_EDIT = Edit()
 
 
 def joined(states: Sequence[Json]) -> Json:

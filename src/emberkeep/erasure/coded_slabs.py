@@ -52,12 +52,14 @@ def shapes_on(slabs: Sequence[Slab], shards: int) -> list[Shape]:
 
 
 def state_of(slabs: Sequence[Slab]) -> State:
-    """What slabs know beside their rows: the steps of their tables, and the next ticks."""
-    return tuple(
+    """What slabs know beside their rows: the steps of their tables, the next ticks, and the edits
+    of all."""
+    values = [
         value
         for slab in slabs
         for value in (*slab.steps_T.tolist(), *(s.next_tick for s in slab.slots.values()))
-    )
+    ]
+    return (*values, *(edits for slab in slabs for edits in slab.edits_T.tolist()))
 
 
 def load_state(slabs: Sequence[Slab], state: State) -> None:
@@ -67,6 +69,8 @@ def load_state(slabs: Sequence[Slab], state: State) -> None:
         slab.steps_T[:] = [next(values) for _ in slab.tables]
         for slots in slab.slots.values():
             slots.next_tick = next(values)
+    for slab in slabs:
+        slab.edits_T[:] = [next(values) for _ in slab.tables]
 
 
 @dataclass(slots=True)

@@ -380,6 +380,8 @@ class Recoverer:
         saved = whole.layout["tables"] if isinstance(whole, Manifest) else {}
         for home in self._homes:
             lost = home.cluster.lost()
+            if lost and len(lost) == home.cluster.shard_count:
+                return False  # nobody is left who would know
             steps = steps_of(home.cluster) if lost else {}
             if any(
                 steps.get(own) != saved.get(name, {}).get("steps")

@@ -88,6 +88,7 @@ class RepositorySaver(Checkpointer):
         newest_ahead = Call(store, partial(_newest_of, repository, likely))
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
+            history = None  # it takes as long as both places have versions: somebody may have come
         check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
                    repository.id)  # fmt: skip
         for part in view_of(subject).parts:

@@ -115,7 +115,20 @@ class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
     """What was compiled for each signature, in files that are named by it.
 
     Numba numbers them, and writes the index first: of two processes that save at once, one can
-    leave an index that leads to what the other has compiled, for other types."""
+    leave an index that leads to what the other has compiled, for other types. Files that were cut
+    short, by a power cut say, are compiled again: what is no pickle raises whatever it likes."""
+
+    def load(self, key: Any) -> Any:
+        try:
+            return super().load(key)
+        except Exception:
+            return None
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception:
+            return {}
 
     def save(self, key: Any, data: Any) -> None:
         named = hashlib.sha256(self._source_stamp + repr(key).encode()).hexdigest()[:16]
@@ -150,9 +163,9 @@ class _KernelCache(caching.FunctionCache):  # type: ignore[misc]
             with contextlib.suppress(OSError):
                 reduced = self._shared.load(key)
                 if reduced is not None:
-                    _mark_used(Path(self._shared._cache_path))
                     found = self._impl.rebuild(target_context, reduced)
                     self._cache_file.save(key, reduced)
+                    _mark_used(Path(self._shared._cache_path))
         return found
 
     def _save_overload(self, sig: Any, data: Any) -> None:

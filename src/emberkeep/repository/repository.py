@@ -7,6 +7,7 @@ reader who takes long should hold a pin. Writing is `Writer`'s alone.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -78,6 +79,7 @@ class Repository:
         # Manifests of versions that this process has pinned and of those that they need: gc spares
         # all of them, so that each is read once. One entry for each pin.
         self._pinned: list[dict[VersionId, Manifest]] = []
+        self._pinning = threading.Lock()
         # The newest catalog of each grid as it was last read, and the segments of their parts:
         # immutable, and long.
         self.catalogs: dict[VersionId, Any] = {}
@@ -315,11 +317,13 @@ class Repository:
         """While a version is pinned: its manifest and those that it needs are read once. Some of
         `others`, which were read before, may be among these."""
         known = {each.version: each for each in (manifest, *others)}
-        self._pinned.append(known)
+        with self._pinning:
+            self._pinned = [*self._pinned, known]
         try:
             yield
         finally:
-            self._pinned = [other for other in self._pinned if other is not known]
+            with self._pinning:
+                self._pinned = [other for other in self._pinned if other is not known]
 
     def _is_seal(self, version: VersionId, listing: Listing) -> bool:
         name, listed = version.manifest_name, listing.manifests[version]

@@ -84,8 +84,8 @@ class Writer:
     def open(cls, repository: Repository, history: History | None = None) -> Writer:
         """Seals the epoch before, claims the next one, and starts from the newest version.
 
-        Of several that open at once one succeeds; the others get `FencedError`. A `history` looked
-        at before, however long ago, spares a look: what counts is seen after the seal."""
+        Of several that open at once one succeeds; the others get `FencedError`: those who opened
+        since a `history` was looked at, which spares a look. What counts is seen after the seal."""
         history = history or repository.history(look=look_at(repository.store))
         nonce = secrets.token_hex(8)
         if history.listing.epoch:

@@ -39,6 +39,8 @@ class RowDigest(NamedTuple):
 
 def digest_rows(table: str, ids: I64, planes: Planes) -> RowDigest:
     """Of whole rows: ids, and all planes but those that one shard alone knows."""
+    if not ids.size:
+        return RowDigest()
     salts = {name: _salts(table, name) for name in planes if name != _LOCAL}
     sums = []
     for lane in (0, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
@@ -14,6 +14,7 @@ import numpy as np
 from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
+from emberkeep.cluster.table_states import Edit
 from emberkeep.errors import (
     EpochError,
     ProtocolError,
@@ -489,13 +490,15 @@ class Epoch:
 
     @contextmanager
     def writing_alone(self) -> Iterator[None]:
-        """`writing`, and with a tier no push is between its check and its application meanwhile:
-        the rows that it found in memory stay there for it."""
-        with self._push_lock if self.tiered else nullcontext(), self.writing():
+        """`writing`, and no push is between its check and its application meanwhile: places that it
+        found stay those of its rows, and of a tier in memory."""
+        if self.shard.make_room is not None:
+            self.shard.make_room()  # not with the lock: pushes need not wait for parity hosts
+        with self._push_lock, self.writing():
             yield
 
     def upsert(
-        self, table: str, ids: I64, planes: Mapping[str, Array], edit: int, after: tuple[int, ...]
+        self, table: str, ids: I64, planes: Mapping[str, Array], edit: Edit, after: tuple[int, ...]
     ) -> None:
         """Writes rows from outside. `after` is (incarnation, number, world) of its client's last
         push: a request that comes behind a later push was given up, and is refused."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from emberkeep._types import U8, Json
 from emberkeep.cluster.shard import Shard
+from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.errors import (
     DamageError,
     EmberkeepError,
@@ -434,14 +435,13 @@ class ShardService:
         self._owned(header, arrays[""])
         after = tuple(int(header[name]) for name in ("incarnation", "number", "world"))
         planes = {name: values for name, values in arrays.items() if name != ""}
-        edit = int(header.get("edit", 0))
-        self._checked(header).upsert(header["table"], arrays[""], planes, edit, after)
+        self._checked(header).upsert(header["table"], arrays[""], planes, _edit(header), after)
         yield {}, _NONE
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        shard = self._owned(header, arrays["ids"])
-        with self._checked(header).writing_alone():
-            deleted = shard.delete(header["table"], arrays["ids"], int(header.get("edit", 0)))
+        self._owned(header, arrays["ids"])
+        with (epoch := self._checked(header)).writing_alone():
+            deleted = epoch.shard.delete(header["table"], arrays["ids"], _edit(header))
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -584,3 +584,8 @@ class ShardService:
             raise ProtocolError("ids are one column of int64")
         epoch.check_rows(header["table"], ids)
         return epoch.shard
+
+
+def _edit(header: Json) -> Edit:
+    stamp, call = header.get("edit", NO_EDIT)
+    return Edit(int(stamp), int(call))

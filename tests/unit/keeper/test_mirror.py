@@ -25,7 +25,7 @@ from emberkeep.errors import (
 )
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
-from emberkeep.repository import Repository, verify
+from emberkeep.repository import Repository, Writer, verify
 from emberkeep.repository.maintenance.version_copy import Origin
 from tests.servers import Farm, OnFarm
 
@@ -439,3 +439,24 @@ def test_what_servers_write_to_the_first_place_is_mirrored(tmp_path: Path, farm:
     assert again.resumed is not None
     assert again.resumed.step == 6
     assert again.bits() == whole.bits()
+
+
+def test_who_came_while_both_places_were_looked_at_is_taken_over_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long; to be refused for what has happened since would leave nobody with the run,
+    since the mirror is taken by then."""
+    mirror, where = MemoryStore(), LocalStore(tmp_path / "run")
+    Life(where, mirror).train(4).settle().keeper.close()
+    follow = Mirror.follow
+
+    def follows(self: Mirror, repository: Repository) -> None:
+        follow(self, repository)
+        monkeypatch.setattr(Mirror, "follow", follow)
+        Writer.open(Repository.open(where))
+
+    monkeypatch.setattr(Mirror, "follow", follows)
+    life = Life(where, mirror, must_exist=True).train(8)
+    assert life.resumed is not None
+    life.keeper.close()
+    assert steps_in(where)[-1] == steps_in(mirror)[-1] == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer
+from emberkeep.cluster.table_states import NO_EDIT
 from emberkeep.errors import EpochError, ProtocolError, TableFullError
 from emberkeep.repository import Repository
 from emberkeep.rows import upsert as upserts
@@ -37,10 +39,10 @@ def test_a_request_that_arrives_after_the_next_push_changes_nothing(servers: Ser
     assert trained != [[1.0, 1.0]]
     epoch = servers.epochs[0]
     with pytest.raises(EpochError, match="late"):
-        epoch.upsert("roomy", np.array([identity]), ONES, 1, after)
+        epoch.upsert("roomy", np.array([identity]), ONES, NO_EDIT, after)
     assert weights(cluster, identity) == trained
     with pytest.raises(ProtocolError, match="once"):
-        epoch.upsert("roomy", np.array([identity] * 2), ONES, 1, after)
+        epoch.upsert("roomy", np.array([identity] * 2), ONES, NO_EDIT, after)
 
 
 def test_rows_that_another_worker_has_pulled_ahead_are_pulled_again(servers: Servers) -> None:
@@ -145,3 +147,32 @@ def test_a_table_that_another_worker_fills_in_between_is_said_as_it_is(
         more = "rows of other shards may have been written" if len(ids) > 12 else "evict_oldest'$"
         with pytest.raises(TableFullError, match=more):
             cluster.upsert("full", np.array(ids), {"weight": np.ones((len(ids), 2))})
+
+
+def test_a_deletion_does_not_come_between_check_and_application_of_a_push(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The push has found the places of its rows: a place that was freed meanwhile would be that of
+    the next new row as well."""
+    first, second = servers.clusters[0], servers.join()
+    servers.clusters.append(second)
+    gone, new = owned(first, 0, 2)
+    push(first, {"roomy": [gone]})
+    shard = servers.epochs[0].shard
+    check = shard.check
+    deleting = threading.Thread(target=first.delete, args=("roomy", np.array([gone])))
+
+    def checks(*part: Any) -> Any:
+        found = check(*part)
+        monkeypatch.setattr(shard, "check", check)
+        deleting.start()
+        deleting.join(0.3)  # it waits for the push, however long that is
+        return found
+
+    monkeypatch.setattr(shard, "check", checks)
+    push(second, {"roomy": [gone]})
+    deleting.join()
+    assert first.touched_ids("roomy").size == 0
+    begins = weights(first, new)
+    push(second, {"roomy": [new]})
+    assert np.allclose(np.subtract(begins, weights(first, new)), 0.1)  # its first step

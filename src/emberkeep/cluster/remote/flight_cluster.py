@@ -30,6 +30,7 @@ from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.remote.sent_pushes import Ahead, SentPush, same_ids
 from emberkeep.cluster.shard_handle import ShardHandle
+from emberkeep.cluster.table_states import Edit
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows as row_kernels
@@ -502,7 +503,7 @@ class FlightCluster(RemoteCluster):
             super().upsert(table, ids, planes)
 
     def _upsert(
-        self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: int
+        self, shard: Any, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: Edit
     ) -> None:
         after = {"incarnation": self._incarnation, "number": self._number, "world": self.world}
         shard.upsert(table, ids, planes, edit, after)

@@ -17,6 +17,7 @@ from emberkeep._types import I64, U8, Json, Planes
 from emberkeep.blobs import is_shared
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.cluster.shard import State
+from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
@@ -340,16 +341,12 @@ class RemoteShard:
         self._act("check_upsert", {"table": table}, {"": ids}, serving=True)
 
     def upsert(
-        self,
-        table: str,
-        ids: I64,
-        planes: Mapping[str, npt.NDArray[Any]],
-        edit: int = 0,
+        self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: Edit = NO_EDIT,
         after: Json | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`after` says which push of this client is the last before it."""
-        header = {"table": table, "edit": edit, **(after or {})}
-        self._write_rows("upsert", header, ids, planes, serving=True)
+        about = {"table": table, "edit": edit, **(after or {})}
+        self._write_rows("upsert", about, ids, planes, serving=True)
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
         self._write_rows("install", {"table": table}, ids, planes)
@@ -365,11 +362,11 @@ class RemoteShard:
             part = slice(start, start + step)
             rows = {"": ids[part], **{name: values[part] for name, values in planes.items()}}
             last = start + step >= ids.size
-            self._act(kind, header if last else {**header, "edit": 0}, rows, serving=serving)
+            self._act(kind, header if last else {**header, "edit": NO_EDIT}, rows, serving=serving)
 
-    def delete(self, table: str, ids: I64, edit: int = 0) -> int:
-        header = {"table": table, "edit": edit}
-        return int(self._act("delete", header, {"ids": ids})[0]["deleted"])
+    def delete(self, table: str, ids: I64, edit: Edit = NO_EDIT) -> int:
+        reply, _ = self._act("delete", {"table": table, "edit": edit}, {"ids": ids})
+        return int(reply["deleted"])
 
     def table_state(self) -> Json:
         state: Json = self._act("table_state", serving=True)[0]["tables"]

@@ -384,9 +384,10 @@ def read_catalog(
 
 def _forget_segments(repository: Repository) -> None:
     """Lets go of segments that no catalog has any more which was read."""
-    catalogs = repository.catalogs.values()
+    # Other threads may come to know of more meanwhile: what there is is copied at once.
+    catalogs = list(repository.catalogs.values())
     named = {ref.name for catalog in catalogs for part in catalog.parts for ref in part.segments}
-    for name in [name for name in repository.segments if name not in named]:
+    for name in [name for name in list(repository.segments) if name not in named]:
         repository.segments.pop(name, None)
 
 

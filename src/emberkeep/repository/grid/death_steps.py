@@ -4,9 +4,9 @@ Rows of one birth that died one after the other can be one piece, which counts a
 of them is. Versions in between then read rows that they do not need; but each piece costs those
 that read it something too, its entry in the catalog, its head, two digests. The steps are those
 in which all versions together, each restored once, read least. So old versions stay
-cheap however late extraction came, and a piece of n bytes falls into √(n/COST · ln age) pieces
-at most: two steps are one unless the rows of the first, times how long they would be read
-in vain, come to more than the piece.
+cheap however late extraction came, and a piece of n bytes, many times COST, falls into about
+√(n/COST · ln age) pieces at most: two steps are one unless the rows of the first, times how long
+they would be read in vain, come to more than the piece.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def steps_of(birth: int, parts: Sequence[tuple[I32, int]]) -> Steps:
     """For rows of one birth: deaths, 0 for those that live, and how many bytes a row has."""
     from emberkeep.kernels import recorded_deaths
 
-    dead = [(deaths[deaths > 0], row_nbytes) for deaths, row_nbytes in parts]
-    values, inverse = np.unique(
-        np.concatenate([np.empty(0, np.int64), *(deaths for deaths, _ in dead)]).astype(np.int64),
-        return_inverse=True,
-    )
-    widths = np.concatenate([[0], *(np.full(d.size, max(1, width)) for d, width in dead)])[1:]
-    nbytes = np.bincount(inverse.reshape(-1), widths, minlength=values.size).astype(np.int64)
+    # Piece by piece: of the many rows of a birth no array is made.
+    found: list[tuple[I64, I64]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for deaths, row_nbytes in parts:
+        some, counts = np.unique(deaths[deaths > 0], return_counts=True)
+        found.append((some.astype(np.int64), counts * max(1, row_nbytes)))
+    each, sizes = (np.concatenate(column) for column in zip(*found, strict=True))
+    values, inverse = np.unique(each, return_inverse=True)
+    nbytes = np.bincount(inverse.reshape(-1), sizes, minlength=values.size).astype(np.int64)
     recorded = np.empty_like(values)
     vain = recorded_deaths.cheapest_steps(values, nbytes, birth, COST_NBYTES, recorded)
     last = int(values[-1]) if values.size else birth
