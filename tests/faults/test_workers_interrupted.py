@@ -15,7 +15,7 @@ from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home, Recovery, recover_partially
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.table_states import Edit, edits_of
-from emberkeep.errors import ServerError, ShardLostError
+from emberkeep.errors import PeerError, SaveError, ServerError, ShardLostError, StorageError
 from emberkeep.keeper.recoverer import Recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository
@@ -29,6 +29,23 @@ _KIND_AT = 4  # in the header of a request
 NAMES = {"fixed": "fixed"}
 
 
+class LosesAnswers(MemoryStore):
+    """The next version is committed, and nobody hears of it."""
+
+    armed = False
+
+    def put_if_absent(self, name: str, data: Any) -> bool:
+        created = super().put_if_absent(name, data)
+        if self.armed and name.startswith("versions/"):
+            raise StorageError("the answer was lost")
+        return created
+
+    def get(self, name: str) -> bytes:
+        if self.armed and name.startswith("versions/"):
+            raise StorageError("the store does not answer")
+        return super().get(name)
+
+
 class Job:
     """A coordinator that saves and recovers partially, and a worker beside it."""
 
@@ -36,8 +53,9 @@ class Job:
         self.world = World()
         self.cluster = self.world.cluster
         self.cluster.track()
+        self.store = LosesAnswers()
         self.saver = Checkpointer(
-            Repository.create(MemoryStore(), schema=self.cluster.schema()), self.cluster
+            Repository.create(self.store, schema=self.cluster.schema()), self.cluster
         )
         self.cluster.on_loss = self.on_loss
         self.worker = self.world.open("worker", coordinate=False)
@@ -78,6 +96,51 @@ class Job:
         self.saver.close()
         self.worker.close()
         self.cluster.close()
+
+
+def test_a_worker_that_rejoins_goes_on_once_all_was_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shard that serves may need peers for it that do not answer at the moment."""
+    job = Job()
+    job.push(job.worker)
+    job.save()
+    sent, send_again = list[int](), job.worker._send_again
+
+    def peers_are_away(shard: int) -> None:
+        sent.append(shard)
+        if len(sent) < 3:
+            raise PeerError("a peer does not answer")
+        send_again(shard)
+
+    monkeypatch.setattr(job.worker, "_send_again", peers_are_away)
+    job.world.launcher.kill(1)
+    job.push(job.cluster)
+    job.push(job.worker)
+    assert sent == [1, 1, 1]
+    job.close()
+
+
+@pytest.mark.filterwarnings("ignore:saving step")
+def test_a_push_that_a_version_holds_whose_answer_was_lost_is_not_applied_again() -> None:
+    job = Job()
+    job.push(job.cluster)
+    job.push(job.worker)
+    job.save()
+
+    def version_and_loss() -> None:
+        job.store.armed = True
+        job.saver.save(2)
+        with pytest.raises(SaveError):
+            job.saver.wait()
+        job.store.armed = False
+        job.world.launcher.kill(1)
+        job.cluster.pull(wanted_of(job.cluster, {"fixed": list(range(40))}))
+
+    job.stop_worker_in_push(1, version_and_loss)
+    job.push(job.worker)
+    assert [job.pushes(s) for s in range(SHARDS)] == [{3.0}] * SHARDS
+    job.close()
 
 
 @pytest.mark.parametrize("recoveries", [1, 2])

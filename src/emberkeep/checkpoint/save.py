@@ -257,3 +257,9 @@ class Save:
     def close(self, advanced: Sequence[str]) -> None:
         for rows in (rows for shard in self.frozen for rows in shard):
             rows.close(advanced)
+
+    def took_place(self) -> None:
+        """It was closed as a failed one, and its version is there."""
+        for rows in (rows for shard in self.frozen for rows in shard):
+            if isinstance(rows, WritesItself):
+                rows.took_place()

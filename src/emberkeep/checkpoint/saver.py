@@ -121,6 +121,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._codecs: Json = {}
         self._chain = _Chain()
         self._whole: Manifest | None = None
+        self._committing: Save | None = None
         self._cancelled_since_version = False
         self._cores = CoreTime()
         self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
@@ -344,6 +345,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             if save.in_grid:
                 layout["grid"] = str(draft.version if since is None else chain.baseline)
                 layout["before"] = None if since is None else str(chain.newest)
+            self._committing = save
             manifest = draft.commit(
                 step=saving.step,
                 baseline=chain.baseline if since else None,
@@ -369,6 +371,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
         settled = self.writer.settle()
         if settled is not None:
             # Its rows have stayed changed, so they are part of the next version, too.
+            if self._committing is not None:  # no other is committed before it is settled
+                self._committing.took_place()
             self._follow(settled)
             self._tell("settled", {"version": settled.version.number, "step": settled.step})
 

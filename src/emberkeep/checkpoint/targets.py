@@ -140,6 +140,10 @@ class WritesItself(Protocol):
         `grid` if the tables of the repository are given."""
         ...
 
+    def took_place(self) -> None:
+        """The version of these rows is there: learned after it was reported as failed."""
+        ...
+
 
 @runtime_checkable
 class ExtractsItself(Protocol):

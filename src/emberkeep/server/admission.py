@@ -156,4 +156,5 @@ def adopt(before: Epoch, header: Json) -> Epoch:
     )  # fmt: skip
     after.origin, after.repository, after.kept = before.origin, before.repository, True
     after.whole, after.versions = before.whole, before.versions
+    after.take_pushes(before)
     return after

@@ -213,6 +213,10 @@ class Epoch:
         if kept is not None:
             kept.shard.kill()
 
+    def take_pushes(self, before: Epoch) -> None:
+        """What rows hold that come from another epoch is not applied again."""
+        self._ledger = before._ledger
+
     def take_back(self, shard: Shard) -> None:
         """Nobody else could have it: this epoch goes on."""
         with self._push_lock:

@@ -34,6 +34,7 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service, version_work
 from emberkeep.server.epoch import Epoch, Session, priority_of
+from emberkeep.server.kept_rows import CursorVersions
 from emberkeep.server.long_work import LongWork, Requests
 from emberkeep.server.parity_service import parity_service_from
 from emberkeep.server.request_order import RequestOrder
@@ -102,7 +103,7 @@ class ShardService:
         self._term = self._last_epoch = 0
         self._order = RequestOrder()
         self._snapshots: Sequence[FrozenRows] = ()
-        self._snapshot_epoch = 0
+        self._snapshot_epoch, self._snapshot_versions = 0, CursorVersions()
         self._cancelled = threading.Event()
         self._writing = ("", self._cancelled)
         self._requests = Requests(clock)
@@ -471,7 +472,7 @@ class ShardService:
                     snapshot.close(())
             cut, pushes = epoch.freeze(header["since"], int(header["buffer_nbytes"]))
             self._snapshots = cut
-            self._snapshot_epoch = epoch.number
+            self._snapshot_epoch, self._snapshot_versions = epoch.number, epoch.versions
             self._cancelled = threading.Event()
         yield {"tables": cut.tables, "pushes": pushes}, _NONE
 
@@ -539,10 +540,11 @@ class ShardService:
         snapshots = self._frozen(header)
         with self._lock:
             self._snapshots = ()
+        # Before cursors move, and of the rows that were frozen, whosever they are by now.
+        if snapshots:
+            self._snapshot_versions.closed(header["advanced"])
         for snapshot in snapshots:
             snapshot.close(header["advanced"])
-        if (epoch := self._epoch) is not None and epoch.number == int(header["epoch"]):
-            epoch.versions.closed(header["advanced"])
         yield {"held_seconds": sum(snapshot.held_seconds for snapshot in snapshots)}, _NONE
 
     def _frozen(self, header: Json) -> Sequence[FrozenRows]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.server.ray import ray_cluster
@@ -139,10 +140,31 @@ def test_a_server_has_the_patience_of_its_launcher_to_return(
 ) -> None:
     ray, clock = play(1), VirtualClock()
     actors = started(1, None)
-    launcher = ray_cluster.RayLauncher(actors, patience=timedelta(minutes=5), clock=clock)
+    timing = Timing(patience=timedelta(minutes=5))
+    launcher = ray_cluster.RayLauncher(actors, timing=timing, clock=clock)
     monkeypatch.setattr(launcher, "where", lambda *_: ("address", "the old life", 1))
     with pytest.raises(ServerError, match="within 300 s"):
         launcher.replace(0, "the old life")
     assert 300 <= clock.monotonic() < 301
     assert ray.killed == ["c/0"]
-    assert ray_cluster.RayLauncher(actors)._patience == timedelta(minutes=15)
+
+
+@pytest.mark.parametrize("node", ["one", "another"])
+def test_a_server_that_ray_has_made_elsewhere_does_not_prove_that_the_other_is_dead(
+    play: Any, monkeypatch: pytest.MonkeyPatch, node: str
+) -> None:
+    """Ray cannot reach its node, and workers beside it may: until its lease is over it answers."""
+    ray, clock = play(2), VirtualClock()
+    timing = Timing(deadline=timedelta(seconds=5), lease=timedelta(seconds=20))
+    launcher = ray_cluster.RayLauncher(started(1, None), timing=timing, clock=clock)
+    found = {"where": ("there", "old", 1), "node": "one"}
+    monkeypatch.setattr(launcher, "_ask", lambda what, *_: found[what])
+    assert launcher.address(0) == "there"
+    assert not launcher.gone(0, "old")
+    found |= {"where": ("elsewhere", "new", 2), "node": node}
+    assert launcher.gone(0, "old") == (node == "one")
+    assert launcher.replace(0, "old") == "elsewhere"
+    assert clock.monotonic() >= (0 if node == "one" else 20)
+    assert (clock.monotonic() > 0) == (node == "another")
+    assert ray.killed == []
+    assert launcher.replace(0, "") == "elsewhere"  # nobody was there before

@@ -15,6 +15,7 @@ from emberkeep.cluster.table_states import NO_EDIT
 from emberkeep.errors import EpochError, ProtocolError, TableFullError
 from emberkeep.repository import Repository
 from emberkeep.rows import upsert as upserts
+from emberkeep.server import admission
 from emberkeep.tables import Table
 from tests.contracts.engine import wanted_of
 from tests.unit.server.test_checked_pushes import Servers, owned, push, servers
@@ -176,3 +177,15 @@ def test_a_deletion_does_not_come_between_check_and_application_of_a_push(
     begins = weights(first, new)
     push(second, {"roomy": [new]})
     assert np.allclose(np.subtract(begins, weights(first, new)), 0.1)  # its first step
+
+
+def test_a_push_that_adopted_rows_hold_is_not_applied_again(servers: Servers) -> None:
+    """Its answer was lost, and a worker that outlives the trainer sends it to the next epoch."""
+    cluster, epoch = servers.clusters[0], servers.epochs[0]
+    (identity,) = owned(cluster, 0, 1)
+    push(cluster, {"roomy": [identity]})
+    held = epoch.pushes()
+    header = {"epoch": 9, "coordinator": "b", "lease_seconds": 5, "meeting_seconds": 5}
+    after = admission.adopt(epoch, header)
+    assert after.pushes() == held
+    assert list(held.values()) == [cluster._number]

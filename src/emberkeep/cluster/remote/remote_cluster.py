@@ -25,7 +25,7 @@ from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
-from emberkeep.cluster.remote.remote_parity import RemoteParity
+from emberkeep.cluster.remote.remote_parity import RemoteParity, missing_rows, not_rebuilding
 from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
 from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
@@ -254,7 +254,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 for shard in self.handles:
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.launcher.address(shard.index)))
-                        self._send_again(shard.index)
+                        self._catch_up(shard)
             except (ServerError, ShardLostError, PeerError):
                 pass
             if all(shard.state == "serving" for shard in self.handles):
@@ -270,6 +270,14 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 raise StateError(f"{shard.address} serves other tables than this model has")
         self._check_tiers()
         return True
+
+    def _catch_up(self, shard: RemoteShard) -> None:
+        """Sends a shard what it may be without. Until it has all, it does not count as back."""
+        try:
+            self._send_again(shard.index)
+        except BaseException:  # it may serve and wait for peers
+            shard.lose()
+            raise
 
     def close(self) -> None:
         """Ends the run: servers let go of their rows, unless the next trainer may adopt them, and
@@ -553,9 +561,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         # A server drops a host of its parity that is silent for a deadline: then it answers.
         if seconds > 3 * self.timing.deadline.total_seconds():
             # Rows that do not come back, because a host of their parity is out of reach, are lost.
-            if not self.coordinates or not any(self._missing_rows()):
+            if not self.coordinates or not any(missing_rows(self.handles)):
                 raise error
-            stuck = self._not_rebuilding()
+            stuck = not_rebuilding(self.handles, self.timing.deadline, self._clock)
             if not stuck:
                 return False
             self._give_up(stuck)
@@ -564,21 +572,6 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return True
         self._clock.sleep(_POLL_SECONDS / 5)
         return False
-
-    def _not_rebuilding(self) -> list[int]:
-        """The shards that wait for rows, and have got none of them after a deadline."""
-        before = now = self._missing_rows()
-        until = self._clock.monotonic() + self.timing.deadline.total_seconds()
-        while self._clock.monotonic() < until:
-            self._clock.sleep(_POLL_SECONDS)
-            now = self._missing_rows()
-            if all(rows < then for rows, then in zip(now, before, strict=True) if then):
-                return []
-        return [i for i, then in enumerate(before) if then and now[i] >= then]
-
-    def _missing_rows(self) -> list[int]:
-        statuses = [shard.status() for shard in self.handles]
-        return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
 
     def _settle_writes(self) -> None:
         """Parity holds what was written. Rows of shards that are recovered are settled when they

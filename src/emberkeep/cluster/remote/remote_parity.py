@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -291,3 +292,21 @@ class RemoteParity:
             ),
             left_out_hosts=sum(map(len, left_out)),
         )
+
+
+def missing_rows(shards: Sequence[RemoteShard]) -> list[int]:
+    """How many rows of each shard have yet to come back from parity."""
+    statuses = [shard.status() for shard in shards]
+    return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
+
+
+def not_rebuilding(shards: Sequence[RemoteShard], deadline: timedelta, clock: Clock) -> list[int]:
+    """The shards that wait for rows, and have got none of them after a deadline."""
+    before = now = missing_rows(shards)
+    until = clock.monotonic() + deadline.total_seconds()
+    while clock.monotonic() < until:
+        clock.sleep(0.1)
+        now = missing_rows(shards)
+        if all(rows < then for rows, then in zip(now, before, strict=True) if then):
+            return []
+    return [i for i, then in enumerate(before) if then and now[i] >= then]

@@ -582,10 +582,13 @@ class RemoteRows:
                 table = str(self._names.get(about["table"], about["table"]))
                 yield Chunk(table, ids, None if about["tombstones"] else arrays)
 
+    def took_place(self) -> None:
+        self._shard.saved_pushes = self._pushes
+
     def close(self, advanced: Collection[str]) -> None:
         shard = self._shard
         if advanced:  # the version is there, whatever has become of the server
-            shard.saved_pushes = self._pushes
+            self.took_place()
         if shard.epoch != self._epoch or shard.state == "lost":
             return
         header = {"epoch": self._epoch, "advanced": list(advanced)}

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from emberkeep.cluster.base import PATIENCE, check_size
+from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, check_on_restart
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
@@ -136,7 +136,7 @@ class RayCluster:
                     raise ConfigError(
                         f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
                     )
-                return RayLauncher(found, patience=self.timing.patience)
+                return RayLauncher(found, timing=self.timing)
             if self.shards is None:
                 raise ConfigError(
                     f"there is no cluster {self.name!r}: start it with emberkeep cluster up, or "
@@ -148,7 +148,7 @@ class RayCluster:
             self.shards, name=name, resources=resources, threads=self.threads,
             security=self.security, parity=self.parity, tier=self.tier,
         )  # fmt: skip
-        return RayLauncher(actors, owned=name, patience=self.timing.patience)
+        return RayLauncher(actors, owned=name, timing=self.timing)
 
 
 def ray_cluster(
@@ -394,27 +394,41 @@ def _end(actors: Sequence[Any], group: str | None) -> None:
 
 class RayLauncher:
     """Servers that are actors. Those of a cluster whose name is `owned` end with it; a dead one
-    has `patience` to be made again."""
+    has the `patience` to be made again.
+
+    That Ray has made another proves the death of the one before on the same node alone: a node that
+    Ray cannot reach counts as dead there, and its server answers whom it can reach until its lease
+    is over.
+    """
 
     def __init__(
         self,
         actors: Sequence[Any],
         *,
         owned: str | None = None,
-        patience: timedelta = PATIENCE,
+        timing: Timing | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
         self._actors = list(actors)
         self._owned = owned
-        self._patience = patience
+        self._timing = timing or Timing()
+        self._nodes: dict[str, str] = {}
+        """By life, of servers whose address was asked for."""
 
     @property
     def count(self) -> int:
         return len(self._actors)
 
     def address(self, shard: int) -> str:
-        return self.where(shard)[0]
+        address, life, _ = self.where(shard)
+        if life not in self._nodes:
+            self._nodes[life] = self._ask("node", shard, _START_SECONDS)
+        return address
+
+    def _on_same_node(self, shard: int, life: str) -> bool:
+        """Whether the server is where that of an earlier life was."""
+        return bool(self._nodes.get(life) == self._ask("node", shard, _ASK_SECONDS))
 
     def pid(self, shard: int) -> int:
         return self.where(shard)[2]
@@ -468,26 +482,28 @@ class RayLauncher:
         return True
 
     def gone(self, shard: int, life: str) -> bool:
-        """Whether Ray has put another in its place; while it does, nobody answers."""
+        """Whether Ray has put another in its place, on its node; while it does, nobody answers."""
         try:
-            return self.where(shard, _LOOK_SECONDS)[1] != life
+            return self.where(shard, _LOOK_SECONDS)[1] != life and self._on_same_node(shard, life)
         except ServerError:
             return False
 
     def replace(self, shard: int, life: str) -> str:
-        """Waits until Ray has made the server again; ends it first if it lives and is silent."""
+        """Waits until Ray has made the server again; ends it first if it lives and is silent. One
+        on another node is waited for as long as a lease, which the one before may have."""
         ray = connected_ray()
-        patience = self._patience.total_seconds()
-        until = self._clock.monotonic() + patience
-        asked_to_end = False
-        while self._clock.monotonic() < until:
+        patience = self._timing.patience.total_seconds()
+        start, asked_to_end, made = self._clock.monotonic(), False, False
+        while self._clock.monotonic() < start + patience:
             try:
                 address, now, _ = self.where(shard, min(_ASK_SECONDS, patience))
-                if now != life:
+                made = now != life
+                lapsed = self._clock.monotonic() - start > self._timing.lease.total_seconds()
+                if made and (not life or lapsed or self._on_same_node(shard, life)):
                     return address
             except ServerError:
                 pass
-            if not asked_to_end:
+            if not asked_to_end and not made:
                 ray.kill(self._actors[shard], no_restart=False)
                 asked_to_end = True
             self._clock.sleep(_POLL_SECONDS)
