@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from emberkeep.checkpoint import restore
 from emberkeep.cluster.local.local_cluster import local
-from emberkeep.errors import EmberkeepError, FencedError, StorageError
+from emberkeep.errors import EmberkeepError, FencedError, ProtocolError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.testing.simulation.row_model import RowModel, differences, rows_of
@@ -142,15 +142,19 @@ class _Life:
             except EmberkeepError as error:
                 world.tell(f"{process} ends: {type(error).__name__}: {error}")
                 self._errors[rank] = error
-                if job.started and job.options.workers == "one":
+                if job.started:
                     self._excuse(error)
 
         world.scheduler.spawn("train", train, process)
 
     def _excuse(self, error: EmberkeepError) -> None:
         """A job of one worker ends for a store that does not answer, for another coordinator, and
-        for nothing else: servers are waited for."""
-        if not isinstance(error, StorageError | FencedError):
+        for nothing else: servers are waited for. One of several may end for another as well, but
+        never for a push that was lost on its way."""
+        alone = self._job.options.workers == "one"
+        if isinstance(error, ProtocolError) or (
+            alone and not isinstance(error, StorageError | FencedError)
+        ):
             raise SimulationError(
                 f"the job ended half-way: {type(error).__name__}: {error}"
             ) from error
