@@ -80,7 +80,8 @@ def comes_back(path: Path, batch: int, expected: Any) -> None:
 
 def test_a_commit_that_is_given_up_after_one_file_is_a_commit(tmp_path: Path) -> None:
     cluster, _, two = prepared(tmp_path / "t")
-    cluster.shards[1].tiers()[0].commit()
+    (slab,) = cluster.shards[1].tiers()
+    slab.commit(slab.log.prepared.nonce)
     cluster.abandon_tiers()
     assert cluster.tier_batch() == 2
     assert decisions(tmp_path / "t") == []

@@ -204,7 +204,8 @@ def test_a_batch_that_one_file_has_committed_is_committed_in_all(tmp_path: Path)
             future.result(60)
         if batch == 1:
             cluster.commit_tiers()
-    cluster.shards[1].tiers()[0].commit()  # and there the coordinator dies
+    (slab,) = cluster.shards[1].tiers()
+    slab.commit(slab.log.prepared.nonce)  # and there the coordinator dies
     end(cluster)
     cluster = start(tmp_path / "t", shards=3)
     assert cluster.tier_batch() == 2

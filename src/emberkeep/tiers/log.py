@@ -464,15 +464,17 @@ class RowLog:
         with self._heads:
             return self.head.prepared
 
-    def unprepare(self) -> None:
-        """Records that the prepared batch was given up.
+    def unprepare(self, nonce: str) -> bool:
+        """Records that a batch was given up, if it is the prepared one; whether it was.
 
         Its blocks stay: among them are the cleaner's copies, whose originals may be gone.
         """
         with self._heads:
             point = self.head.prepared
-            assert point is not None
+            if point is None or point.nonce != nonce:
+                return False
             self.write_head(prepared=None, synced=max(self.head.synced, point.sequence))
+            return True
 
     def free_segments(self) -> Bools:
         return np.equal(self.states, _FREE)
@@ -482,14 +484,18 @@ class RowLog:
         free = self.free_segments()
         return {"segments": int(free.size), "free": pack_bits(free)}
 
-    def commit(self) -> None:
-        """The prepared point becomes the one to come back to; what it made superfluous dies."""
-        point = self.head.prepared
-        assert point is not None
-        self.check_named()
-        self.write_head(prepared=None, committed=point)
-        self.check_named()
-        self.horizon = point.stamp
+    def commit(self, nonce: str) -> bool:
+        """The prepared point becomes the one to come back to, if it is of that batch; whether it
+        was. What it made superfluous dies."""
+        with self._heads:
+            point = self.head.prepared
+            if point is None or point.nonce != nonce:
+                return False
+            self.check_named()
+            self.write_head(prepared=None, committed=point)
+            self.check_named()
+            self.horizon = point.stamp
+            return True
 
     def check_named(self) -> None:
         """Raises if the file, or the lock beside it, was removed or replaced: what is in it then

@@ -57,6 +57,7 @@ class Saving:
     nonce: str
     home: str
     run: str
+    pushes: Mapping[str, int]
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
@@ -484,14 +485,15 @@ class TieredSlab(Slab):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def checkpoint(
-        self, batch: int, tables: Json, nonce: str, home: str = "", run: str = ""
-    ) -> Future[Point]:
+        self, batch: int, tables: Json, nonce: str, home: str = "", run: str = "",
+        pushes: Mapping[str, int] | None = None,
+    ) -> Future[Point]:  # fmt: skip
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
         come back to. `nonce` names the decision about it, which is the same for all files, and
         `home` leads to where it stands, for the files of a `run` on servers to its store; see
-        `decisions`.
+        `decisions`. `pushes` are those that the rows hold, the last of each worker.
         """
         with self.lock:
             self.log.check()
@@ -505,7 +507,7 @@ class TieredSlab(Slab):
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
             self.saving = Saving(
-                batch, self.stamp, self.trained, tables, self.floor, nonce, home, run
+                batch, self.stamp, self.trained, tables, self.floor, nonce, home, run, pushes or {}
             )
             saving = self.saving
         self._wake()
@@ -518,16 +520,20 @@ class TieredSlab(Slab):
             committed = self.log.head.committed
             return self.stamp == (0 if committed is None else committed.stamp)
 
-    def commit(self) -> None:
-        """Makes the prepared batch the one to come back to, durably."""
-        self.log.commit()
+    def commit(self, nonce: str) -> bool:
+        """Makes a batch the one to come back to, durably, if it is the prepared one; whether it
+        was. What is prepared or under way by then under another nonce stays as it is."""
+        if not self.log.commit(nonce):
+            return False
         with self.lock:
             assert self.log.head.committed is not None
             self.batch = self.log.head.committed.batch
-            self.saving = None
+            if self.saving is not None and self.saving.nonce == nonce:
+                self.saving = None
             self.log.decide()
             self.log.release_dead()
         self._wake()
+        return True
 
     def abandon(self) -> None:
         """Gives up the checkpoint under way, if there is one; its rows wait for the next."""
