@@ -218,7 +218,9 @@ def test_a_keeper_goes_on_after_a_decision_that_could_not_be_stored(tmp_path: Pa
     run.save()
     assert run.keeper.durable == 3
     run.end()
-    assert sorted(os.listdir(tmp_path / "t" / "state")) == [".incomplete", "step-3.safetensors"]
+    beside, state_of_three = sorted(os.listdir(tmp_path / "t" / "state"))
+    assert beside == ".incomplete"
+    assert state_of_three.startswith("step-3-")
     again = Run(tmp_path / "t", shards=2)
     assert again.keeper.resume() == 3
     again.end()
