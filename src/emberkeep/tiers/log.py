@@ -121,6 +121,7 @@ class RowLog:
         self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
         self._active = -1
         self._filled = 0
+        self._promised = 0
         self.sequence = 1
         self._deaths: list[tuple[I64, I64]] = []
         self.horizon: int | None = None
@@ -170,13 +171,29 @@ class RowLog:
 
     # -- appending -------------------------------------------------------------------------------
 
-    def make_room(self, records: int) -> None:
-        """Makes sure that so many records, in a few pieces, can be appended without failing."""
+    def make_room(self, records: int, pieces: int = 8) -> int:
+        """Makes sure that so many records, in so many pieces, can be appended without failing,
+        beside what was promised. Returns how many blocks they may take."""
         self.check()
-        blocks = -(-records // self.per_block) + 8
-        have = self.segment_blocks - self._filled if self._active >= 0 else 0
-        while have + len(self._free) * self.segment_blocks < blocks:
+        blocks = -(-records // self.per_block) + pieces
+        while self._room() < blocks + self._promised:
             self._add_segment()
+        return blocks
+
+    def promise(self, records: int, pieces: int = 8) -> None:
+        """Keeps room for a write that comes later, in the place of what was promised before: none
+        of it goes to others until `keep_promise`."""
+        self._promised = 0
+        self._promised = self.make_room(records, pieces)
+
+    def keep_promise(self) -> None:
+        """The write has taken what it needed, or does not come."""
+        self._promised = 0
+
+    def _room(self) -> int:
+        """Blocks that can be filled before the file has to grow."""
+        have = self.segment_blocks - self._filled if self._active >= 0 else 0
+        return have + len(self._free) * self.segment_blocks
 
     def extend(self, records: int) -> Extent:
         """Room for up to so many records, at the end; whole blocks are taken."""
@@ -423,7 +440,7 @@ class RowLog:
             ]
             if not short:
                 return
-            if not self._free:
+            while not self._free or self._room() < self.segment_blocks + self._promised:
                 self._add_segment()
             segment = self._free.pop()
             self.states[segment] = _AREA

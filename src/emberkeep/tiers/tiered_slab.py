@@ -218,6 +218,7 @@ class TieredSlab(Slab):
         scatter.mark(0, found.size, found, self.touched, self.dirty)
         self.frames.hold(places[:0], 0)
         self._bury()
+        self.log.keep_promise()
         self._wake()
 
     def _held_by(self, found: I64) -> Planes:
@@ -361,6 +362,7 @@ class TieredSlab(Slab):
 
         `whole` says that rows are overwritten, so that old ones need not be read.
         """
+        self.log.keep_promise()  # of one that was let go
         # The pull of this batch has noted what was used: its push does not do so again.
         turn = 0 if self._fetched else self.frames.turn + 1
         self.frames.turn += not self._fetched
@@ -379,8 +381,9 @@ class TieredSlab(Slab):
         self.loads.wait(held)
         self.frames.hold(held, 0)
         self._make_free(needed - held.size, self.frames.turn + 1)
-        # Copies for a checkpoint under way, and records of rows that are deleted by this write.
-        self.log.make_room(found.size + new)
+        # Copies for a checkpoint under way, also of rows that new ones evict; those of a table go
+        # one piece at a time.
+        self.log.promise(found.size + new, 8 + 4 * len(self.slots) + new // _SLICE)
         if missing.size and not whole:
             start = self.log.clock.monotonic()
             load = self.loads.begin(missing)
@@ -451,7 +454,8 @@ class TieredSlab(Slab):
             self.flushes.append_later(part, part, stamps, deleted=True)
 
     def delete(self, table: int, ids: I64) -> int:
-        self.log.make_room(ids.size)
+        # Copies for a checkpoint under way, and records that rows are gone.
+        self.log.make_room(2 * ids.size, 8 + ids.size // _SLICE)
         count = super().delete(table, ids)
         self.stamp += 1
         self._bury()
@@ -469,6 +473,10 @@ class TieredSlab(Slab):
 
     def clear(self) -> None:
         self.loads.wait(np.arange(self.frames.count))
+        self.log.keep_promise()
+        frozen = self.frames.frozen
+        if copies := int(batch_rows.count_bits(frozen, 0, frozen.size)):
+            self.log.make_room(copies)
         self.stamp += 1
         self.floor = self.stamp
         self._before_write(self.frames.row_of[self.frames.row_of >= 0])
