@@ -332,9 +332,9 @@ def test_what_changes_files_and_comes_late_is_refused(
     assert ordered == {"prepare", "abandon", "record"}
     assert {header["ask"] for _, header in sent} - ordered == {"points", "prepared"}
     shard = trainer.cluster.handles[0]
-    mine = [header for address, header in sent if address == shard.address and "order" in header]
-    assert len(mine) == 4
-    for late in mine:
+    of_one = [header for address, header in sent if address == shard.address and "order" in header]
+    assert len(of_one) == 4
+    for late in of_one:
         with shard.dialed() as connection, pytest.raises(EpochError, match="late"):
             connection.act("tier", late, deadline=SECOND)
     trainer.tiers.commit()
