@@ -15,8 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,7 +76,8 @@ class Extent:
 class RowLog:
     """One file, which `claim` makes ours. Its slab reads time from its `clock`.
 
-    The slab's lock covers every method but `write`, `read` and `sync`.
+    The slab's lock covers every method but `write`, `read_segment`, `sync` and those that change
+    the head, which come one at a time.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RowLog:
         self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
-        self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
+        self._unlisted: list[int] = []  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
         self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
@@ -448,21 +448,28 @@ class RowLog:
             areas[short[0]] += (segment,)
             self.head = replace(self.head, areas=(areas[0], areas[1]))
 
-    def prepare(self, point: Point, free: Bools, wanted: Callable[[], bool]) -> None:
+    def prepare(self, point: Point, free: Bools, wanted: Callable[[], bool]) -> bool:
         """From now on the file can be taken to `point`, should everybody else get there.
 
         `free` are the segments that were free when the point was made; see `free_segments`. Does
-        nothing if it is not `wanted` any more.
+        nothing if it is not `wanted` any more; whether it was. Needs no lock.
         """
-        listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
         self.check_named()
         with self._heads:
             if not wanted():
-                return
+                return False
             # The outcome of the batch before would be lost with it.
             self.check_recorded()
             self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
+            return True
+
+    def unlisted(self) -> tuple[int, ...]:
+        """Segments that may be used again once a head says that they are free."""
+        return tuple(self._unlisted)
+
+    def use_again(self, listed: Sequence[int]) -> None:
+        """A head says now that these are free."""
         for segment in listed:
             self._unlisted.remove(segment)
         self._free.extend(listed)

@@ -543,9 +543,12 @@ class TieredSlab(Slab):
         self._wake()
         return True
 
-    def abandon(self) -> None:
-        """Gives up the checkpoint under way, if there is one; its rows wait for the next."""
+    def abandon(self, only: Saving | None = None) -> None:
+        """Gives up the checkpoint under way, if there is one; its rows wait for the next. With
+        `only`, if it is that one."""
         with self.lock:
+            if only is not None and self.saving is not only:
+                return
             saving, self.saving = self.saving, None
             self.frames.unsaved |= self.frames.frozen
             self.frames.frozen = np.zeros_like(self.frames.frozen)
