@@ -80,7 +80,8 @@ def comes_back(path: Path, batch: int, expected: Any) -> None:
 
 def test_a_commit_that_is_given_up_after_one_file_is_a_commit(tmp_path: Path) -> None:
     cluster, _, two = prepared(tmp_path / "t")
-    cluster.shards[1].tiers()[0].commit()
+    (slab,) = cluster.shards[1].tiers()
+    slab.commit(slab.log.prepared.nonce)
     cluster.abandon_tiers()
     assert cluster.tier_batch() == 2
     assert decisions(tmp_path / "t") == []
@@ -217,7 +218,9 @@ def test_a_keeper_goes_on_after_a_decision_that_could_not_be_stored(tmp_path: Pa
     run.save()
     assert run.keeper.durable == 3
     run.end()
-    assert sorted(os.listdir(tmp_path / "t" / "state")) == [".incomplete", "step-3.safetensors"]
+    beside, state_of_three = sorted(os.listdir(tmp_path / "t" / "state"))
+    assert beside == ".incomplete"
+    assert state_of_three.startswith("step-3-")
     again = Run(tmp_path / "t", shards=2)
     assert again.keeper.resume() == 3
     again.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,8 +21,10 @@ from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
-from emberkeep.tiers import durable_open
+from emberkeep.tiers import durable_open, tiered_slab
+from emberkeep.tiers.log import RowLog
 from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
+from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.unit.tiers.test_tiered_slab import tiered
 
@@ -204,7 +207,8 @@ def test_a_batch_that_one_file_has_committed_is_committed_in_all(tmp_path: Path)
             future.result(60)
         if batch == 1:
             cluster.commit_tiers()
-    cluster.shards[1].tiers()[0].commit()  # and there the coordinator dies
+    (slab,) = cluster.shards[1].tiers()
+    slab.commit(slab.log.prepared.nonce)  # and there the coordinator dies
     end(cluster)
     cluster = start(tmp_path / "t", shards=3)
     assert cluster.tier_batch() == 2
@@ -242,6 +246,113 @@ def test_a_full_disk_refuses_the_batch_and_training_goes_on_when_there_is_room(
     end(cluster)
     cluster = start(tmp_path / "t")
     assert state(cluster) == before
+    end(cluster)
+
+
+def without_upkeep(path: Path) -> tuple[LocalCluster, TieredSlab]:
+    """A shard of 1800 rows in memory, all of a checkpoint that nobody writes."""
+    made = tiered(TABLES, OPTIMIZER, path, 2500)
+    cluster = local(threads=2).open(made, OPTIMIZER, seed=0)
+    (slab,) = cluster.shards[0].tiers()
+    slab._upkeep_round = lambda _: False
+    wanted = wanted_of(cluster, {"a": list(range(1800))})
+    cluster.push(wanted, grads_of(cluster, {"a": np.ones((1800, 6))}), lr=0.1)
+    cluster.prepare_tiers(1)
+    return cluster, slab
+
+
+def take_all_room(slab: TieredSlab) -> None:
+    """As upkeep does, from a disk that is full."""
+    Failing.fails, Failing.code = "allocate", errno.ENOSPC
+
+    def append() -> None:
+        slab.log.make_room(slab.log.per_block)
+        slab.log.write(slab.log.extend(slab.log.per_block))
+
+    lengths = (2**n for n in itertools.count(16))
+    for take in (append, lambda: slab.log.reserve_head(schema={"long": "x" * next(lengths)})):
+        with slab.lock, pytest.raises(TierError, match="No space left"):
+            _forever(take)
+
+
+def _forever(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
+def test_room_that_a_push_was_promised_is_nobody_elses(tmp_path: Path) -> None:
+    """Between its check and its application rows make room, are saved and are moved."""
+    cluster, slab = without_upkeep(tmp_path / "t")
+    shard = cluster.shards[0]
+    wanted = wanted_of(cluster, {"a": list(range(1800))})
+    grads = grads_of(cluster, {"a": np.ones((1800, 6))})
+    pushes = shard.check(wanted, grads)
+    take_all_room(slab)
+    shard.apply(pushes, 0.1)
+    assert slab.log.failed is None
+    assert (shard.read("a", np.arange(1800))["accumulator"] == 2).all()
+    with pytest.raises(TierError, match="no row was lost or changed"):
+        cluster.push(wanted_of(cluster, {"a": list(range(1999))}),
+                     grads_of(cluster, {"a": np.ones((1999, 6))}), lr=0.1)  # fmt: skip
+    assert slab.log.failed is None
+    Failing.fails = None
+    end(cluster)
+
+
+def test_a_push_that_was_checked_and_let_go_keeps_no_room(tmp_path: Path) -> None:
+    cluster, slab = without_upkeep(tmp_path / "t")
+    shard, grads = cluster.shards[0], np.ones((1800, 6))
+    shard.check(wanted_of(cluster, {"a": list(range(1800))}), grads_of(cluster, {"a": grads}))
+    for count in (3, 1):
+        wanted = wanted_of(cluster, {"a": list(range(count))})
+        shard.apply(shard.check(wanted, grads_of(cluster, {"a": grads[:count]})), 0.1)
+    before = slab.log.states.size
+    with slab.lock:
+        slab.log.make_room(1000)
+    assert slab.log.states.size == before  # there is room for 1800
+    end(cluster)
+
+
+@pytest.mark.parametrize("call", ["delete", "clear"])
+def test_a_deletion_that_has_no_room_on_a_full_disk_changes_nothing(
+    tmp_path: Path, call: str
+) -> None:
+    """Rows of the checkpoint under way are copied before they go."""
+    cluster, slab = without_upkeep(tmp_path / "t")
+    take_all_room(slab)
+    before = state(cluster)
+    with pytest.raises(TierError, match="no row was lost or changed"):
+        cluster.delete("a", np.arange(1800)) if call == "delete" else cluster.shards[0].clear()
+    assert slab.log.failed is None
+    assert state(cluster) == before
+    Failing.fails = None
+    with slab.lock:
+        slab.delete(0, np.arange(900))
+        slab.clear()
+    assert slab.log.failed is None
+    end(cluster)
+
+
+def test_a_deletion_makes_room_for_all_that_it_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of rows and records that they are gone, in many pieces."""
+    monkeypatch.setattr(tiered_slab, "_SLICE", 50)
+    cluster, slab = without_upkeep(tmp_path / "t")
+    with slab.lock:
+        for start in range(0, 1800, 50):  # so that they have records
+            part = np.arange(start, start + 50)
+            slab.flushes.append_later(part, slab.frames.of(part), part * 0 + 1, deleted=False)
+    make_room = RowLog.make_room
+
+    def full_then(log: RowLog, *given: Any, **named: Any) -> None:
+        make_room(log, *given, **named)
+        Failing.fails, Failing.code = "allocate", errno.ENOSPC
+
+    monkeypatch.setattr(RowLog, "make_room", full_then)
+    cluster.delete("a", np.arange(1800))
+    assert slab.log.failed is None
+    Failing.fails = None
     end(cluster)
 
 

@@ -16,11 +16,19 @@ from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers, _Batch
-from emberkeep.errors import CancelledError, EmberkeepError, ShardLostError, StorageError, TierError
+from emberkeep.errors import (
+    CancelledError,
+    EmberkeepError,
+    EpochError,
+    ShardLostError,
+    StorageError,
+    TierError,
+)
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool
 from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.tables import Adagrad, Tier
+from emberkeep.wire.connection import Connection
 from tests.contracts.cluster import push
 from tests.contracts.engine import state, tables
 from tests.servers import Farm, FarmLauncher
@@ -298,3 +306,37 @@ def test_rows_stay_where_the_outcome_cannot_be_known_yet(
     assert state(second.cluster) == live
     second.cluster._on_restart = "rewind"
     second.cluster.close()
+
+
+def test_what_changes_files_and_comes_late_is_refused(
+    launcher: FarmLauncher, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a trainer gave up, a server may read later: questions are answered, and nothing
+    else of it takes effect."""
+    sent: list[tuple[str, Any]] = []
+    stream = Connection.stream
+
+    def noted(self: Connection, kind: str, header: Any = None, *rest: Any, **more: Any) -> Any:
+        if kind == "tier":
+            sent.append((self.address, header))
+        return stream(self, kind, header, *rest, **more)
+
+    monkeypatch.setattr(Connection, "stream", noted)
+    trainer = Trainer(launcher, store)
+    trainer.train(1)
+    trainer.prepare(1)
+    trainer.tiers.abandon()
+    trainer.train(2)
+    trainer.prepare(2)
+    ordered = {header["ask"] for _, header in sent if "order" in header}
+    assert ordered == {"prepare", "abandon", "record"}
+    assert {header["ask"] for _, header in sent} - ordered == {"points", "prepared"}
+    shard = trainer.cluster.handles[0]
+    of_one = [header for address, header in sent if address == shard.address and "order" in header]
+    assert len(of_one) == 4
+    for late in of_one:
+        with shard.dialed() as connection, pytest.raises(EpochError, match="late"):
+            connection.act("tier", late, deadline=SECOND)
+    trainer.tiers.commit()
+    assert trainer.tiers.batch() == 2
+    trainer.cluster.close()

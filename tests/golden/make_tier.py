@@ -99,7 +99,8 @@ def make() -> None:
                 future.result(60)
             if batch < 3:
                 cluster.commit_tiers()
-        cluster.shards[1].tiers()[0].commit()
+        (slab,) = cluster.shards[1].tiers()
+        slab.commit(slab.log.prepared.nonce)
         for shard in cluster.shards:
             shard.kill()
         _keep(path)

@@ -160,7 +160,6 @@ class TierSaver(BackgroundSaver[DurableStep]):
         self, saving: Saving[DurableStep], await_prepared: Callable[[], None], dense: Packed,
         beside: Packed,
     ) -> None:  # fmt: skip
-        name = self.tiers.pending_state()
         try:
             await_prepared()  # `join` has a deadline
         except EmberkeepError as error:
@@ -168,11 +167,13 @@ class TierSaver(BackgroundSaver[DurableStep]):
                 raise _given_up(saving.step) from error
             raise
         saving.copied.set_result(None)
+        with self._deciding:
+            _check_wanted(saving)
+            name = self.tiers.pending_state()
         content = tier_state.encode(name, dense, beside)
         nbytes = sum(len(piece) for piece in content)
         with self._deciding:
-            if saving.cancelled.is_set():
-                raise _given_up(saving.step)
+            _check_wanted(saving)
             self._state.put(name, content)
             self.tiers.commit()
             saving.committed.set_result(DurableStep(saving.step))
@@ -316,6 +317,11 @@ class TierSaver(BackgroundSaver[DurableStep]):
 
 def _fail(error: Exception) -> NoReturn:
     raise error
+
+
+def _check_wanted(saving: Saving[DurableStep]) -> None:
+    if saving.cancelled.is_set():
+        raise _given_up(saving.step)
 
 
 def _given_up(step: int) -> CancelledError:

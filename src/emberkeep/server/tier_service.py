@@ -4,12 +4,12 @@ run makes durable there."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from emberkeep._types import Json
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import CancelledError, ConfigError, DamageError, TierInUseError
+from emberkeep.errors import CancelledError, ConfigError, DamageError, EpochError, TierInUseError
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch
@@ -19,8 +19,10 @@ from emberkeep.tiers.decisions import took_place
 from emberkeep.tiers.directory import claim, make_directory
 from emberkeep.tiers.durable_open import DISK
 from emberkeep.tiers.tier_use import TierUse
+from emberkeep.tiers.tiered_slab import TieredSlab
 
 _POLL_SECONDS = 0.1
+_Outcome = tuple[TieredSlab, str, bool]  # a file, the nonce of a batch, whether it took place
 DAMAGED = "damaged"
 """Where files of a shard are moved that cannot be read, beside those that take their place."""
 
@@ -137,17 +139,38 @@ def ask(epoch: Epoch, header: Json) -> Json:
 def settle(shard: Shard) -> None:
     """Gives up the batch under way, and has files record what was decided about one that they have
     prepared; if nobody has decided, it is given up."""
-    for slab in shard.tier_slabs():
+    slabs = shard.tier_slabs()
+    _give_up(slabs)
+    _record_all(_outcomes(slabs))
+
+
+def _give_up(slabs: Sequence[TieredSlab]) -> None:
+    """The batch under way; what was prepared waits for what is decided about it."""
+    for slab in slabs:
         slab.abandon()
-    for slab in shard.tier_slabs():
+
+
+def _outcomes(slabs: Sequence[TieredSlab]) -> list[_Outcome]:
+    """Asks the store, which may take long: files may have recorded other batches by then."""
+    found: list[_Outcome] = []
+    for slab in slabs:
         prepared = slab.log.prepared
-        if prepared is None:
-            continue
-        top, name = os.path.split(slab.log.path)
-        if took_place(prepared, top, {name: slab.log.head.life}, slab.log.disk):
-            slab.commit()
-        else:
-            slab.log.unprepare()
+        if prepared is not None:
+            top, name = os.path.split(slab.log.path)
+            lives = {name: slab.log.head.life}
+            committed = took_place(prepared, top, lives, slab.log.disk)
+            found.append((slab, prepared.nonce, committed))
+    return found
+
+
+def _record_all(outcomes: Sequence[_Outcome]) -> None:
+    for slab, nonce, committed in outcomes:
+        _record_one(slab, nonce, committed=committed)
+
+
+def _record_one(slab: TieredSlab, nonce: str, *, committed: bool) -> bool:
+    """Whether it was the batch that the file has prepared; else nothing is changed."""
+    return slab.commit(nonce) if committed else slab.log.unprepare(nonce)
 
 
 def _points(epoch: Epoch, header: Json) -> Json:
@@ -167,23 +190,43 @@ def _points(epoch: Epoch, header: Json) -> Json:
 
 
 def _prepare(epoch: Epoch, header: Json) -> Json:
-    """Declares the rows to be those of a batch, as they are now. The same again changes nothing."""
+    """Declares the rows to be those of a batch, as they are now. The same again changes nothing,
+    and has the same answer. The epoch keeps its rows as long as no push is applied: what became of
+    them while the store was asked is seen then."""
     batch, nonce, home, run = (header[name] for name in ("batch", "nonce", "home", "run"))
     epoch.store(str(home))  # that of its versions, and no other
-    if any(slab.saving is None or slab.saving.nonce != nonce for slab in epoch.shard.tier_slabs()):
-        settle(epoch.shard)  # its coordinator may have been cut off when one was decided
-    with epoch.between_pushes() as pushes:
+    with epoch.between_pushes():
         slabs = epoch.shard.tiers()
-        if any(slab.saving is None or slab.saving.nonce != nonce for slab in slabs):
-            _abandon(epoch, header)
-            try:
-                for slab in slabs:
-                    tables = epoch.shard.table_state()
-                    slab.checkpoint(int(batch), tables, str(nonce), str(home), str(run))
-            except BaseException:  # under way in all of them, or in none
-                _abandon(epoch, header)
-                raise
-    return {"pushes": pushes}
+        if (pushes := _under_way(slabs, nonce)) is not None:
+            return {"pushes": pushes}
+        _give_up(slabs)
+    # Its coordinator may have been cut off when one was decided.
+    outcomes = _outcomes(slabs)
+    with epoch.between_pushes() as now:
+        slabs = epoch.shard.tiers()
+        _record_all(outcomes)
+        if (pushes := _under_way(slabs, nonce)) is not None:
+            return {"pushes": pushes}
+        _give_up(slabs)
+        try:
+            for slab in slabs:
+                tables = epoch.shard.table_state()
+                slab.checkpoint(int(batch), tables, str(nonce), str(home), str(run), now)
+        except BaseException:  # under way in all of them, or in none
+            _give_up(slabs)
+            raise
+    return {"pushes": now}
+
+
+def _under_way(slabs: Sequence[TieredSlab], nonce: str) -> Mapping[str, int] | None:
+    """The pushes that rows of this batch hold, if every file is saving it. Refused once a file has
+    recorded it: its rows would be those of a later step."""
+    if any((point := s.log.head.committed) is not None and point.nonce == nonce for s in slabs):
+        raise EpochError("this batch was committed before: the request is late")
+    savings = [saving for slab in slabs if (saving := slab.saving) is not None]
+    if len(savings) < len(slabs) or any(saving.nonce != nonce for saving in savings):
+        return None
+    return savings[0].pushes if savings else None
 
 
 def _prepared(epoch: Epoch, header: Json) -> Json:
@@ -205,23 +248,20 @@ def _record(epoch: Epoch, header: Json) -> Json:
     waits for the outcome of another: documents must stay."""
     recorded = True
     for slab in epoch.shard.tier_slabs():
-        prepared, committed = slab.log.prepared, slab.log.head.committed
-        if prepared is not None and prepared.nonce == header["nonce"]:
-            if header["committed"]:
-                slab.commit()
-            else:
-                slab.log.unprepare()
-        elif prepared is not None:
+        if _record_one(slab, str(header["nonce"]), committed=bool(header["committed"])):
+            continue
+        if slab.log.prepared is not None:
             recorded = False
         elif header["committed"]:
+            committed = slab.log.head.committed
             recorded = recorded and committed is not None and committed.nonce == header["nonce"]
     return {"recorded": recorded}
 
 
 def _abandon(epoch: Epoch, header: Json) -> Json:
-    """Gives up the batch under way; what was prepared waits for what is decided about it."""
-    for slab in epoch.shard.tier_slabs():
-        slab.abandon()
+    """Gives up the batch under way, unless another epoch has the rows."""
+    with epoch.between_pushes():
+        _give_up(epoch.shard.tier_slabs())
     return {}
 
 

@@ -244,14 +244,11 @@ def _record(
     """
     errors: list[EmberkeepError] = []
     for slab in slabs:
-        prepared = _prepared(slab)
-        if prepared is None or prepared.nonce != point.nonce:
-            continue
         try:
             if committed:
-                slab.commit()
+                slab.commit(point.nonce)
             else:
-                slab.log.unprepare()
+                slab.log.unprepare(point.nonce)
         except EmberkeepError as error:
             errors.append(error)
     if errors:

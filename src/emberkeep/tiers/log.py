@@ -15,8 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,7 +76,8 @@ class Extent:
 class RowLog:
     """One file, which `claim` makes ours. Its slab reads time from its `clock`.
 
-    The slab's lock covers every method but `write`, `read` and `sync`.
+    The slab's lock covers every method but `write`, `read_segment`, `sync` and those that change
+    the head, which come one at a time.
     """
 
     def __init__(
@@ -115,12 +115,13 @@ class RowLog:
         self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
-        self._unlisted: deque[int] = deque()  # free segments that the head does not name yet
+        self._unlisted: list[int] = []  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
         self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
         self._active = -1
         self._filled = 0
+        self._promised = 0
         self.sequence = 1
         self._deaths: list[tuple[I64, I64]] = []
         self.horizon: int | None = None
@@ -170,13 +171,29 @@ class RowLog:
 
     # -- appending -------------------------------------------------------------------------------
 
-    def make_room(self, records: int) -> None:
-        """Makes sure that so many records, in a few pieces, can be appended without failing."""
+    def make_room(self, records: int, pieces: int = 8) -> int:
+        """Makes sure that so many records, in so many pieces, can be appended without failing,
+        beside what was promised. Returns how many blocks they may take."""
         self.check()
-        blocks = -(-records // self.per_block) + 8
-        have = self.segment_blocks - self._filled if self._active >= 0 else 0
-        while have + len(self._free) * self.segment_blocks < blocks:
+        blocks = -(-records // self.per_block) + pieces
+        while self._room() < blocks + self._promised:
             self._add_segment()
+        return blocks
+
+    def promise(self, records: int, pieces: int = 8) -> None:
+        """Keeps room for a write that comes later, in the place of what was promised before: none
+        of it goes to others until `keep_promise`."""
+        self._promised = 0
+        self._promised = self.make_room(records, pieces)
+
+    def keep_promise(self) -> None:
+        """The write has taken what it needed, or does not come."""
+        self._promised = 0
+
+    def _room(self) -> int:
+        """Blocks that can be filled before the file has to grow."""
+        have = self.segment_blocks - self._filled if self._active >= 0 else 0
+        return have + len(self._free) * self.segment_blocks
 
     def extend(self, records: int) -> Extent:
         """Room for up to so many records, at the end; whole blocks are taken."""
@@ -423,7 +440,7 @@ class RowLog:
             ]
             if not short:
                 return
-            if not self._free:
+            while not self._free or self._room() < self.segment_blocks + self._promised:
                 self._add_segment()
             segment = self._free.pop()
             self.states[segment] = _AREA
@@ -431,21 +448,28 @@ class RowLog:
             areas[short[0]] += (segment,)
             self.head = replace(self.head, areas=(areas[0], areas[1]))
 
-    def prepare(self, point: Point, free: Bools, wanted: Callable[[], bool]) -> None:
+    def prepare(self, point: Point, free: Bools, wanted: Callable[[], bool]) -> bool:
         """From now on the file can be taken to `point`, should everybody else get there.
 
         `free` are the segments that were free when the point was made; see `free_segments`. Does
-        nothing if it is not `wanted` any more.
+        nothing if it is not `wanted` any more; whether it was. Needs no lock.
         """
-        listed = [segment for segment in self._unlisted if free[segment]]
         self.sync()
         self.check_named()
         with self._heads:
             if not wanted():
-                return
+                return False
             # The outcome of the batch before would be lost with it.
             self.check_recorded()
             self.write_head(prepared=point, segments=int(free.size), free=pack_bits(free))
+            return True
+
+    def unlisted(self) -> tuple[int, ...]:
+        """Segments that may be used again once a head says that they are free."""
+        return tuple(self._unlisted)
+
+    def use_again(self, listed: Sequence[int]) -> None:
+        """A head says now that these are free."""
         for segment in listed:
             self._unlisted.remove(segment)
         self._free.extend(listed)
@@ -464,15 +488,17 @@ class RowLog:
         with self._heads:
             return self.head.prepared
 
-    def unprepare(self) -> None:
-        """Records that the prepared batch was given up.
+    def unprepare(self, nonce: str) -> bool:
+        """Records that a batch was given up, if it is the prepared one; whether it was.
 
         Its blocks stay: among them are the cleaner's copies, whose originals may be gone.
         """
         with self._heads:
             point = self.head.prepared
-            assert point is not None
+            if point is None or point.nonce != nonce:
+                return False
             self.write_head(prepared=None, synced=max(self.head.synced, point.sequence))
+            return True
 
     def free_segments(self) -> Bools:
         return np.equal(self.states, _FREE)
@@ -482,14 +508,18 @@ class RowLog:
         free = self.free_segments()
         return {"segments": int(free.size), "free": pack_bits(free)}
 
-    def commit(self) -> None:
-        """The prepared point becomes the one to come back to; what it made superfluous dies."""
-        point = self.head.prepared
-        assert point is not None
-        self.check_named()
-        self.write_head(prepared=None, committed=point)
-        self.check_named()
-        self.horizon = point.stamp
+    def commit(self, nonce: str) -> bool:
+        """The prepared point becomes the one to come back to, if it is of that batch; whether it
+        was. What it made superfluous dies."""
+        with self._heads:
+            point = self.head.prepared
+            if point is None or point.nonce != nonce:
+                return False
+            self.check_named()
+            self.write_head(prepared=None, committed=point)
+            self.check_named()
+            self.horizon = point.stamp
+            return True
 
     def check_named(self) -> None:
         """Raises if the file, or the lock beside it, was removed or replaced: what is in it then

@@ -57,6 +57,7 @@ class Saving:
     nonce: str
     home: str
     run: str
+    pushes: Mapping[str, int]
     word: int = 0
     prepared: Future[Point] = field(default_factory=Future)
 
@@ -217,6 +218,7 @@ class TieredSlab(Slab):
         scatter.mark(0, found.size, found, self.touched, self.dirty)
         self.frames.hold(places[:0], 0)
         self._bury()
+        self.log.keep_promise()
         self._wake()
 
     def _held_by(self, found: I64) -> Planes:
@@ -360,6 +362,7 @@ class TieredSlab(Slab):
 
         `whole` says that rows are overwritten, so that old ones need not be read.
         """
+        self.log.keep_promise()  # of one that was let go
         # The pull of this batch has noted what was used: its push does not do so again.
         turn = 0 if self._fetched else self.frames.turn + 1
         self.frames.turn += not self._fetched
@@ -378,8 +381,9 @@ class TieredSlab(Slab):
         self.loads.wait(held)
         self.frames.hold(held, 0)
         self._make_free(needed - held.size, self.frames.turn + 1)
-        # Copies for a checkpoint under way, and records of rows that are deleted by this write.
-        self.log.make_room(found.size + new)
+        # Copies for a checkpoint under way, also of rows that new ones evict; those of a table go
+        # one piece at a time.
+        self.log.promise(found.size + new, 8 + 4 * len(self.slots) + new // _SLICE)
         if missing.size and not whole:
             start = self.log.clock.monotonic()
             load = self.loads.begin(missing)
@@ -450,7 +454,8 @@ class TieredSlab(Slab):
             self.flushes.append_later(part, part, stamps, deleted=True)
 
     def delete(self, table: int, ids: I64) -> int:
-        self.log.make_room(ids.size)
+        # Copies for a checkpoint under way, and records that rows are gone.
+        self.log.make_room(2 * ids.size, 8 + ids.size // _SLICE)
         count = super().delete(table, ids)
         self.stamp += 1
         self._bury()
@@ -468,6 +473,10 @@ class TieredSlab(Slab):
 
     def clear(self) -> None:
         self.loads.wait(np.arange(self.frames.count))
+        self.log.keep_promise()
+        frozen = self.frames.frozen
+        if copies := int(batch_rows.count_bits(frozen, 0, frozen.size)):
+            self.log.make_room(copies)
         self.stamp += 1
         self.floor = self.stamp
         self._before_write(self.frames.row_of[self.frames.row_of >= 0])
@@ -484,14 +493,15 @@ class TieredSlab(Slab):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def checkpoint(
-        self, batch: int, tables: Json, nonce: str, home: str = "", run: str = ""
-    ) -> Future[Point]:
+        self, batch: int, tables: Json, nonce: str, home: str = "", run: str = "",
+        pushes: Mapping[str, int] | None = None,
+    ) -> Future[Point]:  # fmt: skip
         """Declares the rows as they are now to be those of `batch`. Returns at once.
 
         The future is done when they are in the file, durably; `commit` makes them the batch to
         come back to. `nonce` names the decision about it, which is the same for all files, and
         `home` leads to where it stands, for the files of a `run` on servers to its store; see
-        `decisions`.
+        `decisions`. `pushes` are those that the rows hold, the last of each worker.
         """
         with self.lock:
             self.log.check()
@@ -505,7 +515,7 @@ class TieredSlab(Slab):
             if self.log.horizon is None:
                 self.log.horizon = self.stamp
             self.saving = Saving(
-                batch, self.stamp, self.trained, tables, self.floor, nonce, home, run
+                batch, self.stamp, self.trained, tables, self.floor, nonce, home, run, pushes or {}
             )
             saving = self.saving
         self._wake()
@@ -518,20 +528,27 @@ class TieredSlab(Slab):
             committed = self.log.head.committed
             return self.stamp == (0 if committed is None else committed.stamp)
 
-    def commit(self) -> None:
-        """Makes the prepared batch the one to come back to, durably."""
-        self.log.commit()
+    def commit(self, nonce: str) -> bool:
+        """Makes a batch the one to come back to, durably, if it is the prepared one; whether it
+        was. What is prepared or under way by then under another nonce stays as it is."""
+        if not self.log.commit(nonce):
+            return False
         with self.lock:
             assert self.log.head.committed is not None
             self.batch = self.log.head.committed.batch
-            self.saving = None
+            if self.saving is not None and self.saving.nonce == nonce:
+                self.saving = None
             self.log.decide()
             self.log.release_dead()
         self._wake()
+        return True
 
-    def abandon(self) -> None:
-        """Gives up the checkpoint under way, if there is one; its rows wait for the next."""
+    def abandon(self, only: Saving | None = None) -> None:
+        """Gives up the checkpoint under way, if there is one; its rows wait for the next. With
+        `only`, if it is that one."""
         with self.lock:
+            if only is not None and self.saving is not only:
+                return
             saving, self.saving = self.saving, None
             self.frames.unsaved |= self.frames.frozen
             self.frames.frozen = np.zeros_like(self.frames.frozen)

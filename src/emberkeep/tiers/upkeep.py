@@ -38,7 +38,7 @@ def run(slab: TieredSlab) -> bool:
         if saving is not None and not saving.prepared.done():
             with contextlib.suppress(InvalidStateError):  # given up this very moment
                 saving.prepared.set_exception(error)
-            slab.abandon()
+            slab.abandon(saving)
         return False
 
 
@@ -110,9 +110,11 @@ def _save(slab: TieredSlab) -> bool:
             home=saving.home, run=saving.run,
         )  # fmt: skip
         slab.log.reserve_head(prepared=point, **slab.log.free_now())
-        free = slab.log.free_segments()
-    slab.log.prepare(point, free, lambda: slab.saving is saving)
+        free, unlisted = slab.log.free_segments(), slab.log.unlisted()
+    prepared = slab.log.prepare(point, free, lambda: slab.saving is saving)
     with slab.lock:
+        if prepared:
+            slab.log.use_again(unlisted)
         if slab.saving is saving:
             with contextlib.suppress(InvalidStateError):  # closed this very moment
                 saving.prepared.set_result(point)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ import torch
 import emberkeep as ek
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import DamageError
+from emberkeep.errors import DamageError, TierError
+from emberkeep.runtime.pool import ForkLock
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
-from emberkeep.tiers import durable_open
+from emberkeep.tiers import durable_open, upkeep
 from emberkeep.tiers import reads as reading
 from emberkeep.tiers.superblock import START
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
@@ -155,3 +157,84 @@ def test_without_a_queue_of_the_system_threads_read_the_same(
         file.write(b"damage")
     with pytest.raises(DamageError, match="not what was written"):
         state(behind)
+
+
+class Guarded(list[int]):
+    """A list that only the thread which has the slab's lock may look at or change."""
+
+    lock: ForkLock
+
+    def __iter__(self) -> Iterator[int]:
+        self._check()
+        return super().__iter__()
+
+    def append(self, item: int) -> None:
+        self._check()
+        super().append(item)
+
+    def extend(self, items: Iterable[int]) -> None:
+        self._check()
+        super().extend(items)
+
+    def remove(self, item: int) -> None:
+        self._check()
+        super().remove(item)
+
+    def pop(self, *place: Any) -> int:
+        self._check()
+        return super().pop(*place)
+
+    def _check(self) -> None:
+        assert self.lock._owner == threading.get_ident(), "without the lock of the slab"
+
+
+def test_lists_of_free_segments_are_looked_at_under_the_lock_alone(root: Path) -> None:
+    """Reads end at any time, in threads of their own, and segments are free then."""
+    cluster = local(threads=2).open(tiered(TABLES, OPTIMIZER, root / "t", 120), OPTIMIZER, seed=0)
+    (slab,) = cluster.shards[0].tiers()
+    with slab.lock:
+        for name in ("_free", "_unlisted"):
+            guarded = Guarded(getattr(slab.log, name))
+            guarded.lock = slab.lock
+            setattr(slab.log, name, guarded)
+    used_again = 0
+    for batch in range(1, 9):
+        trained(cluster, 6)
+        for future in cluster.prepare_tiers(batch):
+            future.result(60)
+        cluster.commit_tiers()
+        with slab.lock:
+            used_again += len(slab.log._unlisted)
+    assert used_again  # or this test would be about nothing
+    cluster.close()
+
+
+def test_an_error_of_a_round_gives_up_the_checkpoint_that_it_met_and_no_later_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper may give it up, and begin another, at the same moment."""
+    cluster = local(threads=2).open(tiered(TABLES, OPTIMIZER, root / "t", 120), OPTIMIZER, seed=0)
+    (slab,) = cluster.shards[0].tiers()
+    trained(cluster, 1)
+    slab._upkeep_round = lambda _: False
+    slab.checkpoint(1, cluster.shards[0].table_state(), "a")
+    first = slab.saving
+    assert first is not None
+
+    def fail(_: object) -> bool:
+        raise TierError("no room")
+
+    set_exception = first.prepared.set_exception
+
+    def begin_another(_: object) -> None:
+        monkeypatch.setattr(first.prepared, "set_exception", set_exception)
+        slab.abandon()
+        slab.checkpoint(1, cluster.shards[0].table_state(), "b")
+
+    monkeypatch.setattr(upkeep, "_save", fail)
+    monkeypatch.setattr(first.prepared, "set_exception", begin_another)
+    assert not upkeep.run(slab)
+    assert slab.saving is not None
+    assert slab.saving.nonce == "b"
+    assert not slab.saving.prepared.done()
+    cluster.close()

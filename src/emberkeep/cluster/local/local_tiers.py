@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from emberkeep.blobs import BlobStore
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
+from emberkeep.tiers.superblock import Point
 
 _STATES = "step-"
 
@@ -22,7 +22,7 @@ class LocalTiers:
     def __init__(self, clusters: Sequence[LocalCluster], state: BlobStore) -> None:
         self._cluster, *self._beside = clusters
         self._state = state
-        self._pending = 0
+        self._pending: Point | None = None
         self._check_one_step()
 
     def _check_one_step(self) -> None:
@@ -55,8 +55,23 @@ class LocalTiers:
         return any(cluster.lost() for cluster in (self._cluster, *self._beside))
 
     def durable_state(self) -> str:
-        """The name of what belongs to the rows of the durable batch."""
-        return _name(self.batch() or 0)
+        """The name of what belongs to the rows of the durable batch. Before names had nonces, that
+        of its number alone."""
+        point = self._durable()
+        if point is None:
+            return _name(0)
+        name, before, there = _name(point.batch, point.nonce), _name(point.batch), self._states()
+        return before if before in there and name not in there else name
+
+    def _durable(self) -> Point | None:
+        """The batch that all files come back to."""
+        batch, clusters = self.batch(), (self._cluster, *self._beside)
+        shards = [s for cluster in clusters for s in cluster.shards if s.state != "lost"]
+        points = [slab.log.head.committed for shard in shards for slab in shard.tier_slabs()]
+        return next((p for p in points if p is not None and p.batch == batch), None)
+
+    def _states(self) -> list[str]:
+        return [info.name for info in self._state.list() if info.name.startswith(_STATES)]
 
     def at_batch(self) -> bool | None:
         """Whether all rows are those of the durable batch, as they are now; None if not all files
@@ -90,8 +105,9 @@ class LocalTiers:
         cluster.serve(*shards)
 
     def forget(self) -> None:
-        """The run goes back behind the durable batch: it must never come back."""
-        self._state.delete([self.durable_state()])
+        """The run goes back behind the durable batch: it must never come back, nor one that was
+        decided and not every file could record."""
+        self._state.delete(self._states())
 
     # -- the next batch --------------------------------------------------------------------------
 
@@ -100,11 +116,17 @@ class LocalTiers:
         The call that it returns waits until every file could come back to it."""
         # A fault while the last one was cleaned up after may have left it under way.
         self._cluster.abandon_tiers(beside=self._beside)
-        self._pending = batch
-        return partial(_wait, self._cluster.prepare_tiers(batch, beside=self._beside))
+        self._pending = None
+        return partial(self._wait, self._cluster.prepare_tiers(batch, beside=self._beside))
+
+    def _wait(self, prepared: Sequence[Future[Point]]) -> None:
+        for future in prepared:
+            self._pending = future.result()  # upkeep ends it, also when it fails
 
     def pending_state(self) -> str:
-        return _name(self._pending)
+        """The name of what belongs to the rows of the batch that every file has prepared."""
+        assert self._pending is not None
+        return _name(self._pending.batch, self._pending.nonce)
 
     def commit(self) -> None:
         """Makes the batch that every file has prepared the one to come back to; what belonged to
@@ -113,18 +135,14 @@ class LocalTiers:
 
     def tidy(self) -> None:
         """Lets go of what belonged to earlier batches."""
-        states = [b.name for b in self._state.list() if b.name.startswith(_STATES)]
-        self._state.delete([name for name in states if name != self.durable_state()])
+        kept = self.durable_state()
+        self._state.delete([name for name in self._states() if name != kept])
 
     def abandon(self) -> None:
         """Gives up the batch under way; one that turns out to be committed is recorded as such."""
         self._cluster.abandon_tiers(beside=self._beside)
 
 
-def _wait(prepared: Sequence[Future[Any]]) -> None:
-    for future in prepared:
-        future.result()  # upkeep ends it, also when it fails
-
-
-def _name(batch: int) -> str:
-    return f"{_STATES}{batch}.safetensors"
+def _name(batch: int, nonce: str = "") -> str:
+    """A number alone says too little: after a rewind another batch may have the same."""
+    return f"{_STATES}{batch}{nonce and '-'}{nonce}.safetensors"

@@ -52,6 +52,7 @@ _BULK = ("read", "read_all", "touched_ids", "digest", "install", "upsert", "clea
 _ORDERED = {
     **dict.fromkeys(("freeze", "write", "close"), "save"),
     "extract": "grid",
+    "tier": "tier",
     **dict.fromkeys(
         ("install", "upsert", "delete", "clear", "load", "load_table_state", "track",
          "forget_changes", "serve", "protect"),

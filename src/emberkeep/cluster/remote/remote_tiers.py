@@ -31,6 +31,8 @@ from emberkeep.tiers.decisions import ABORTED, COMMITTED, RUN_DIRECTORY, decide
 from emberkeep.tiers.superblock import Point
 
 _POLL_SECONDS = (0.002, 0.1)
+# What changes nothing: it may come beside, or after, whatever else is asked.
+_QUESTIONS = ("points", "prepared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,8 @@ class RemoteTiers:
         if shard.state == "lost":
             raise ShardLostError((shard.index,))
         about = {**header, "epoch": shard.epoch if epoch is None else epoch}
+        if header["ask"] not in _QUESTIONS:
+            about = shard._ordered("tier", about)
         try:
             with shard.dialed() as connection:
                 deadline = self._clusters[0].timing.deadline
