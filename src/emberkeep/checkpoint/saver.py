@@ -26,6 +26,7 @@ from emberkeep.checkpoint.restore import (
     check_schema,
     load,
     load_shard,
+    saved_by_same_shards,
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
@@ -551,7 +552,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             )
         self._chain = _Chain()
         # Increments count from a baseline of the same shards: another number starts over.
-        if shards == self.subject.schema().get("shards", shards):
+        if saved_by_same_shards(manifest, self.subject):
             for earlier in chain:
                 self._follow(earlier)
         self._whole = manifest
