@@ -403,6 +403,43 @@ def test_in_process_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     third.end()
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_is_durable_after_newer_versions_were_left_is_gone_on_from(
+    root: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    tables = [replace(table, tier=Tier(root / "t", memory=60_000)) for table in TABLES]
+
+    def start() -> Run:
+        return Run(local(shards=SHARDS), root / "r", OFTEN, tables=tables)
+
+    first = start()
+    first.keeper.resume()
+    first.train(13).end()
+    back = start()
+    kept = back.keeper.resume(2)
+    assert kept is not None
+    assert kept.step == 6
+    if stopped:
+        back.train(1)
+        back.keeper.stop_after_step()
+        with pytest.raises(SystemExit):
+            back.train(1)
+    else:
+        back.train(2)
+    back.end()
+    again = start()
+    kept = again.keeper.resume()
+    assert kept is not None
+    assert kept.step == 8
+    assert again.bits() == plain(8)
+    again.train(2).end()
+    last = start()
+    assert last.keeper.resume() == DurableStep(10)
+    assert last.bits() == plain(10)
+    last.end()
+
+
 # -- between prepare, decision and record --------------------------------------------------------
 
 

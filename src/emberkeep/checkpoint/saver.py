@@ -17,7 +17,7 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.blobs import Call
 from emberkeep.checkpoint.codec_choice import Choice, choose
-from emberkeep.checkpoint.held_version import HeldVersion, newest_intact
+from emberkeep.checkpoint.held_version import HeldVersion, has_newer, newest_intact
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -122,6 +122,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._codecs: Json = {}
         self._chain = _Chain()
         self._whole: Manifest | None = None
+        self._left_newer = False  # and no whole version was committed since the run went back
         self._cancelled_since_version = False
         self._cores = CoreTime()
         self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
@@ -151,6 +152,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         return (
             priority is None
             or chain.newest is None
+            or self._left_newer
             or len(chain.prioritised) >= priority.rounds - 1
         )
 
@@ -378,7 +380,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         if not manifest.whole:
             self._chain.prioritised.append(manifest.version)
             return
-        self._whole = manifest
+        self._whole, self._left_newer = manifest, False
         nbytes = sum(file.size for file in manifest.of_kind(KIND))
         grid = grid_of(manifest)
         if grid is not None:
@@ -556,6 +558,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             for earlier in chain:
                 self._follow(earlier)
         self._whole = manifest
+        self._left_newer = not newest and has_newer(self.repository, target, self.spec.priority)
         if restored.planned is not None:  # servers' plans are theirs
             nbytes = restored.planned.nbytes
             self._extraction.restored(self._clock.monotonic() - start, nbytes)

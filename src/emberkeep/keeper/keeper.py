@@ -26,7 +26,7 @@ from emberkeep.keeper.open_saver import open_saver, refuse_for_tier, run_name
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoverer, make_recoverer
-from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together
+from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together, continued
 from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_report import RunReport
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
@@ -304,8 +304,8 @@ class Keeper(RunReport):
     def recover(self, lost: ShardLostError | None = None) -> Recovered | None:
         """Brings lost shards back as the strategy says; None if all of them serve.
 
-        After a full recovery everything is as it was in the newest whole version, the reader too:
-        drop the batch at hand and take the next. Raises `lost` if this keeper has no shards.
+        After a full recovery everything is as it was in the newest whole version, none that was
+        left, the reader too: take the next batch. Raises `lost` if this keeper has no shards.
         """
         if self._recoverer is None:
             if lost is not None:
@@ -344,7 +344,7 @@ class Keeper(RunReport):
                     return
 
     def _go_back(self) -> Kept | None:
-        kept = self._resume(None, False, tell=False)
+        kept = self._resume(continued(self._saver), False, tell=False)
         self._went_back = True
         self._pace.restart(self.steps)
         self._pace.look_ahead(self.steps)

@@ -78,8 +78,11 @@ class TieredSaver(RepositorySaver):
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
-        """Batches are made one at a time; a version under way does not hold them up."""
-        return self._tier.busy
+        """Batches are made one at a time; a version under way does not hold them up, unless they
+        wait for it."""
+        saving = self._saving
+        awaited = self._left_newer and saving is not None and not saving.ended.is_set()
+        return self._tier.busy or awaited
 
     @property
     def committed_step(self) -> int | None:
@@ -94,9 +97,12 @@ class TieredSaver(RepositorySaver):
     def cut(
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Any]:
-        """A batch; and a version where one is due. The beginning of a run is a version alone."""
+        """A batch; and a version where one is due. The beginning of a run is a version alone, and
+        so is what follows a version that newer ones were left for: a batch whose step comes before
+        theirs would not be gone on from."""
         if step == 0:
             self._tier.forget()
+        if step == 0 or self._left_newer:
             return self._cut_version(step, state, counters)
         drop_adopted(self.subject)
         saving: Saving[Any] = self._tier.cut(step, state, counters)
@@ -136,6 +142,8 @@ class TieredSaver(RepositorySaver):
 
     def make_room(self) -> None:
         self._tier.make_room()
+        if self._left_newer:
+            super().make_room()
 
     def check(self, least: int | None = None) -> None:
         self._tier.check(least)
@@ -143,9 +151,10 @@ class TieredSaver(RepositorySaver):
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits for batch and version; with a time for the batch alone, since a run that has no
-        time left can go on from it."""
+        time left can go on from it, unless a version comes in its place."""
         joined = self._tier.join(timeout)
-        return joined if timeout is not None else super().join()
+        alone = timeout is not None and not self._left_newer
+        return joined if alone else super().join(timeout) and joined
 
     def wait(self) -> Kept | None:  # type: ignore[override]
         made = [super().wait(), self._tier.wait()]
