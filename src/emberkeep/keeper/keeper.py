@@ -111,7 +111,7 @@ class Keeper(RunReport):
     ) -> None:
         check_reader(reader)
         self._clock = clock
-        self.steps = 0
+        self.steps = self._exact_step = 0
         self.cut_step = -1  # after which the newest version was cut, durable or not
         self.reader = reader
         self._strategy = strategy or incremental()
@@ -157,11 +157,7 @@ class Keeper(RunReport):
                 self._strategy, self._saver, self._pace, self._recoverer, self._ledger,
                 total_steps=total_steps, tell=self._tell, clock=clock,
             )  # fmt: skip
-        self._went_back = False
-        self._warned_of_data = False
-        self._started = False
-        self._closed = False
-        self._exact_step = 0
+        self._went_back = self._warned_of_data = self._started = self._closed = False
         self._server = None
         if metrics_port is not None and self._ranks.leads:
             self._server = metrics_server(self.metrics, metrics_port, self._not_ready)
@@ -232,6 +228,8 @@ class Keeper(RunReport):
         """
         if self._closed:
             return None
+        if self._saver is not None:
+            self._saver.check_caller()  # it stays open
         asked = 0
         try:
             with self._ledger.stalling():
@@ -359,7 +357,9 @@ class Keeper(RunReport):
         state = self._capture()  # of every rank, whichever writes
         if self._saver is not None:
             clusters = [home.cluster for home in self._parts.subject.homes()]
-            save_first(self._saver, clusters, lambda: self._cut(state, start, whole=True))
+            save_first(
+                self._saver, clusters, lambda: self._cut(state, start, whole=True), self._clock
+            )
 
     # -- resuming --------------------------------------------------------------------------------
 
