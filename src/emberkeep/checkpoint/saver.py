@@ -172,7 +172,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         another process has taken over.
         """
         spec = spec or self.spec
-        self.make_room()
+        Checkpointer.make_room(self)
         self.check()
         choice = self._chosen(spec)
         if self.subject.forgot_changes():
@@ -238,8 +238,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
         if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
-            self.cancel()
-        self.join()
+            self._saving.cancelled.set()
+        super().join()
         self._extraction.make_room()
 
     def cancel(self) -> None:

@@ -58,7 +58,8 @@ class TieredSaver(RepositorySaver):
         )
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
-        self._stopping = False
+        self._stopping = self._batches_ended = False
+        self._batch_failure: Exception | None = None
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -136,11 +137,26 @@ class TieredSaver(RepositorySaver):
         super().cancel()
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
-        """A last version; batches end here."""
-        self._tier.close()
-        return super().finish(step, state, counters)
+        """A last version; batches end here. What made the last one fail is raised once the version
+        is durable."""
+        try:
+            self._tier.close()
+        except Exception as error:
+            self._batch_failure = error
+        self._batches_ended = True
+        try:
+            manifest = super().finish(step, state, counters)
+        finally:
+            self._batches_ended = False  # a run that lost shards goes on
+        failure, self._batch_failure = self._batch_failure, None
+        if failure is not None:
+            raise failure
+        return manifest
 
     def make_room(self) -> None:
+        """For a batch; also for the version that comes in its place. Neither waits for the other:
+        a version that is due is cut while its batch is under way."""
+        self.check_caller()
         self._tier.make_room()
         if self._left_newer:
             super().make_room()
@@ -152,11 +168,20 @@ class TieredSaver(RepositorySaver):
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits for batch and version; with a time for the batch alone, since a run that has no
         time left can go on from it, unless a version comes in its place."""
+        self.check_caller()
         joined = self._tier.join(timeout)
         alone = timeout is not None and not self._left_newer
         return joined if alone else super().join(timeout) and joined
 
+    def check_caller(self) -> None:
+        self._tier.check_caller()
+        super().check_caller()
+
     def wait(self) -> Kept | None:  # type: ignore[override]
+        if self._tier.saves_here:
+            return self._tier.wait()
+        if self.saves_here or self._batches_ended:
+            return super().wait()
         made = [super().wait(), self._tier.wait()]
         kept = [one for one in made if one is not None]
         return max(kept, key=lambda one: one.step, default=None)
