@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +403,156 @@ def test_in_process_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.step == 6
     assert third.bits() == plain(6)
     third.end()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_is_durable_after_newer_versions_were_left_is_gone_on_from(
+    root: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    tables = [replace(table, tier=Tier(root / "t", memory=60_000)) for table in TABLES]
+
+    def start() -> Run:
+        return Run(local(shards=SHARDS), root / "r", OFTEN, tables=tables)
+
+    first = start()
+    first.keeper.resume()
+    first.train(13).end()
+    back = start()
+    kept = back.keeper.resume(2)
+    assert kept is not None
+    assert kept.step == 6
+    if stopped:
+        back.train(1)
+        back.keeper.stop_after_step()
+        with pytest.raises(SystemExit):
+            back.train(1)
+    else:
+        back.train(2)
+    back.end()
+    again = start()
+    kept = again.keeper.resume()
+    assert kept is not None
+    assert kept.step == 8
+    assert again.bits() == plain(8)
+    again.train(2).end()
+    last = start()
+    assert last.keeper.resume() == DurableStep(10)
+    assert last.bits() == plain(10)
+    last.end()
+
+
+def in_process(root: Path, **options: Any) -> Run:
+    tables = [replace(table, tier=Tier(root / "t", memory=60_000)) for table in TABLES]
+    run = Run(local(shards=SHARDS), root / "r", OFTEN, tables=tables, **options)
+    run.keeper.resume()
+    return run
+
+
+def test_a_version_that_is_due_does_not_wait_for_the_batch(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    run = in_process(root)
+    run.train(5)
+    saver: Any = run.keeper._saver
+    prepare, go_on = saver._tier.tiers.prepare, threading.Event()
+
+    def slow(batch: int) -> Any:
+        prepared = prepare(batch)
+
+        def when_told() -> None:
+            assert go_on.wait(60)
+            prepared()
+
+        return when_told
+
+    monkeypatch.setattr(saver._tier.tiers, "prepare", slow)
+    saver._tier._patience = timedelta(milliseconds=1)  # who waits for the batch fails so
+    run.train(1, wait=False)
+    assert saver.busy
+    assert saver._saving.committed.result(60).step == 6
+    go_on.set()
+    saver._tier._patience = timedelta(minutes=1)
+    run.keeper.wait()
+    run.end()
+
+
+def test_the_last_version_is_written_although_the_last_batch_failed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    run = in_process(root)
+    run.train(3)
+    saver: Any = run.keeper._saver
+
+    def fail(*_: object) -> None:
+        raise StorageError("the disk is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver._tier._state, "put", fail)
+        run.train(1, wait=False)
+        saver._tier.join()
+    with pytest.raises(StorageError, match="the disk is away"):
+        run.keeper.close()
+    run.end()
+    newest = saver.repository.newest_whole()
+    assert saver.repository.manifest(newest).step == 4
+
+
+def test_a_batch_that_lost_shards_ended_does_not_end_the_last_version(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    run = in_process(root)
+    run.train(3)
+    saver: Any = run.keeper._saver
+
+    def fail(*_: object) -> None:
+        raise ShardLostError([0])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver._tier._state, "put", fail)
+        run.train(1, wait=False)
+        saver._tier.join()
+    last = run.keeper.close()
+    assert last is not None
+    assert last.step == 4
+    assert len([s for s in run.heard("saved") if s["step"] == 4]) == 1
+    run.end()
+
+
+@pytest.mark.parametrize("kind", ["batch", "version"])
+def test_a_listener_waits_for_what_is_saved_and_not_for_itself(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    got: list[Any] = []
+
+    def listen(name: str, details: Any) -> None:
+        if (
+            name == "saved"
+            and details["step"] == 6
+            and (details["version"] is None) != (kind == "version")
+        ):
+            for call in (run.keeper.wait, run.keeper.save, run.keeper.close):
+                try:
+                    got.append(call())
+                except Exception as error:
+                    got.append(error)
+
+    run = in_process(root)
+    run.keeper._on_event = listen
+    saver: Any = run.keeper._saver
+    saver._patience = saver._tier._patience = timedelta(seconds=5)
+    run.train(5)
+    run.train(1, wait=False)
+    run.keeper.wait()
+    assert got[0].step == 6
+    assert isinstance(got[0], Manifest) == (kind == "version")
+    assert [type(error) for error in got[1:]] == [StateError, StateError]
+    run.train(2)
+    run.end()
 
 
 # -- between prepare, decision and record --------------------------------------------------------

@@ -131,7 +131,7 @@ MUTATIONS = (
     Mutation(
         "R9", "increments over another number of shards",
         "checkpoint/saver.py",
-        'if shards == self.subject.schema().get("shards", shards):',
+        "if saved_by_same_shards(manifest, self.subject):",
         "if shards:",
         "test_histories.py",
     ),

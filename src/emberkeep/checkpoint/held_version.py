@@ -19,6 +19,7 @@ from emberkeep.errors import DamageError, NoVersionError, StateError
 from emberkeep.repository import Manifest, Pin, Repository, VersionId, Writer
 from emberkeep.repository.grid.catalog import Catalog, before_in_grid
 from emberkeep.repository.history import look_at
+from emberkeep.rows.priority import Priority
 
 _MOST_AHEAD = 64
 
@@ -114,6 +115,17 @@ def held_ahead(writer: Writer, number: int | None) -> HeldVersion | None:
     if number is not None:
         likely = next((v for v in writer.started_with if v.number == number), None)
     return None if likely is None else HeldVersion(repository, likely)
+
+
+def has_newer(repository: Repository, version: VersionId, priority: Priority | None) -> bool:
+    """Whether one that came after this version is whole, as all are where none is prioritised; a
+    damaged one counts, whatever it was."""
+    if priority is None:
+        return True
+    try:
+        return repository.newest_whole() != version
+    except DamageError:
+        return True
 
 
 def newest_intact(

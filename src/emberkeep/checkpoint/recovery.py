@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.overheads import pls_of_loss
-from emberkeep.checkpoint.restore import table_state
+from emberkeep.checkpoint.restore import saved_by, table_state
 from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.target_view import shard_view
 from emberkeep.cluster.base import Cluster
@@ -188,11 +188,7 @@ class Home:
 
     def saved_by_same_shards(self, manifest: Manifest) -> bool:
         """Whether a version's files hold this cluster's rows shard by shard as they are now."""
-        tables = table_state(manifest)
-        return all(
-            len(tables.get(name, {}).get("ticks", ())) == self.cluster.shard_count
-            for name in self.names
-        )
+        return saved_by(manifest, self.names, self.cluster.shard_count)
 
 
 def recover_partially(

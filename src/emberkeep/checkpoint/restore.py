@@ -352,6 +352,22 @@ def table_state(manifest: Manifest) -> Json:
     return manifest.described.plain("tables")
 
 
+def saved_by(manifest: Manifest, tables: Iterable[str], shards: int) -> bool:
+    """Whether a version's files hold the rows of these tables shard by shard, so many shards: each
+    cluster of a model has a number of its own."""
+    saved = table_state(manifest)
+    return all(len(saved.get(name, {}).get("ticks", ())) == shards for name in tables)
+
+
+def saved_by_same_shards(manifest: Manifest, subject: Subject) -> bool:
+    """Whether every cluster of the subject has as many shards as when the version was saved."""
+    return all(
+        saved_by(manifest, part.names, part.target.shard_count)
+        for part in view_of(subject).parts
+        if isinstance(part.target, Cluster)
+    )
+
+
 def _removals(
     repository: Repository, manifest: Manifest, pool: Pool, shard: int | None
 ) -> Iterator[Chunk]:

@@ -16,7 +16,7 @@ from emberkeep.checkpoint.codec_choice import Choice
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.checkpoint.targets import WritesItself
 from emberkeep.codecs import Codec
-from emberkeep.errors import CancelledError
+from emberkeep.errors import CancelledError, StateError
 from emberkeep.repository import Manifest
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
@@ -76,6 +76,7 @@ class BackgroundSaver(Generic[_K]):
         self._what, self._where, self._patience = what, where, patience
         self._on_event = on_event or (lambda _name, _details: None)
         self._saving: Saving[_K] | None = None
+        self._saves_in: int | None = None
         self._worker = Worker(thread, nice=nice, clock=clock)
         self._seen: BaseException | None = None
         self._failures: list[BaseException] = []
@@ -93,8 +94,23 @@ class BackgroundSaver(Generic[_K]):
             return None
         return saving.step if saving.whole else None
 
+    @property
+    def saves_here(self) -> bool:
+        """Whether a save is under way in this very thread, which tells listeners of it."""
+        return self._saves_in == threading.get_ident()
+
+    def check_caller(self) -> None:
+        """Raises `StateError` where a call would wait for itself."""
+        if self.saves_here:
+            raise StateError(
+                f"on_event is called by the thread that ends the {self._what}, and what was called "
+                "there waits for that end: only note the event, and call it in the training loop"
+            )
+
     def join(self, timeout: timedelta | None = None) -> bool:
-        """Waits until no save is under way, however it ends; False if that takes longer."""
+        """Waits until no save is under way, however it ends; False if that takes longer. Refused
+        in the thread that saves, as every call that waits so."""
+        self.check_caller()
         saving = self._saving
         if saving is None:
             return True
@@ -109,10 +125,12 @@ class BackgroundSaver(Generic[_K]):
         self.join()
 
     def wait(self) -> _K | None:
-        """Waits for the save under way; returns what it made. Raises if it failed."""
+        """Waits for the save under way; returns what it made. Raises if it failed. A listener has
+        what it is told of at once."""
         if self._saving is None:
             return None
-        self.join()
+        if not (self.saves_here and self._saving.committed.done()):
+            self.join()
         self.check(least=1)
         return self._saving.committed.result()
 
@@ -135,6 +153,7 @@ class BackgroundSaver(Generic[_K]):
             raise
 
     def _run(self, saving: Saving[_K], write: Callable[[], None]) -> None:
+        self._saves_in = threading.get_ident()
         try:
             write()
         except CancelledError as error:  # is no error of the thread, and holds on to no rows
@@ -146,6 +165,7 @@ class BackgroundSaver(Generic[_K]):
             if error is not None:
                 self._settle(saving, error)
         finally:
+            self._saves_in = None
             saving.ended.set()
 
     def _settle(self, saving: Saving[_K], error: BaseException) -> None:

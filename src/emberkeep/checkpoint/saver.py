@@ -17,7 +17,7 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.blobs import Call
 from emberkeep.checkpoint.codec_choice import Choice, choose
-from emberkeep.checkpoint.held_version import HeldVersion, newest_intact
+from emberkeep.checkpoint.held_version import HeldVersion, has_newer, newest_intact
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -26,6 +26,7 @@ from emberkeep.checkpoint.restore import (
     check_schema,
     load,
     load_shard,
+    saved_by_same_shards,
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
@@ -122,6 +123,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._chain = _Chain()
         self._whole: Manifest | None = None
         self._committing: Save | None = None
+        self._left_newer = False  # and no whole version was committed since the run went back
         self._cancelled_since_version = False
         self._cores = CoreTime()
         self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
@@ -151,6 +153,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         return (
             priority is None
             or chain.newest is None
+            or self._left_newer
             or len(chain.prioritised) >= priority.rounds - 1
         )
 
@@ -170,7 +173,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         another process has taken over.
         """
         spec = spec or self.spec
-        self.make_room()
+        Checkpointer.make_room(self)
         self.check()
         choice = self._chosen(spec)
         if self.subject.forgot_changes():
@@ -236,8 +239,8 @@ class Checkpointer(BackgroundSaver[Manifest]):
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
         if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
-            self.cancel()
-        self.join()
+            self._saving.cancelled.set()
+        super().join()
         self._extraction.make_room()
 
     def cancel(self) -> None:
@@ -381,7 +384,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         if not manifest.whole:
             self._chain.prioritised.append(manifest.version)
             return
-        self._whole = manifest
+        self._whole, self._left_newer = manifest, False
         nbytes = sum(file.size for file in manifest.of_kind(KIND))
         grid = grid_of(manifest)
         if grid is not None:
@@ -555,10 +558,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             )
         self._chain = _Chain()
         # Increments count from a baseline of the same shards: another number starts over.
-        if shards == self.subject.schema().get("shards", shards):
+        if saved_by_same_shards(manifest, self.subject):
             for earlier in chain:
                 self._follow(earlier)
         self._whole = manifest
+        self._left_newer = not newest and has_newer(self.repository, target, self.spec.priority)
         if restored.planned is not None:  # servers' plans are theirs
             nbytes = restored.planned.nbytes
             self._extraction.restored(self._clock.monotonic() - start, nbytes)

@@ -26,7 +26,7 @@ from emberkeep.keeper.open_saver import open_saver, refuse_for_tier, run_name
 from emberkeep.keeper.pace import Pace
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.recoverer import Recovered, Recoverer, make_recoverer
-from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together
+from emberkeep.keeper.repository_saver import RepositorySaver, bring_back_together, continued
 from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_report import RunReport
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
@@ -111,7 +111,7 @@ class Keeper(RunReport):
     ) -> None:
         check_reader(reader)
         self._clock = clock
-        self.steps = 0
+        self.steps = self._exact_step = 0
         self.cut_step = -1  # after which the newest version was cut, durable or not
         self.reader = reader
         self._strategy = strategy or incremental()
@@ -157,11 +157,7 @@ class Keeper(RunReport):
                 self._strategy, self._saver, self._pace, self._recoverer, self._ledger,
                 total_steps=total_steps, tell=self._tell, clock=clock,
             )  # fmt: skip
-        self._went_back = False
-        self._warned_of_data = False
-        self._started = False
-        self._closed = False
-        self._exact_step = 0
+        self._went_back = self._warned_of_data = self._started = self._closed = False
         self._server = None
         if metrics_port is not None and self._ranks.leads:
             self._server = metrics_server(self.metrics, metrics_port, self._not_ready)
@@ -232,6 +228,8 @@ class Keeper(RunReport):
         """
         if self._closed:
             return None
+        if self._saver is not None:
+            self._saver.check_caller()  # it stays open
         asked = 0
         try:
             with self._ledger.stalling():
@@ -304,8 +302,8 @@ class Keeper(RunReport):
     def recover(self, lost: ShardLostError | None = None) -> Recovered | None:
         """Brings lost shards back as the strategy says; None if all of them serve.
 
-        After a full recovery everything is as it was in the newest whole version, the reader too:
-        drop the batch at hand and take the next. Raises `lost` if this keeper has no shards.
+        After a full recovery everything is as it was in the newest whole version, none that was
+        left, the reader too: take the next batch. Raises `lost` if this keeper has no shards.
         """
         if self._recoverer is None:
             if lost is not None:
@@ -344,7 +342,7 @@ class Keeper(RunReport):
                     return
 
     def _go_back(self) -> Kept | None:
-        kept = self._resume(None, False, tell=False)
+        kept = self._resume(continued(self._saver), False, tell=False)
         self._went_back = True
         self._pace.restart(self.steps)
         self._pace.look_ahead(self.steps)
@@ -359,7 +357,9 @@ class Keeper(RunReport):
         state = self._capture()  # of every rank, whichever writes
         if self._saver is not None:
             clusters = [home.cluster for home in self._parts.subject.homes()]
-            save_first(self._saver, clusters, lambda: self._cut(state, start, whole=True))
+            save_first(
+                self._saver, clusters, lambda: self._cut(state, start, whole=True), self._clock
+            )
 
     # -- resuming --------------------------------------------------------------------------------
 

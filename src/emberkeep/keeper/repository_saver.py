@@ -10,6 +10,7 @@ from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore, Call
+from emberkeep.checkpoint.held_version import has_newer
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.checkpoint.restore import Restored, check_holders, load, read_beside
 from emberkeep.checkpoint.save import Counters, Extras, Saving
@@ -163,8 +164,17 @@ class RepositorySaver(Checkpointer):
     def went_back_to(self, version: VersionId) -> None:
         """The run goes on from a version that not all of it came from."""
         drop_adopted(self.subject)
-        self.writer.resume(version)
+        newest = self.writer.resume(version)
         self.forget_chain()
+        self._whole = None
+        self._left_newer = not newest and has_newer(self.repository, version, self.spec.priority)
+
+    @property
+    def continued(self) -> int | None:
+        """The number of the version that the run goes on from, if whole ones are newer that it has
+        left or passed over."""
+        resumed = self.writer.resumed
+        return resumed.number if self._left_newer and resumed is not None else None
 
     def bring_back(
         self, version: int | str | None, *, fall_back: bool, fits: Fits
@@ -292,6 +302,11 @@ def _brought(copied: Manifest) -> Json:
 
 def kept_nbytes(store: BlobStore) -> int:
     return sum(info.size for info in store.list(names.DATA))
+
+
+def continued(saver: RunSaver | None) -> int | None:
+    """The number of the version that a run goes on from; None if that is the newest there is."""
+    return saver.continued if isinstance(saver, RepositorySaver) else None
 
 
 def bring_back_together(

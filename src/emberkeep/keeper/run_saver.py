@@ -11,11 +11,14 @@ from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import Home
 from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.checkpoint.spec import VersionSpec
-from emberkeep.cluster.base import Cluster
-from emberkeep.errors import ShardLostError
+from emberkeep.cluster.base import PATIENCE, Cluster
+from emberkeep.errors import RecoveryError, ShardLostError
 from emberkeep.keeper.run_state import Captured
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import Clock
+
+# Between attempts of a first version: the first pause, and the longest.
+_PAUSE_SECONDS = (0.05, 1.0)
 
 
 class DurableStep(int):
@@ -121,6 +124,9 @@ class RunSaver(Protocol):
     def leave(self, left: timedelta) -> None:
         """Uses what is `left` of the time for what may follow the last save."""
 
+    def check_caller(self) -> None:
+        """Raises `StateError` in a thread that saves, which would wait for itself."""
+
     def join(self, timeout: timedelta | None = None) -> bool: ...
 
     def learn_outcome(self) -> None:
@@ -132,26 +138,43 @@ class RunSaver(Protocol):
     def close(self) -> Kept | None: ...
 
 
-def save_first(saver: RunSaver, clusters: Sequence[Cluster], cut: Callable[[], object]) -> None:
+def save_first(
+    saver: RunSaver, clusters: Sequence[Cluster], cut: Callable[[], object], clock: Clock
+) -> None:
     """A version of the very beginning, durable. Shards that are lost meanwhile were empty, and are
-    replaced by empty ones."""
+    replaced by empty ones, for as long as the clusters have patience: then it is `RecoveryError`.
+    """
     fresh = all(
         cluster.digest(table.name).rows == 0  # counted where they live
         for cluster in clusters
         for table in cluster.tables
     )
+    patience = max((cluster.patience for cluster in clusters), default=PATIENCE)
+    deadline = clock.monotonic() + patience.total_seconds()
+    pause, longest = _PAUSE_SECONDS
     while True:
         try:
+            for cluster in clusters:
+                lost = cluster.lost()
+                if lost and fresh:
+                    cluster.renew(*lost)
+                    cluster.serve(*lost)
             cut()
             saver.wait()
             return
-        except ShardLostError:
+        except ShardLostError as error:
             if not fresh:
                 raise
+            if clock.monotonic() > deadline:
+                named = ", ".join(map(str, error.shards))
+                raise RecoveryError(
+                    f"shards keep being lost before the first version is saved, for {patience} by "
+                    f"now, the last time {named}: see why they end, then start the run again"
+                ) from error
+            clock.sleep(pause)
+            pause = min(longest, 2 * pause)
             for cluster in clusters:
-                lost = cluster.lost()
-                cluster.renew(*lost)
-                cluster.serve(*lost)
+                cluster.await_silent()
 
 
 def save_until(

@@ -58,7 +58,8 @@ class TieredSaver(RepositorySaver):
         )
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
-        self._stopping = False
+        self._stopping = self._batches_ended = False
+        self._batch_failure: Exception | None = None
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -78,8 +79,11 @@ class TieredSaver(RepositorySaver):
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
-        """Batches are made one at a time; a version under way does not hold them up."""
-        return self._tier.busy
+        """Batches are made one at a time; a version under way does not hold them up, unless they
+        wait for it."""
+        saving = self._saving
+        awaited = self._left_newer and saving is not None and not saving.ended.is_set()
+        return self._tier.busy or awaited
 
     @property
     def committed_step(self) -> int | None:
@@ -94,9 +98,12 @@ class TieredSaver(RepositorySaver):
     def cut(
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Any]:
-        """A batch; and a version where one is due. The beginning of a run is a version alone."""
+        """A batch; and a version where one is due. The beginning of a run is a version alone, and
+        so is what follows a version that newer ones were left for: a batch whose step comes before
+        theirs would not be gone on from."""
         if step == 0:
             self._tier.forget()
+        if step == 0 or self._left_newer:
             return self._cut_version(step, state, counters)
         drop_adopted(self.subject)
         saving: Saving[Any] = self._tier.cut(step, state, counters)
@@ -130,12 +137,29 @@ class TieredSaver(RepositorySaver):
         super().cancel()
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
-        """A last version; batches end here."""
-        self._tier.close()
-        return super().finish(step, state, counters)
+        """A last version; batches end here. What made the last one fail is raised once the version
+        is durable."""
+        try:
+            self._tier.close()
+        except Exception as error:
+            self._batch_failure = error
+        self._batches_ended = True
+        try:
+            manifest = super().finish(step, state, counters)
+        finally:
+            self._batches_ended = False  # a run that lost shards goes on
+        failure, self._batch_failure = self._batch_failure, None
+        if failure is not None:
+            raise failure
+        return manifest
 
     def make_room(self) -> None:
+        """For a batch; also for the version that comes in its place. Neither waits for the other:
+        a version that is due is cut while its batch is under way."""
+        self.check_caller()
         self._tier.make_room()
+        if self._left_newer:
+            super().make_room()
 
     def check(self, least: int | None = None) -> None:
         self._tier.check(least)
@@ -143,11 +167,21 @@ class TieredSaver(RepositorySaver):
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits for batch and version; with a time for the batch alone, since a run that has no
-        time left can go on from it."""
+        time left can go on from it, unless a version comes in its place."""
+        self.check_caller()
         joined = self._tier.join(timeout)
-        return joined if timeout is not None else super().join()
+        alone = timeout is not None and not self._left_newer
+        return joined if alone else super().join(timeout) and joined
+
+    def check_caller(self) -> None:
+        self._tier.check_caller()
+        super().check_caller()
 
     def wait(self) -> Kept | None:  # type: ignore[override]
+        if self._tier.saves_here:
+            return self._tier.wait()
+        if self.saves_here or self._batches_ended:
+            return super().wait()
         made = [super().wait(), self._tier.wait()]
         kept = [one for one in made if one is not None]
         return max(kept, key=lambda one: one.step, default=None)

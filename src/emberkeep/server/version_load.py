@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from emberkeep._types import I64, Json
-from emberkeep.checkpoint.restore import load_shard, rewind_shard
+from emberkeep.checkpoint.restore import load_shard, rewind_shard, saved_by
 from emberkeep.checkpoint.target_view import TargetView, ViewPart
 from emberkeep.checkpoint.widths import is_lossy
 from emberkeep.cluster.table_states import of_shard
@@ -39,7 +39,7 @@ def load_rows(
         return epoch.own(table, ids)
 
     def whose(earlier: Manifest) -> bool:
-        return earlier.described.number("shards") == epoch.shards
+        return saved_by(earlier, names.values(), epoch.shards)
 
     with epoch.replacing():
         shard = epoch.shard

@@ -36,9 +36,9 @@ SHARDS = 3
 class Job:
     """Ranks over the servers of one network; the first coordinates."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = SHARDS) -> None:
         self.network = LocalNetwork(VirtualClock())
-        self.hosts = LocalServers(self.network, SHARDS)
+        self.hosts = LocalServers(self.network, shards)
         self.ranks: list[FlightCluster] = []
 
     def join(self) -> FlightCluster:
@@ -239,4 +239,41 @@ def test_servers_of_two_clusters_write_one_version_under_names_of_their_own(
     Checkpointer(repository, subject, spec=VersionSpec(layout=layout)).restore()
     assert [state(cluster) for cluster in clusters] == expected
     for cluster in clusters:
+        cluster.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("now", [3, 4])
+def test_a_smaller_cluster_that_has_grown_loads_all_rows_and_starts_a_baseline(
+    tmp_path: Path, layout: Any, now: int
+) -> None:
+    def started(shards: int) -> FlightCluster:
+        return Job(shards).join()
+
+    with_layout = VersionSpec(layout=layout)
+    larger, before = started(4), started(2)
+    subject = CombinedSubject([("one", larger), ("two", before)])
+    repository = Repository.create(LocalStore(tmp_path), schema=subject.schema())
+    keeper = Checkpointer(repository, subject, spec=with_layout)
+    for step in (1, 2):
+        push(larger, np.random.default_rng(step), 3)
+        push(before, np.random.default_rng(step + 9), 3)
+        keeper.save(step)
+        keeper.wait()
+    keeper.close()
+    after = started(now)
+    resumed = Checkpointer(
+        repository, CombinedSubject([("one", larger), ("two", after)]), spec=with_layout
+    )
+    resumed.restore()
+    names = [table.name for table in after.tables]
+    assert [after.digest(name) for name in names] == [before.digest(name) for name in names]
+    push(after, np.random.default_rng(20))
+    resumed.save(3)
+    saved = resumed.wait()
+    assert saved is not None
+    # A server that is lost later reads the files of its own shard alone.
+    assert saved.layout["kind"] == "full"
+    resumed.close()
+    for cluster in (larger, before, after):
         cluster.close()

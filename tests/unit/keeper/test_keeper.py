@@ -604,6 +604,42 @@ def test_a_raising_listener_does_not_fail_a_save() -> None:
     assert any("not interested" in str(warning.message) for warning in seen)
 
 
+def test_a_listener_may_tag_what_was_saved_and_nothing_there_waits_for_itself() -> None:
+    run, store = Run(), MemoryStore()
+    got: dict[str, Any] = {}
+    calls: dict[str, Any] = {}
+
+    def listen(name: str, _: Any) -> None:
+        if name != "saved":
+            return
+        for what, call in calls.items():
+            try:
+                got[what] = call()
+            except Exception as error:
+                got[what] = error
+        calls.clear()
+
+    keeper = run.keeper(store, on_event=listen)
+    saver: Any = keeper._saver
+    saver._patience = timedelta(milliseconds=1)  # what waits for itself would fail so
+    calls |= {
+        "wait": keeper.wait, "tag": lambda: keeper.tag("good"), "save": keeper.save,
+        "close": keeper.close, "resume": keeper.resume, "join": lambda: saver.join(timedelta(1)),
+    }  # fmt: skip
+    run.step(keeper)
+    saver._saving.ended.require("the save", timedelta(minutes=1))
+    first = Repository.open(store).latest()
+    assert got["wait"].version == got["tag"].version == first
+    assert Repository.open(store).named("good") == first
+    for what in ("save", "close", "resume", "join"):
+        assert isinstance(got[what], StateError), what
+        assert "in the training loop" in str(got[what])
+    saver._patience = timedelta(minutes=1)
+    run.step(keeper)  # it was not closed
+    last = keeper.close()
+    assert last is not None or keeper.steps == 2
+
+
 def test_damage_is_refused_or_passed_over_as_asked() -> None:
     store, run = MemoryStore(), Run()
     keeper = run.keeper(store, strategy=ek.incremental(every=1, layout="full", keep="all"))

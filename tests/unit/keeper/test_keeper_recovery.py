@@ -371,3 +371,76 @@ def test_what_cannot_recover_partially_is_refused() -> None:
     both = nn.ModuleList([plain, Model()])
     with pytest.raises(ConfigError, match="torch's"):
         ek.Keeper(MemoryStore(), both, optimizer, strategy=RANKED, total_steps=9)
+
+
+def _step(model: Model, keeper: ek.Keeper) -> None:
+    model(next(iter(keeper.reader))).sum().backward()
+    for optimizer in keeper._parts.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    keeper.step()
+    keeper.wait()
+
+
+def _five_versions() -> HookedStore:
+    """After steps 0, 3, 6, 9 and 12."""
+    store, model = HookedStore(), Model()
+    train(model, keeper_of(model, store, FULL))
+    return store
+
+
+@pytest.mark.parametrize("how", ["number", "tag", "fall_back", "partial"])
+def test_a_full_recovery_goes_back_to_the_version_that_the_run_goes_on_from(how: str) -> None:
+    store = _five_versions()
+    repository = Repository.open(store)
+    versions = repository.versions()
+    repository.tag("good", versions[2])
+    if how == "fall_back":
+        for version in versions[3:]:
+            store.delete([repository.manifest(version).files[0].name])
+    model = Model()
+    # Without recovery=, a start from what fits begins with no version.
+    strategy = ek.incremental(every=3, layout="consecutive")
+    keeper = keeper_of(model, store, strategy if how == "partial" else FULL)
+    if how == "fall_back":
+        with pytest.warns(UserWarning, match="were passed over"):
+            keeper.resume(fall_back=True)
+    else:
+        version = "good" if how == "tag" else versions[2].number
+        keeper.resume(version, partial=how == "partial")
+    before = model.bits()
+    assert keeper.steps == 6
+    for _ in range(2):  # a recovery is no version of its own
+        _step(model, keeper)
+        model.kill(0, 1, 2, 3, 4)
+        recovered = keeper.recover()
+        assert recovered is not None
+        assert (recovered.scope, recovered.step) == ("full", 6)
+        assert recovered.version == versions[2].number
+        assert model.bits() == before
+    for _ in range(3):
+        _step(model, keeper)
+    model.kill(0, 1, 2, 3, 4)
+    recovered = keeper.recover()
+    assert recovered is not None
+    assert recovered.step == 9
+    assert recovered.version == repository.versions()[-1].number > versions[-1].number
+
+
+def test_the_first_version_after_newer_ones_were_left_is_whole() -> None:
+    """A prioritised one holds no instant: the next start would go on from those that were left."""
+    store, model = MemoryStore(), Model()
+    strategy = ek.partial(every=4, priority="mfu", fraction=0.5)
+    first = keeper_of(model, store, strategy)
+    train(model, first)
+    repository = Repository.open(store)
+    whole = [v for v in repository.versions() if repository.manifest(v).whole]
+    model = Model()
+    events: list[Any] = []
+    keeper = keeper_of(
+        model, store, strategy, on_event=lambda name, details: events.append((name, details))
+    )
+    keeper.resume(whole[1].number)
+    while not [name for name, _ in events if name == "saved"]:
+        _step(model, keeper)
+    assert [details["whole"] for name, details in events if name == "saved"] == [True]

@@ -16,6 +16,7 @@ from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import RecoveryError, ShardLostError, StorageError
 from emberkeep.keeper.recoverer import Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
+from emberkeep.keeper.run_saver import save_first
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import partial
 from emberkeep.tables import Adagrad, Table
@@ -47,6 +48,38 @@ def losing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
 def test_recoveries_that_lose_shards_again_and_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = losing(monkeypatch, 240)
     assert [round(at) for at in tried] == [240, 480, 720, 960], "a quarter of an hour, not longer"
+
+
+def test_a_first_version_that_loses_shards_again_and_again_is_given_up() -> None:
+    clock, tried = VirtualClock(), []
+    cluster = local(shards=2).open([Table("a", rows=8, dim=2)], Adagrad(lr=0.1), seed=0)
+
+    def cut() -> None:
+        tried.append(clock.monotonic())
+        cluster.kill(1)
+        raise ShardLostError([1])
+
+    nothing: Any = None
+    with pytest.raises(RecoveryError, match="the last time 1: see why they end"):
+        save_first(nothing, [cluster], cut, clock)
+    assert tried[1] - tried[0] < 0.1
+    assert len(tried) < 1000
+    assert tried[-1] > 0.9 * cluster.patience.total_seconds()
+
+
+def test_a_first_version_is_cut_again_when_shards_are_replaced() -> None:
+    clock, tried = VirtualClock(), []
+    cluster = local(shards=2).open([Table("a", rows=8, dim=2)], Adagrad(lr=0.1), seed=0)
+
+    class Saver:
+        def wait(self) -> None:
+            if len(tried) < 3:
+                cluster.kill(0)
+                raise ShardLostError([0])
+
+    waiting: Any = Saver()
+    save_first(waiting, [cluster], lambda: tried.append(cluster.lost()), clock)
+    assert tried == [(), (), ()]
 
 
 def test_a_server_that_refuses_at_once_is_not_asked_without_pause(
