@@ -461,11 +461,11 @@ def test_a_version_that_is_due_does_not_wait_for_the_batch(
     def slow(batch: int) -> Any:
         prepared = prepare(batch)
 
-        def when_told() -> None:
+        def when_allowed() -> None:
             assert go_on.wait(60)
             prepared()
 
-        return when_told
+        return when_allowed
 
     monkeypatch.setattr(saver._tier.tiers, "prepare", slow)
     saver._tier._patience = timedelta(milliseconds=1)  # who waits for the batch fails so

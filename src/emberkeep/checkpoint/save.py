@@ -126,7 +126,7 @@ class BackgroundSaver(Generic[_K]):
 
     def wait(self) -> _K | None:
         """Waits for the save under way; returns what it made. Raises if it failed. A listener has
-        what it is told of at once."""
+        what its event is about at once."""
         if self._saving is None:
             return None
         if not (self.saves_here and self._saving.committed.done()):
