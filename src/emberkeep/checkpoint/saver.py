@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -18,6 +18,7 @@ from emberkeep._types import Json
 from emberkeep.blobs import Call
 from emberkeep.checkpoint.codec_choice import Choice, choose
 from emberkeep.checkpoint.held_version import HeldVersion, has_newer, newest_intact
+from emberkeep.checkpoint.increment_chain import Chain
 from emberkeep.checkpoint.restore import (
     Fits,
     Restored,
@@ -64,21 +65,6 @@ _NICEST = 19
 _PATIENCE = timedelta(hours=6)
 
 
-@dataclass(slots=True)
-class _Chain:
-    """The baseline that increments count from, and how large they were beside it; the prioritised
-    versions since the newest whole one. `grid` says that versions are those of a grid, which the
-    baseline began; `lossy` that some of their rows are not what they were."""
-
-    baseline: VersionId | None = None
-    newest: VersionId | None = None
-    prioritised: list[VersionId] = field(default_factory=list)
-    grid: bool = False
-    sizes: list[float] = field(default_factory=list)
-    nbytes: int = 0
-    lossy: bool = False
-
-
 class Checkpointer(BackgroundSaver[Manifest]):
     """Saves the versions of one run. Opening it makes this process the only writer.
 
@@ -120,7 +106,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         # What the layouts of all versions say of the run, beside what is in them.
         self.run_marks: Json = {}
         self._codecs: Json = {}
-        self._chain = _Chain()
+        self._chain = Chain()
         self._whole: Manifest | None = None
         self._committing: Save | None = None
         self._left_newer = False  # and no whole version was committed since the run went back
@@ -177,7 +163,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.check()
         choice = self._chosen(spec)
         if self.subject.forgot_changes():
-            self._chain = _Chain()
+            self._chain = Chain()
         since = self._since(spec) if whole or self.due_whole else PRIORITISED
         start = self._clock.monotonic()
         # Until the write has them, which ends them.
@@ -234,7 +220,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.join()
         check_tables(widths, self.repository.tables)
         self.spec = replace(self.spec, widths=widths)
-        self._chain = _Chain()
+        self._chain = Chain()
 
     def make_room(self) -> None:
         """Ends the save under way as `overlap` says: waits for it, or gives it up."""
@@ -286,7 +272,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 manifest = self._write_version(save)
         except BaseException as error:
             if save.saving.committed.done():  # and not followed: nothing may build on the chain
-                self._chain = _Chain()
+                self._chain = Chain()
             try:
                 save.close(())
             except BaseException as second:  # must not stand for the first, which may be a fence
@@ -388,17 +374,15 @@ class Checkpointer(BackgroundSaver[Manifest]):
         nbytes = sum(file.size for file in manifest.of_kind(KIND))
         grid = grid_of(manifest)
         if grid is not None:
-            self._chain = _Chain(grid, manifest.version, grid=True, nbytes=max(1, nbytes))
+            self._chain = Chain(grid, manifest.version, grid=True, nbytes=max(1, nbytes))
         elif manifest.described.text("kind") == "full":
-            self._chain = _Chain(
-                manifest.version, manifest.version, sizes=[], nbytes=max(1, nbytes)
-            )
+            self._chain = Chain(manifest.version, manifest.version, sizes=[], nbytes=max(1, nbytes))
         else:
             base = manifest.described.number("baseline_nbytes", least=1)
             endless = manifest.described.text("layout") in ENDLESS
             earlier = [] if endless else manifest.described.list_of("sizes", float)
             sizes = [] if endless else [*earlier, nbytes / base]
-            self._chain = _Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
+            self._chain = Chain(manifest.baseline, manifest.version, sizes=sizes, nbytes=base)
         self._chain.lossy = is_lossy([manifest], self.repository.tables)
 
     def _write_shards(self, draft: Draft, save: Save) -> None:
@@ -523,7 +507,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
     def forget_chain(self) -> None:
         """Rows have changed in ways that nobody followed: the next version is a baseline."""
         self.join()
-        self._chain = _Chain()
+        self._chain = Chain()
 
     def _restore(
         self, held: HeldVersion, before: Sequence[VersionId], fits: Fits | None
@@ -556,7 +540,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             mixed = (
                 shards > 1 and grid is not None and newest_catalog(self.repository, grid).is_mixed
             )
-        self._chain = _Chain()
+        self._chain = Chain()
         # Increments count from a baseline of the same shards: another number starts over.
         if saved_by_same_shards(manifest, self.subject):
             for earlier in chain:
@@ -567,7 +551,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             nbytes = restored.planned.nbytes
             self._extraction.restored(self._clock.monotonic() - start, nbytes)
         if grid is not None and (not newest or mixed):
-            self._chain = _Chain()
+            self._chain = Chain()
         return restored
 
     def restore_shard(self, target: TargetView, shard: int, whose: Whose) -> Manifest | None:

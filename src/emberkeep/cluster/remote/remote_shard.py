@@ -51,8 +51,7 @@ _BULK = ("read", "read_all", "touched_ids", "digest", "install", "upsert", "clea
 # the others, in a thread of its own.
 _ORDERED = {
     **dict.fromkeys(("freeze", "write", "close"), "save"),
-    "extract": "grid",
-    "tier": "tier",
+    "extract": "grid", "tier": "tier",
     **dict.fromkeys(
         ("install", "upsert", "delete", "clear", "load", "load_table_state", "track",
          "forget_changes", "serve", "protect"),
