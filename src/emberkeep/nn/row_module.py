@@ -421,10 +421,9 @@ class RowModule(nn.Module):
             absent = [key for key in ("origin", "steps", "ids", *shapes) if key not in saved]
             # Without these they are rows from elsewhere; what is not given starts as new.
             whole = not {"origin", "steps", "ids", "weight"} & {*absent}
-            if not whole:
-                missing_keys.extend(at + key for key in absent)
-                if "weight" in absent:
-                    continue
+            missing_keys.extend(at + key for key in absent)
+            if "weight" in absent:
+                continue
             if whole and not torch.equal(
                 torch.as_tensor(saved["origin"], device="cpu"), self._origin(table)
             ):
@@ -453,7 +452,8 @@ class RowModule(nn.Module):
         self.cluster.delete(table, before[0])
         try:
             self.cluster.install(table, ids, {**self.cluster.read(table, ids), **planes})
-        except BaseException:
+        except BaseException:  # of several shards some may have taken theirs
+            self.cluster.delete(table, self.cluster.touched_ids(table))
             self.cluster.install(table, *before)
             raise
 

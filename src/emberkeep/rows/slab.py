@@ -358,7 +358,9 @@ class Slab:
         for name, values in planes.items():
             into = self.planes[name]
             if name == "used":
-                into[found] = values
+                ticks = np.asarray(values)
+                aged = ticks[:, 0] > 0  # one without an age is the newest, as it was admitted
+                into[found[aged]] = ticks[aged]
                 continue
             into = into.view(np.float32)
             job: tuple[Any, ...]

@@ -133,6 +133,7 @@ class Slots:
         while count:
             if self._queue.size == 0:
                 self._refill(count)
+                assert self._queue.size, "a row that is held has an age"
             # A slot that was trained or freed after it was queued is no longer the oldest.
             still = np.flatnonzero(self.ticks[self._queue] == self._queue_ticks)
             cut = self._queue.size if still.size < count else int(still[count - 1]) + 1

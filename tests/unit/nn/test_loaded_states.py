@@ -1,0 +1,82 @@
+"""States that are loaded into tables: rows without an age, without planes, and too many of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import emberkeep as ek
+
+DIM = 2
+
+
+def bags_of(optimizer: Any = None, *, shards: int = 1, **table: Any) -> ek.EmbeddingBags:
+    return ek.EmbeddingBags(
+        [ek.Table("t", rows=None, dim=DIM, **table)], optimizer=optimizer or ek.SGD(lr=0.5),
+        cluster=ek.local(shards=shards, threads=1),
+    )  # fmt: skip
+
+
+def train(bags: ek.EmbeddingBags, *ids: int) -> None:
+    bags({"t": torch.tensor(ids)}).sum().backward()
+    bags.optimizer.step()
+
+
+def weights(bags: ek.EmbeddingBags, *ids: int) -> list[list[float]]:
+    found: list[list[float]] = bags.rows("t", list(ids))["weight"].tolist()
+    return found
+
+
+def check_eviction(bags: ek.EmbeddingBags) -> None:
+    """The table holds rows 1, 2 and 3 of ones, and has no room for more."""
+    train(bags, 9)
+    assert len(bags.touched_ids("t")) == 3
+    kept = [row for row in bags.touched_ids("t").tolist() if row != 9]
+    train(bags, kept[1], 8)
+    assert weights(bags, kept[1]) == [[0.5, 0.5]]
+    assert {*bags.touched_ids("t").tolist()} == {kept[1], 8, 9}
+
+
+def test_rows_that_come_without_an_age_are_evicted_like_others() -> None:
+    bags = bags_of(capacity=3, on_full="evict_oldest")
+    state = {"rows.t.ids": torch.tensor([1, 2, 3]), "rows.t.weight": torch.ones(3, DIM)}
+    bags.load_state_dict(state, strict=False)
+    check_eviction(bags)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no reader")
+def test_rows_of_a_version_without_ages_are_evicted_like_others(tmp_path: Path) -> None:
+    whole = bags_of(capacity=3)
+    whole.upsert("t", [1, 2, 3], {"weight": torch.ones(3, DIM)})
+    with ek.Keeper(tmp_path / "old", whole, whole.optimizer) as keeper:
+        keeper.save()
+    bags = bags_of(capacity=3, on_full="evict_oldest")
+    with ek.Keeper(tmp_path / "new", bags, bags.optimizer) as keeper:
+        keeper.resume(source=tmp_path / "old", partial=True)
+        check_eviction(bags)
+
+
+def test_a_state_without_the_planes_of_the_optimizer_is_not_taken_for_whole() -> None:
+    plain, other = bags_of(capacity=9), bags_of(ek.Adagrad(lr=0.5), capacity=9)
+    train(plain, 1, 2)
+    with pytest.raises(RuntimeError, match=r"rows\.t\.accumulator"):
+        other.load_state_dict(plain.state_dict())
+    found = other.load_state_dict(plain.state_dict(), strict=False)
+    assert found.missing_keys == ["rows.t.accumulator"]
+    assert weights(other, 1, 2) == weights(plain, 1, 2)
+
+
+def test_a_state_that_one_shard_has_no_room_for_leaves_all_rows_as_they_were() -> None:
+    bags = bags_of(shards=2, capacity=8)
+    first, second = bags.cluster.positions("t", np.arange(200))
+    train(bags, *first[:5].tolist(), *second[:3].tolist())
+    before = {name: plane.tolist() for name, plane in bags.state_dict().items()}
+    ids = torch.tensor([*first[20:25].tolist(), *second[20:29].tolist()])
+    state = {"rows.t.ids": ids, "rows.t.weight": torch.ones(14, DIM)}
+    with pytest.raises(RuntimeError, match="capacity"):
+        bags.load_state_dict(state, strict=False)
+    assert {name: plane.tolist() for name, plane in bags.state_dict().items()} == before
