@@ -12,7 +12,7 @@ import pytest
 from emberkeep.blobs import BlobStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import DamageError, SaveError
+from emberkeep.errors import DamageError, NoVersionError, SaveError
 from emberkeep.inspect import summary
 from emberkeep.repository import (
     Collector,
@@ -120,6 +120,40 @@ def test_a_version_that_is_continued_twice_starts_a_second_grid() -> None:
     repository = Repository.open(store)
     grids = {grid_of(repository.manifest(version)) for version in repository.versions()}
     assert len(grids) == 2
+
+
+@pytest.mark.parametrize("how", ["discarded", "deleted"])
+def test_a_version_that_gets_the_number_of_one_that_went_is_not_taken_for_it(how: str) -> None:
+    """The catalog covers the number, and has rows of the one that went."""
+    store, states = MemoryStore(), dict[int, Any]()
+    Life(store, states, 1).save(4)
+    repository = Repository.open(store)
+    newest = repository.versions()[-1]
+    if how == "discarded":
+        store.put(newest.manifest_name, b"garbage")
+        repository.discard(newest)
+    else:
+        store.delete([newest.manifest_name])
+    life = Life(store, states, 2, retention=KeepLast(n=2))
+    life.resume()
+    life.save(2)
+    assert [version.number for version in Repository.open(store).versions()][-2:] == [4, 5]
+    check(store, states)
+
+
+def test_a_tag_does_not_pass_to_a_version_that_gets_the_number() -> None:
+    store, states = MemoryStore(), dict[int, Any]()
+    Life(store, states, 1).save(2)
+    repository = Repository.open(store)
+    repository.tag("best", 2)
+    store.delete([repository.versions()[-1].manifest_name])
+    life = Life(store, states, 2)
+    life.resume()
+    life.save()
+    repository = Repository.open(store)
+    assert repository.versions()[-1].number == 2
+    with pytest.raises(NoVersionError, match="'best' names"):
+        repository.named("best")
 
 
 def test_a_healthy_grid_whose_files_are_read_in_part_is_not_called_damaged() -> None:

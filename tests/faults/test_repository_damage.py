@@ -27,6 +27,7 @@ from emberkeep.repository import (
     verify,
 )
 from emberkeep.repository.policies import Grid
+from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.testing import FaultStore
 from emberkeep.testing.contracts import check_content, save
 from tests.faults.grids import World
@@ -336,3 +337,17 @@ def test_a_damaged_manifest_is_left_out_on_an_explicit_word_only() -> None:
     assert verify(repository).ok
     save(Writer.open(repository), 8)
     assert [v.number for v in repository.versions()] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_who_falls_back_gets_a_whole_version() -> None:
+    """A prioritised one holds some rows alone; nothing is lost where nothing is damaged."""
+    store = MemoryStore()
+    writer = Writer.open(Repository.create(store, schema={}))
+    kept = save(writer, 1)
+    with writer.begin() as draft:
+        draft.add([b"some rows"], kind="rows", suffix="bin")
+        draft.commit(step=2, layout={"kind": PRIORITISED})
+    found, report = newest_undamaged(Repository.open(store))
+    assert found == kept.version
+    assert report.damages == ()
+    assert report.versions == (kept.version,)

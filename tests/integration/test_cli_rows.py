@@ -59,11 +59,12 @@ def test_an_import_says_all_as_json(shell: Shell, file: Path, tmp_path: Path) ->
 
 def test_columns_are_named_by_the_user(shell: Shell, root: Path, tmp_path: Path) -> None:
     vectors = pa.array(np.random.default_rng(0).random((40, 6)).tolist())
-    pq.write_table(pa.table({"uid": np.arange(40), "emb": vectors}), tmp_path / "part-0.parquet")
+    columns = {"uid": np.arange(40), "emb": vectors, "other": vectors}
+    pq.write_table(pa.table(columns), tmp_path / "part-0.parquet")
     asked = ["import", root, "--yes", "--from", tmp_path / "part-0.parquet"]
     assert shell(*asked) == 2
     assert "which column holds the ids" in shell.err
-    assert "--ids COLUMN, of uid, emb" in shell.err
+    assert "--ids COLUMN, of uid, emb, other" in shell.err
     assert shell(*asked, "--ids", "uids", "--vector", "emb") == 2
     assert "has no column 'uids'" in shell.err
     assert shell(*asked, "--ids", "uid", "--vector", "emb") == 2
@@ -72,6 +73,9 @@ def test_columns_are_named_by_the_user(shell: Shell, root: Path, tmp_path: Path)
     assert found["rows"] == {"dynamic": 40}
     assert found["step"] == 400
     assert shell("verify", root) == 0
+    again = shell.json(*asked, "--ids", "uid", "--vector", "other", "--table", "dynamic")
+    assert not again["already_there"]  # another column of the same file
+    assert again["version"] == found["version"] + 1
 
 
 def test_a_trainer_that_may_be_at_work_is_not_fenced_unasked(

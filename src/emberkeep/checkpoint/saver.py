@@ -537,9 +537,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             newest = self.writer.resume(target)
             shards = manifest.described.number("shards", least=1)
             # Format 1 has rows of several shards in one piece: nobody could move those of one.
-            mixed = (
-                shards > 1 and grid is not None and newest_catalog(self.repository, grid).is_mixed
-            )
+            catalog = None if grid is None else newest_catalog(self.repository, grid)
+            mixed = shards > 1 and catalog is not None and catalog.is_mixed
+            # A later version has left its deaths there, standing or not: another of its number
+            # would be taken for it.
+            passed = catalog is not None and catalog.covered > target.number
         self._chain = Chain()
         # Increments count from a baseline of the same shards: another number starts over.
         if saved_by_same_shards(manifest, self.subject):
@@ -550,7 +552,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         if restored.planned is not None:  # servers' plans are theirs
             nbytes = restored.planned.nbytes
             self._extraction.restored(self._clock.monotonic() - start, nbytes)
-        if grid is not None and (not newest or mixed):
+        if grid is not None and (not newest or mixed or passed):
             self._chain = Chain()
         return restored
 

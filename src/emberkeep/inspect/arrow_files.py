@@ -42,9 +42,11 @@ def open_columns(
             raise DataError(f"{file} cannot be read: {error}") from error
         parts += own
         others += [name for name in rest if name not in others]
+    # Other columns of the same files are another import.
+    named = [[ids, vector]] if ids is not None or vector is not None else []
     return Source(
         file=str(files[0]), kind="parquet" if _is_parquet(files[0]) else "arrow", parts=parts,
-        passed_over=others, fingerprint=fingerprint_of(files),
+        passed_over=others, fingerprint=[*fingerprint_of(files), *named],
     )  # fmt: skip
 
 

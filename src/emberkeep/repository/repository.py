@@ -443,7 +443,12 @@ class Repository:
         if wanted not in tags:
             have = f"there are {', '.join(sorted(tags))}" if tags else "there are no tags"
             raise NoVersionError(f"{self.store.url} has no tag {wanted!r}: {have}")
-        return self.version(tags[wanted].number)
+        if tags[wanted] not in self.versions():  # another version may have its number by now
+            raise NoVersionError(
+                f"{self.store.url} has no version {tags[wanted]} any more, which {wanted!r} names: "
+                "it was discarded or lost; choose another version"
+            )
+        return tags[wanted]
 
     def tag(self, name: str, version: VersionId | int, *, move: bool = False) -> None:
         """Names a version, so that `KeepNamed` keeps it. A name is given once until `untag`, unless

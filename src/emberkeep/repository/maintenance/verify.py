@@ -95,18 +95,29 @@ def verify(
 
 
 def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
-    """The newest version that passes a deep check, and what was wrong with the newer ones.
+    """The newest whole version that passes a deep check, and what was wrong with the newer ones.
 
     For a user who asked to fall back: the report names what is lost.
     """
     looked_at: list[VersionId] = []
+    versions = repository.versions()  # first: files of a version that is committed later are late
     with Crew(_THREADS, "emberkeep-verify", clock=repository.clock) as pool:
         check = _Check(repository, pool, deep=True)
-        for version in reversed(repository.versions()):
+        for version in reversed(versions):
+            if _is_prioritised(repository, version):
+                continue
             looked_at.append(version)
             if check.version(version):
                 return version, check.report(tuple(reversed(looked_at)))
         return None, check.report(tuple(reversed(looked_at)))
+
+
+def _is_prioritised(repository: Repository, version: VersionId) -> bool:
+    """Whether it holds some rows alone, as far as it can be read."""
+    try:
+        return not repository.manifest(version).whole
+    except (DamageError, NoVersionError):
+        return False
 
 
 class _Check:
