@@ -12,6 +12,7 @@ import pytest
 
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
+from emberkeep.checkpoint.save import BackgroundSaver
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import (
     ConfigError,
@@ -260,7 +261,9 @@ def test_a_newer_save_cancels_the_older_one_when_asked_to() -> None:
 
 @pytest.mark.filterwarnings("ignore:saving step")
 @pytest.mark.parametrize("fails", [None, 4])
-def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any) -> None:
+def test_saves_that_take_longer_than_the_interval_still_make_versions(
+    monkeypatch: pytest.MonkeyPatch, fails: Any
+) -> None:
     """Cancelled for ever, none would be: at most one is given up until a version is there."""
     go = threading.Semaphore(0)
 
@@ -272,18 +275,20 @@ def test_saves_that_take_longer_than_the_interval_still_make_versions(fails: Any
                     raise StorageError("broken")
             return super().put(name, data)
 
-    class Late(Checkpointer):
-        def join(self, timeout: timedelta | None = None) -> bool:
-            go.release()  # what is written goes on once the next save waits for it
-            ended = super().join(timeout)
-            while go.acquire(blocking=False):
-                pass
-            return ended
+    plain = BackgroundSaver.join
 
+    def late(self: Any, timeout: timedelta | None = None) -> bool:
+        go.release()  # what is written goes on once the next save waits for it
+        ended = plain(self, timeout)
+        while go.acquire(blocking=False):
+            pass
+        return ended
+
+    monkeypatch.setattr(BackgroundSaver, "join", late)
     store, cluster, random = Slow(), opened([Table("one", rows=50, dim=4)]), np.random.default_rng()
     events: list[tuple[str, Any]] = []
     Repository.create(store, schema=cluster.schema())
-    keeper = Late(
+    keeper = Checkpointer(
         Repository.open(store), cluster, spec=VersionSpec(layout="full"),
         settings=SaveSettings(retention=KeepAll(), overlap="cancel"),
         on_event=lambda *event: events.append(event),
