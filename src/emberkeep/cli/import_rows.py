@@ -121,13 +121,17 @@ def import_rows(
     found = look(
         store, files, choice, pool.shared(), init=init, ids=ids, vector=vector, version=version
     )
-    if found.repository is not None and not yes:
-        refuse_if_active(found.repository, "an import", remedy="or import to a fork of it")
+
+    def may_write() -> None:
+        if found.repository is not None and not yes:
+            refuse_if_active(found.repository, "an import", remedy="or import to a fork of it")
+
+    may_write()
     place = scratch or _scratch(url)
     try:
         with progress("importing", 2 * found.nbytes) as advance:  # read, and written
-            imported = found.run(place, advance=advance)
-    except (KeyboardInterrupt, StorageError):
+            imported = found.run(place, advance=advance, may_write=may_write)
+    except (KeyboardInterrupt, StorageError, ConfigError):
         if place.exists():
             say(f"what was read is in {place}: start the same import again to go on from there")
         raise

@@ -92,11 +92,12 @@ class Import:
 
     def run(
         self, scratch: Path, *, advance: Advance = lambda nbytes: None,
-        journal_nbytes: int = JOURNAL_NBYTES,
+        journal_nbytes: int = JOURNAL_NBYTES, may_write: Callable[[], object] = lambda: None,
     ) -> Imported:  # fmt: skip
         """Reads the files into `scratch`, and commits the version. Errors that are not the fault
         of the files leave `scratch` as it is, to go on from. `advance` hears of bytes that were
-        read, and of those that were written."""
+        read, and of those that were written. `may_write` is asked when all was read, and raises
+        why not: somebody may have started to train meanwhile."""
         done = self._done()
         if done is not None:
             return done
@@ -105,6 +106,13 @@ class Import:
             resumed = stage.begin(self._plan(), families)
             try:
                 self._stage(stage, families, advance, journal_nbytes)
+            except StorageError:
+                raise
+            except EmberkeepError:
+                stage.remove()
+                raise
+            may_write()
+            try:
                 imported = self._commit(stage, advance, resumed=resumed)
             except StorageError:
                 raise

@@ -221,9 +221,11 @@ def _storage(repository: Repository, chain: Sequence[Manifest]) -> Json:
     objects: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     standing = set(repository.versions())
+    grid = grid_of(chain[-1])
+    kept = frozenset[str]() if grid is None else newest_catalog(repository, grid).files()
     for info in repository.store.list():
         place = info.name.split("/")[0]
-        if place == places.GRID and info.name in needed:
+        if place in (places.GRID, places.MOVED) and info.name in needed:
             place = "data of versions that it needs"
         elif place == places.DATA:
             parsed = places.parse_data(info.name)
@@ -231,7 +233,7 @@ def _storage(repository: Repository, chain: Sequence[Manifest]) -> Json:
                 place = "data of this version"
             elif info.name in needed:
                 place = "data of versions that it needs"
-            elif parsed is not None and parsed[0] in standing:
+            elif info.name in kept or (parsed is not None and parsed[0] in standing):
                 place = "data of other versions"
             else:
                 place = "data of no version"
@@ -266,23 +268,31 @@ def check(
     """`verify`, and when deep also whether every file can be used: rows decode and fit the schema.
 
     Each file is read once, unless damage is found; then everything is read again to name all of it.
+    What a trainer lets go of or moves meanwhile is no damage.
     """
-    chosen = repository.versions() if versions is None else tuple(versions)
-    report = verify(repository, chosen, deep=False)
+    given = None if versions is None else tuple(versions)
+    report = verify(repository, given, deep=False)
     if not deep:
         return report
+    chosen = report.versions
     files, users = _files(repository, chosen)
     known = {damage.name for damage in report.damages}
     unusable = _unusable(repository, [f for f in files.values() if f.name not in known], pool)
     if not unusable:
         return report
+    if given is None:
+        standing = repository.versions()
+        chosen = tuple(version for version in chosen if version in standing)
     exact = {damage.name: damage for damage in verify(repository, chosen, deep=True).damages}
     found = {damage.name: damage for damage in report.damages}
+    still = _files(repository, chosen)[0]
     for name, problem in unusable.items():
+        if name not in still:
+            continue
         users_of = tuple(sorted(users[name]))
         found[name] = Damage(name=name, problem=problem, versions=users_of)
     return Report(
-        versions=report.versions,
+        versions=chosen,
         files=report.files,
         nbytes=report.nbytes,
         damages=tuple({**found, **exact}.values()),

@@ -431,6 +431,26 @@ def test_an_import_that_is_there_already_is_not_made_twice(tmp_path: Path) -> No
     assert again.rows == first.rows
 
 
+def test_who_started_to_train_while_files_were_read_is_not_fenced(tmp_path: Path) -> None:
+    store, file = LocalStore(tmp_path / "run"), by_safetensors(rows_of(), tmp_path)
+    run(store, [file], tmp_path / "s", init=True)
+    os.utime(file)  # another file, as far as anybody knows
+    writer = Writer.open(Repository.open(store))
+
+    def refuses() -> None:
+        raise ConfigError("somebody trains")
+
+    found = look(store, [str(file)], Choice(), POOL)
+    with pytest.raises(ConfigError, match="somebody trains"):
+        found.run(tmp_path / "s", may_write=refuses)
+    writer.check()
+    assert (tmp_path / "s").exists()
+    again = run(store, [file], tmp_path / "s")
+    assert again.resumed
+    with pytest.raises(FencedError):
+        writer.check()
+
+
 def test_a_second_import_at_once_is_refused(tmp_path: Path) -> None:
     store, file = LocalStore(tmp_path / "run"), by_safetensors(rows_of(), tmp_path)
     refused: list[str] = []

@@ -91,7 +91,10 @@ def verify(
         check.small_objects()
         for version in chosen:
             check.version(version)
-        return check.report(chosen)
+        gone = frozenset[VersionId]()
+        if versions is None:  # what retention has removed meanwhile is not missed
+            gone = frozenset(chosen) - frozenset(repository.versions())
+        return check.report(tuple(version for version in chosen if version not in gone), gone)
 
 
 def newest_undamaged(repository: Repository) -> tuple[VersionId | None, Report]:
@@ -256,7 +259,10 @@ class _Check:
                     )
                     self._blame(later.manifest_name, problem, (later,))
 
-    def report(self, versions: tuple[VersionId, ...]) -> Report:
+    def report(
+        self, versions: tuple[VersionId, ...], gone: frozenset[VersionId] = frozenset()
+    ) -> Report:
+        """On these versions; what touches none but those that are `gone` is left out."""
         self._branches()
         by_content = {file.content: file.name for file in self._files.values()}
         damages = []
@@ -265,6 +271,8 @@ class _Check:
             if found is not None and found != name:
                 problem = f"swapped: holds the content of {found}"
             touched = tuple(sorted(set(self._touched[name])))
+            if touched and gone.issuperset(touched):
+                continue
             damages.append(Damage(name=name, problem=problem, versions=touched))
         return Report(
             versions=versions,
@@ -291,7 +299,10 @@ class _Check:
     def _problem(self, file: FileRef) -> str | None:
         size = self._sizes.get(file.name)
         if size is None:
-            return "missing"
+            try:
+                size = self._repository.store.size(file.name)  # it may be newer than the listing
+            except MissingObjectError:
+                return "missing"
         if size == file.size and not self._deep:
             return None
         digester = Digester(file.block_nbytes)
