@@ -478,21 +478,28 @@ def test_a_version_that_is_due_does_not_wait_for_the_batch(
     run.end()
 
 
-def test_the_last_version_is_written_although_the_last_batch_failed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def whose_last_batch_fails(root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
+    """A run after step 4, of which the files are without."""
     monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
     run = in_process(root)
     run.train(3)
     saver: Any = run.keeper._saver
 
     def fail(*_: object) -> None:
-        raise StorageError("the disk is away")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(saver._tier._state, "put", fail)
         run.train(1, wait=False)
         saver._tier.join()
+    return run
+
+
+def test_the_last_version_is_written_although_the_last_batch_failed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whose_last_batch_fails(root, monkeypatch, StorageError("the disk is away"))
+    saver: Any = run.keeper._saver
     with pytest.raises(StorageError, match="the disk is away"):
         run.keeper.close()
     run.end()
@@ -503,18 +510,7 @@ def test_the_last_version_is_written_although_the_last_batch_failed(
 def test_a_batch_that_lost_shards_ended_does_not_end_the_last_version(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
-    run = in_process(root)
-    run.train(3)
-    saver: Any = run.keeper._saver
-
-    def fail(*_: object) -> None:
-        raise ShardLostError([0])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(saver._tier._state, "put", fail)
-        run.train(1, wait=False)
-        saver._tier.join()
+    run = whose_last_batch_fails(root, monkeypatch, ShardLostError([0]))
     last = run.keeper.close()
     assert last is not None
     assert last.step == 4

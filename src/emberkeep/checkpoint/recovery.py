@@ -249,9 +249,13 @@ def load_shards(
     return loaded[-1] if loaded else None
 
 
+def _serving_states(cluster: Cluster) -> list[Json]:
+    return [shard.table_state() for shard in cluster.handles if shard.state == "serving"]
+
+
 def _agreed_edits(cluster: Cluster) -> dict[str, int]:
     """Of each table which edits shards have that serve, if it is the same ones."""
-    states = [shard.table_state() for shard in cluster.handles if shard.state == "serving"]
+    states = _serving_states(cluster)
     found = {name: set(edits_of(states, name)) for name in (states[0] if states else ())}
     return {name: edits.pop() for name, edits in found.items() if len(edits) == 1}
 
@@ -260,7 +264,7 @@ def edited(home: Home, lost: Sequence[int], saved: Mapping[str, Json]) -> bool:
     """Whether rows came from outside, by an upsert or a deletion, which a version with these tables
     is without in one of the lost shards: each is made known to every shard."""
     cluster = home.cluster
-    states = [shard.table_state() for shard in cluster.handles if shard.state == "serving"]
+    states = _serving_states(cluster)
     for shard in lost:
         held = of_shard(dict(saved), shard, cluster.shard_count)
         for name, own in home.names.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,21 +104,11 @@ class Import:
         with Stage.open(scratch) as stage:
             families = self._families()
             resumed = stage.begin(self._plan(), families)
-            try:
+            with _removed_if_refused(stage):
                 self._stage(stage, families, advance, journal_nbytes)
-            except StorageError:
-                raise
-            except EmberkeepError:
-                stage.remove()
-                raise
             may_write()
-            try:
+            with _removed_if_refused(stage):
                 imported = self._commit(stage, advance, resumed=resumed)
-            except StorageError:
-                raise
-            except EmberkeepError:
-                stage.remove()
-                raise
             stage.remove()
             return imported
 
@@ -455,3 +445,15 @@ def _counted(chunks: Iterator[Chunk], advance: Advance) -> Iterator[Chunk]:
 def _chained(*many: Iterator[Chunk]) -> Iterator[Chunk]:
     for chunks in many:
         yield from chunks
+
+
+@contextmanager
+def _removed_if_refused(stage: Stage) -> Iterator[None]:
+    """Files that are refused are refused again; after a failed store an import can go on."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except EmberkeepError:
+        stage.remove()
+        raise
