@@ -15,9 +15,12 @@ def auc(labels: _Floats, scores: _Floats) -> float:
 
     Exact: computed from mid-ranks over all samples, no histogram. Only the order of `scores`
     matters, so logits and probabilities give the same value. NaN where one of the two classes is
-    missing, as no pair exists then.
+    missing, as no pair exists then, or a label is.
     """
-    positive = _checked(labels, scores) > 0.5
+    truth = _checked(labels, scores)
+    if np.isnan(truth).any():
+        return float("nan")
+    positive = truth > 0.5
     positives = int(np.count_nonzero(positive))
     negatives = len(positive) - positives
     if positives == 0 or negatives == 0:

@@ -6,10 +6,12 @@ A line holds the label, 13 integers and 26 hexadecimal categories; any value may
 from __future__ import annotations
 
 import gzip
+import operator
 import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import IO, Literal, cast
 
@@ -64,8 +66,15 @@ class Criteo:
         `labelled=False` is for rows without the first column, as in Kaggle's test set; their
         labels are NaN.
         """
-        if isinstance(sizes, int):
-            sizes = (sizes,) * FIELDS
+        # Plain integers, also of numpy's: they are part of the fingerprint.
+        if sizes is not None:
+            try:
+                given = [sizes] * FIELDS if isinstance(sizes, Integral) else sizes
+                sizes = tuple(map(operator.index, cast("Sequence[int]", given)))
+            except TypeError:
+                raise ConfigError(
+                    f"sizes must be one whole number or {FIELDS}, not {sizes!r}"
+                ) from None
         if sizes is not None and (len(sizes) != FIELDS or min(sizes) < 2):
             raise ConfigError(
                 f"sizes must be {FIELDS} numbers from 2 up (row 0 is the missing category), "
@@ -74,7 +83,7 @@ class Criteo:
         if on_malformed not in ("error", "skip"):
             raise ConfigError(f"on_malformed must be 'error' or 'skip', not {on_malformed!r}")
         object.__setattr__(self, "files", existing_files(files))
-        object.__setattr__(self, "sizes", None if sizes is None else tuple(sizes))
+        object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "labelled", labelled)
         object.__setattr__(self, "on_malformed", on_malformed)
 

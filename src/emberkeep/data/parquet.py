@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ MISSING = 1 << 62
 """The dynamic id of a missing value; hashed strings lie below it."""
 
 _ROWS_AT_ONCE = 1 << 15
+_RowOf = Callable[[int], int]
+"""The row that a value belongs to, by its place in a column."""
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -67,7 +69,7 @@ class Parquet:
 
     Numbers may be stored as strings; an empty one is null. A dense value that is null or NaN
     becomes 0; columns named in `log` become log(1 + max(x, 0)).
-    Without a label column labels are NaN; a label that is null is an error.
+    Without a label column labels are NaN; a label that is null, NaN or infinite is an error.
     """
 
     files: tuple[Path, ...]
@@ -85,6 +87,12 @@ class Parquet:
         log: Sequence[str] = (),
         categories: Sequence[Category] = (),
     ) -> None:
+        for what, columns in (("dense", dense), ("log", log), ("categories", categories)):
+            if isinstance(columns, str):
+                raise ConfigError(f"{what} must be a list, not the string {columns!r}")
+        for category in categories:
+            if not isinstance(category, Category):
+                raise ConfigError(f"categories are Category(column=...) each, not {category!r}")
         names = [category.name for category in categories]
         if len(set(names)) < len(names):
             raise ConfigError(f"features must have different names, not {names}")
@@ -166,13 +174,14 @@ class _RowCursor:
         for j, name in enumerate(source.dense):
             dense[:, j] = _dense(path, row, name, arrow.column(name), name in source.log)
         if source.label is None:
-            labels = np.full(rows, np.nan, np.float32)
+            labels: Any = np.full(rows, np.nan, np.float32)
         else:
-            column = _blank_as_null(arrow.column(source.label))
-            if column.null_count:
-                first = row + int(np.argmax(_nulls(column)))
-                raise DataError(f"{path}, row {first}: column {source.label!r} has no label")
-            labels = _numbers(path, row, source.label, column).astype(np.float32)
+            labels = _numbers(path, row, source.label, arrow.column(source.label))
+            if not np.isfinite(labels).all():
+                first = int(np.argmin(np.isfinite(labels)))
+                what = "no label" if np.isnan(labels[first]) else f"the label {labels[first]}"
+                raise DataError(f"{path}, row {row + first}: column {source.label!r} has {what}")
+            labels = labels.astype(np.float32)
         ids = {
             category.name: _ids(path, row, category, arrow.column(category.column))
             for category in source.categories
@@ -229,13 +238,18 @@ def _nulls(column: pa.Array) -> Bools:
     return nulls
 
 
-def _blank_as_null(column: pa.Array) -> pa.Array:
+def _blank_as_null(path: Path, name: str, column: pa.Array) -> pa.Array:
     """A column of text without the empty ones; any other as it is."""
     if pa.types.is_dictionary(column.type) and _is_text(column.type.value_type):
         column = column.dictionary_decode()
     if not _is_text(column.type):
         return column
-    text = pc.utf8_trim_whitespace(column.cast(pa.large_string()))
+    try:
+        text = pc.utf8_trim_whitespace(column.cast(pa.large_string()))
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{path}: column {name!r} holds bytes that are no text, numbers are needed: {error}"
+        ) from error
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
 
 
@@ -249,24 +263,24 @@ def _first_wrong(column: pa.Array, kind: Any) -> int:
     return 0
 
 
-def _parsed(path: Path, row: int, name: str, column: pa.Array, kind: Any) -> pa.Array:
+def _parsed(path: Path, row_of: _RowOf, name: str, column: pa.Array, kind: Any) -> pa.Array:
     """Text as numbers; what is none is named by its row."""
     try:
         return column.cast(kind)
     except pa.ArrowException as error:
         at = _first_wrong(column, kind)
         raise DataError(
-            f"{path}, row {row + at}: column {name!r} holds {column[at].as_py()!r}, which is no "
+            f"{path}, row {row_of(at)}: column {name!r} holds {column[at].as_py()!r}, which is no "
             f"{'whole ' if pa.types.is_integer(kind) else ''}number"
         ) from error
 
 
 def _numbers(path: Path, row: int, name: str, column: pa.Array) -> F64:
     """A column of numbers, booleans, or text that says numbers, as float64; nulls as NaN."""
-    column = _blank_as_null(column)
+    column = _blank_as_null(path, name, column)
     try:
         if _is_text(column.type):
-            column = _parsed(path, row, name, column, pa.float64())
+            column = _parsed(path, lambda at: row + at, name, column, pa.float64())
         if pa.types.is_boolean(column.type):
             column = column.cast(pa.uint8())
         numbers: F64 = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -286,12 +300,15 @@ def _dense(path: Path, row: int, name: str, column: pa.Array, log: bool) -> F64:
 
 def _ids(path: Path, row: int, category: Category, column: pa.Array) -> Ids | MultiHot:
     if not _is_list(column.type):
-        return _single(path, row, category, column)
+        return _single(path, lambda at: row + at, category, column)
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     offsets = np.zeros(len(column), np.int64)
     np.cumsum(lengths[:-1], out=offsets[1:])
     # `flatten` leaves out missing lists and respects the slice, where `values` would not.
-    return _single(path, row, category, column.flatten()), offsets
+    return _single(
+        path, lambda at: row + int(np.searchsorted(offsets, at, side="right")) - 1, category,
+        column.flatten(),
+    ), offsets  # fmt: skip
 
 
 def _is_list(kind: Any) -> bool:
@@ -299,12 +316,13 @@ def _is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _single(path: Path, row: int, category: Category, column: pa.Array) -> Ids:
+def _single(path: Path, row_of: _RowOf, category: Category, column: pa.Array) -> Ids:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     size = category.size or 0
     if category.how == "mod" and _is_text(column.type):
-        column = _parsed(path, row, category.column, _blank_as_null(column), pa.int64())
+        column = _blank_as_null(path, category.column, column)
+        column = _parsed(path, row_of, category.column, column, pa.int64())
     ids = np.empty(len(column), np.int64)
     if pa.types.is_integer(column.type):
         # 64-bit ids above 2^63 wrap to negative ones: they stay distinct.
@@ -332,8 +350,8 @@ def _single(path: Path, row: int, category: Category, column: pa.Array) -> Ids:
     if column.null_count:
         if category.how == "mod":
             raise DataError(
-                f"{path}, row {row} and on: column {category.column!r} has missing values; "
-                "how='hash' has an id for them"
+                f"{path}, row {row_of(int(np.argmax(_nulls(column))))}: column "
+                f"{category.column!r} has a missing value; how='hash' has an id for it"
             )
         ids[_nulls(column)] = 0 if size else MISSING
     return ids
@@ -344,6 +362,7 @@ def _is_text(kind: Any) -> bool:
     return bool(
         types.is_string(kind) or types.is_large_string(kind)
         or types.is_binary(kind) or types.is_large_binary(kind)
+        or types.is_string_view(kind) or types.is_binary_view(kind)
     )  # fmt: skip
 
 
@@ -360,6 +379,11 @@ def _joined(parts: list[Batch]) -> Batch:
     for name in parts[0].ids:
         pieces = [part.ids[name] for part in parts]
         bags = [piece for piece in pieces if isinstance(piece, tuple)]
+        if bags and len(bags) < len(pieces):
+            raise DataError(
+                f"feature {name!r} is a list in some of the files and a single value in others: "
+                "store it alike in all"
+            )
         if bags:
             starts = itertools.accumulate((len(values) for values, _ in bags), initial=0)
             offsets = [bag[1] + start for bag, start in zip(bags, starts, strict=False)]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -153,7 +156,10 @@ def split(source: Source, *, test: int | float) -> tuple[Window, Window]:
     total = source.count()
     if total is None:
         raise ConfigError("a source without an end has no last samples: give it a sample count")
-    held_out = round(total * test) if isinstance(test, float) else test
+    given: Any = test  # also a number of numpy's
+    if isinstance(given, bool) or not isinstance(given, Real) or not math.isfinite(given):
+        raise ConfigError(f"test= takes a number of samples, or a fraction of all, not {test!r}")
+    held_out = int(given) if isinstance(given, Integral) else round(total * float(given))
     if not 0 < held_out < total:
         raise ConfigError(
             f"test={test} would hold out {held_out} of {total} samples: leave some on both sides"
@@ -168,8 +174,9 @@ def existing_files(
     """One path or several in order: files, directories and patterns such as `day-*/part*`.
 
     A directory stands for all files below it that end in one of `suffixes`, a pattern for the files
-    and directories that match. Within one, files are in the order of their names, numbers by their
-    value; names that begin with a dot or an underscore are passed over.
+    and directories that match. Within one, every file comes once, in the order of names, numbers by
+    their value; names that begin with a dot or an underscore are passed over unless a pattern
+    spells that out.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
@@ -190,17 +197,27 @@ def _files_of(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
             wanted = f"no file that ends in {' or '.join(suffixes)}" if suffixes else "no file"
             raise DataError(f"{path} is a directory with {wanted} below it")
         return sorted(below, key=_by_number)
-    matches = sorted(map(Path, glob.glob(str(path), recursive=True)), key=_by_number)
+    found = map(Path, glob.glob(str(path), recursive=True))
+    matches = sorted((match for match in found if not _passed_over(match, path)), key=_by_number)
     if not matches:
         pattern = any(mark in str(path) for mark in "*?[")
         raise DataError(f"{path}: {'nothing matches' if pattern else 'no such file'}")
-    return [file for match in matches for file in _files_of(match, suffixes)]
+    # `**` matches a directory and what is in it.
+    return list(dict.fromkeys(file for match in matches for file in _files_of(match, suffixes)))
 
 
-def _by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Sorts part-2 before part-10."""
+def _passed_over(match: Path, pattern: Path) -> bool:
+    spelled_out = [part for part in pattern.parts if part[0] in "._"]
+    return any(
+        part[0] in "._" and not any(fnmatchcase(part, name) for name in spelled_out)
+        for part in match.parts
+    )
+
+
+def _by_number(path: Path) -> tuple[list[tuple[int, int, str]], str]:
+    """Sorts part-2 before part-10, and part-01 before part-1 on every file system."""
     parts = re.findall(r"\d+|\D+", str(path))
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], str(path)
 
 
 def files_fingerprint(kind: str, files: Sequence[Path], options: Mapping[str, Any]) -> str:

@@ -53,6 +53,11 @@ def test_log_loss_is_finite_for_large_logits() -> None:
 
 
 @pytest.mark.parametrize("metric", [auc, log_loss])
+def test_a_missing_label_counts_for_neither_class(metric) -> None:
+    assert math.isnan(metric(np.array([1.0, np.nan, 0.0]), np.array([0.5, 0.9, 0.1])))
+
+
+@pytest.mark.parametrize("metric", [auc, log_loss])
 def test_what_cannot_be_judged_is_refused(metric) -> None:
     with pytest.raises(DataError, match="as many scores as labels"):
         metric(np.zeros(2), np.zeros(3))

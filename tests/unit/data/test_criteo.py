@@ -336,3 +336,11 @@ def test_real_rows_are_read_whole() -> None:
             expect(batch, rows[at : at + len(batch)])
             at += len(batch)
     assert at == len(lines)
+
+
+def test_sizes_of_numpy_are_the_same_source(file: Path) -> None:
+    known = Criteo(file, sizes=10)
+    assert Criteo(file, sizes=np.int64(10)) == known
+    assert Criteo(file, sizes=np.full(26, 10)).fingerprint() == known.fingerprint()
+    with pytest.raises(ConfigError, match="whole number"):
+        Criteo(file, sizes=[10.5] * 26)

@@ -189,7 +189,7 @@ def test_integers_hashed_or_by_remainder(tmp_path: Path) -> None:
     assert set(hashed[:3].tolist()) <= {1, 2, 3, 4}
     assert ids_of(tmp_path, column.drop_null(), size=5, how="mod").tolist() == [0, 2, 2]
     assert ids_of(tmp_path, pa.array([2**64 - 1], pa.uint64()), size=10, how="mod")[0] == 5
-    with pytest.raises(DataError, match=r"c.parquet.*'c' has missing values; how='hash'"):
+    with pytest.raises(DataError, match=r"c.parquet, row 3: .* missing value; how='hash'"):
         ids_of(tmp_path, column, size=5, how="mod")
 
 
@@ -322,3 +322,50 @@ def test_text_that_is_no_number_is_named_by_its_row(tmp_path: Path) -> None:
         read_all(Parquet(path, label="y"))
     with pytest.raises(DataError, match=r"row 2: column 'x' holds 'two', which is no whole number"):
         read_all(Parquet(path, label=None, categories=[Category(column="x", size=9, how="mod")]))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "nan", "-inf"])
+def test_a_label_that_is_no_number_is_named_by_its_row(wrong: float | str, tmp_path: Path) -> None:
+    right = str(1.0) if isinstance(wrong, str) else 1.0
+    path = write(tmp_path / "c.parquet", {"y": pa.array([right, right, wrong]), "x": [1, 2, 3]})
+    with pytest.raises(DataError, match=r"row 2: column 'y' has (no|the) label"):
+        read_all(Parquet(path, label="y", dense=["x"]))
+
+
+def test_a_value_of_a_list_is_named_by_the_row_of_the_list(tmp_path: Path) -> None:
+    items = Category(column="c", size=5, how="mod")
+    columns = {"c": pa.array([["1", "2", "3"], [], None, ["4"], ["x"]]), "y": [1.0] * 5}
+    source = Parquet(write(tmp_path / "text.parquet", columns), label="y", categories=[items])
+    with pytest.raises(DataError, match="row 4: column 'c' holds 'x'"):
+        read_all(source)
+    columns = {"c": pa.array([[1, 2, 3], [], [4, None]]), "y": [1.0] * 3}
+    source = Parquet(write(tmp_path / "null.parquet", columns), label="y", categories=[items])
+    with pytest.raises(DataError, match="row 2: column 'c' has a missing value"):
+        read_all(source)
+
+
+def test_bytes_that_are_no_text_are_refused_as_numbers(tmp_path: Path) -> None:
+    columns = {"c": pa.array([b"\xff\xfe", b"1"], pa.binary()), "y": [1.0, 0.0]}
+    path = write(tmp_path / "c.parquet", columns)
+    for options in (
+        {"label": "y", "dense": ["c"]},
+        {"label": "c"},
+        {"label": "y", "categories": [Category(column="c", size=5, how="mod")]},
+    ):
+        with pytest.raises(DataError, match=r"c.parquet: column 'c' holds bytes that are no text"):
+            read_all(Parquet(path, **options))
+
+
+def test_a_feature_is_a_list_in_all_files_or_in_none(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.parquet", {"y": [1.0, 0.0], "c": [1, 2]})
+    other = write(tmp_path / "2.parquet", {"y": [1.0, 0.0], "c": [[1, 2], [3]]})
+    with pytest.raises(DataError, match="'c' is a list in some of the files"):
+        read_all(Parquet([one, other], label="y", categories=[Category(column="c")]))
+
+
+def test_strings_that_are_given_as_lists_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.parquet", {"y": [1.0]})
+    with pytest.raises(ConfigError, match="dense must be a list, not the string 'price'"):
+        Parquet(path, label="y", dense="price")
+    with pytest.raises(ConfigError, match="Category"):
+        Parquet(path, label="y", categories=["user"])

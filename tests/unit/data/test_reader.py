@@ -364,4 +364,26 @@ def test_a_negative_budget_is_refused() -> None:
         Reader(Numbers(1), batch_size=1).hand_out(-1)
 
 
+def test_numbers_of_numpy_leave_no_trace_in_the_state() -> None:
+    world, size = np.int64(2), np.int32(3)
+    reader = Reader(
+        Synthetic(samples=100, rows_total=1000), batch_size=size, world=world, limit=np.int64(50)
+    )
+    with reader:
+        next(reader.hand_out(np.int64(1)))
+        state = json.loads(json.dumps(reader.state_dict()))
+        assert state["samples"] == 6
+        reader.load_state_dict(reader.state_dict())
+
+
+def test_what_is_no_whole_number_is_refused() -> None:
+    for options in ({"batch_size": 2.5}, {"batch_size": 4, "limit": 2.5}, {"batch_size": "4"}):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            Reader(Numbers(10), **options)
+    reader = Reader(Numbers(10), batch_size=1)
+    for take in (reader.hand_out, reader.lend):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            take(2.5)
+
+
 # Anything resumable can stand in the reader's place.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from emberkeep import data
-from emberkeep.data import Synthetic, Window, split
+from emberkeep.data import Synthetic, Window, sources, split
+from emberkeep.data.sources import existing_files
 from emberkeep.errors import ConfigError
 
 
@@ -64,3 +69,51 @@ def test_every_public_name_resolves() -> None:
         assert getattr(data, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = data.Nothing
+
+
+def laid_out(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize("pattern", ["**", "**/*", "**/*.log", "*"])
+def test_a_pattern_takes_every_file_once(pattern: str, tmp_path: Path) -> None:
+    laid_out(tmp_path, "a/b/1.log", "a/2.log", "c/3.log")
+    if pattern == "*":
+        assert len(existing_files(tmp_path / "*")) == 3
+    found = existing_files(tmp_path / pattern, (".log",))
+    assert sorted(file.name for file in found) == ["1.log", "2.log", "3.log"]
+
+
+def test_a_pattern_passes_over_what_a_directory_does_unless_it_is_spelled_out(
+    tmp_path: Path,
+) -> None:
+    laid_out(tmp_path, "part-0", "_SUCCESS", ".part-0.crc", "_temporary/part-1", "_more/part-2")
+    for pattern in ("*", "**/*", "part*"):
+        assert [file.name for file in existing_files(tmp_path / pattern)] == ["part-0"]
+    found = existing_files(tmp_path / "_m*" / "*")
+    assert [file.name for file in found] == ["part-2"]
+
+
+def test_files_whose_numbers_are_equal_have_one_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["part-01", "part-1", "part-2", "part-2\N{SUPERSCRIPT TWO}"]
+    laid_out(tmp_path, *names)
+    for order in (sorted(names), sorted(names, reverse=True)):
+        listed = [str(tmp_path / name) for name in order]
+        monkeypatch.setattr(sources.glob, "glob", lambda *_, found=listed, **__: found)
+        assert [file.name for file in existing_files(tmp_path / "part-*")] == names
+
+
+@pytest.mark.parametrize("test", [np.float32(0.2), np.int64(20)])
+def test_split_takes_numbers_of_numpy(test: Any) -> None:
+    _, held_out = split(Synthetic(samples=100, rows_total=1000), test=test)
+    assert (held_out.start, held_out.count()) == (80, 20)
+
+
+@pytest.mark.parametrize("test", [math.nan, True, "0.1"])
+def test_split_refuses_what_is_no_number(test: Any) -> None:
+    with pytest.raises(ConfigError, match="test= takes a number"):
+        split(Synthetic(samples=100, rows_total=1000), test=test)
