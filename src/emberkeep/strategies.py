@@ -60,6 +60,12 @@ class Every:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.time is None):
             raise ConfigError("a schedule counts steps or time: give one of the two")
+        whole = all(type(count) is int for count in (self.steps, self.parts) if count is not None)
+        if not whole or not isinstance(self.time, timedelta | None):
+            raise ConfigError(
+                "a schedule takes whole numbers of steps and parts, and a timedelta, not "
+                f"steps={self.steps!r}, time={self.time!r}, parts={self.parts!r}"
+            )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"every= must be 1 step or more, not {self.steps}")
         if self.time is not None and self.time <= timedelta(0):
@@ -147,19 +153,28 @@ def retention(
     """`3`: the last three and every named one; `"all"`: everything; or a policy as it is.
 
     `keep_for` keeps younger ones as well, however many they are. `drop_after` lets older ones go,
-    however few there are, but for the newest and those with a name.
+    however few there are, but for the newest and those with a name: no sooner than `keep_for`.
     """
     policy: RetentionPolicy
-    if keep == "all":
+    if isinstance(keep, str) and keep == "all":
         policy = KeepAll()
-    elif isinstance(keep, bool | str):
-        raise ConfigError(f"keep= takes a number of versions, 'all' or a policy, not {keep!r}")
+    elif isinstance(keep, int) and not isinstance(keep, bool):
+        policy = KeepLast(n=keep)
+    elif not isinstance(keep, type) and callable(getattr(keep, "keep", None)):
+        policy = keep
     else:
-        policy = KeepLast(n=keep) if isinstance(keep, int) else keep
-    if keep_for is not None:
-        policy = KeepUnion(policies=(policy, KeepFor(age=_age("keep_for", keep_for))))
-    if drop_after is not None:
-        policy = KeepIntersection(policies=(policy, KeepFor(age=_age("drop_after", drop_after))))
+        raise ConfigError(f"keep= takes a number of versions, 'all' or a policy, not {keep!r}")
+    young = None if keep_for is None else _age("keep_for", keep_for)
+    old = None if drop_after is None else _age("drop_after", drop_after)
+    if young is not None and old is not None and young > old:
+        raise ConfigError(
+            f"keep_for= keeps what is younger than {young}, and drop_after= lets go of it after "
+            f"{old}: leave out one of them, or drop later"
+        )
+    if young is not None:
+        policy = KeepUnion(policies=(policy, KeepFor(age=young)))
+    if old is not None:
+        policy = KeepIntersection(policies=(policy, KeepFor(age=old)))
     as_given = not isinstance(keep, int) and keep_for is None and drop_after is None
     return policy if as_given else KeepUnion(policies=(policy, KeepNamed()))
 
@@ -303,8 +318,6 @@ def all_versions(
 ) -> Strategy:
     """Every version kept, in little more than the space of what changed, and any of them restored
     about as fast as if it had been saved whole; `Grid` explains the choices."""
-    if isinstance(restore_budget, str):
-        restore_budget = schedule(restore_budget).time
     return Strategy(
         spec=_spec(
             "grid",
@@ -320,7 +333,7 @@ def all_versions(
                 concatenate=concatenate,
                 most_behind=most_behind,
                 behind=behind,
-                restore_budget=restore_budget,
+                restore_budget=_time_of("restore_budget", restore_budget),
                 storage_budget_nbytes=storage_budget_nbytes,
             ),
         ),
@@ -512,7 +525,7 @@ def tiered(
     most_pls: float = 1.0,
 ) -> Strategy:
     """Two levels for tables that all have a tier: a batch becomes durable where rows live, `every`
-    so often, and a version in the repository `remote` so often.
+    so often, and a version in the repository `remote` so often, with a batch: no sooner than one.
 
     A run goes on from whichever is newer. A shard that is lost comes back from its own files: with
     `recovery="full"` all of them go back to the batch, with `"partial"` that shard alone, while the
@@ -521,7 +534,7 @@ def tiered(
     return Strategy(
         spec=_spec(layout, bits, None, None, None, False, None, None),
         schedule=schedule(every),
-        remote=schedule(remote),
+        remote=schedule(remote, name="remote"),
         retention=retention(keep),
         recovery=Recovery(scope=recovery, most_pls=most_pls),
     )

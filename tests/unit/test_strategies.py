@@ -17,7 +17,7 @@ from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import KeepAll, KeepEvery, KeepFor, KeepLast, KeepNamed
 from emberkeep.rows.priority import Priority
-from emberkeep.strategies import Every, Strategy, auto, cpr, partial, retention, schedule
+from emberkeep.strategies import Every, Strategy, auto, cpr, partial, retention, schedule, tiered
 
 SECOND = timedelta(seconds=1)
 
@@ -104,10 +104,12 @@ def test_what_is_kept(keep: Any, expected: Any) -> None:
     assert retention(keep) == expected
 
 
-@pytest.mark.parametrize("keep", [0, -1, "some", True])
+@pytest.mark.parametrize("keep", [0, -1, "some", True, 2.5, None, [3], KeepLast])
 def test_what_cannot_be_kept_is_refused(keep: Any) -> None:
     with pytest.raises(ConfigError):
         retention(keep)
+    with pytest.raises(ConfigError):
+        retention(keep, keep_for="3d")
 
 
 JOB = Job(
@@ -145,6 +147,25 @@ def test_what_is_kept_by_age() -> None:
     assert retention(3, keep_for="14d") == (KeepLast(n=3) | two_weeks) | KeepNamed()
     assert retention(3, drop_after="14d") == (KeepLast(n=3) & two_weeks) | KeepNamed()
     assert retention("all", drop_after=timedelta(days=14)) == (KeepAll() & two_weeks) | KeepNamed()
+
+
+@pytest.mark.parametrize("budget", ["500 steps", 500, "some"])
+def test_the_budget_of_a_restore_is_a_time(budget: Any) -> None:
+    with pytest.raises(ConfigError, match=r"restore_budget=.* is no duration"):
+        ek.all_versions(restore_budget=budget)
+
+
+def test_a_wrong_remote_is_called_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="remote='rarely' is no interval"):
+        tiered(remote="rarely")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 2.5}, {"steps": True}, {"time": 5}, {"steps": 2, "parts": 1.5}]
+)
+def test_a_schedule_of_other_types_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="a schedule takes whole numbers"):
+        Every(**wrong)
 
 
 def test_presets() -> None:
@@ -186,6 +207,7 @@ def test_presets() -> None:
         ({"job": JOB, "expected_restores": 2}, "job= expects 3 restores"),
         ({"keep_for": "some"}, "keep_for='some' is no age"),
         ({"drop_after": "0d"}, "an age above 0"),
+        ({"keep_for": "30d", "drop_after": "14d"}, "leave out one of them, or drop later"),
         ({"every": 0}, "1 step or more"),
         ({"keep": 0}, "at least 1"),
     ],
