@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -30,16 +31,12 @@ def open_columns(
 ) -> Source:
     """Parquet or Arrow files: one row of a table in each line. `ids` and `vector` name the columns
     of ids and weights; else they are found by their names."""
-    import pyarrow as pa
-
     parts: list[Part] = []
     others: list[str] = []
     for file in files:
-        try:
+        with _parsing(file):
             opened = _Parquet(file) if _is_parquet(file) else _Arrow(file)
             own, rest = _parts(file, opened, ids, vector)
-        except pa.ArrowException as error:
-            raise DataError(f"{file} cannot be read: {error}") from error
         parts += own
         others += [name for name in rest if name not in others]
     # Other columns of the same files are another import.
@@ -48,6 +45,19 @@ def open_columns(
         file=str(files[0]), kind="parquet" if _is_parquet(files[0]) else "arrow", parts=parts,
         passed_over=others, fingerprint=[*fingerprint_of(files), *named],
     )  # fmt: skip
+
+
+@contextmanager
+def _parsing(file: Path) -> Iterator[None]:
+    """What the parser makes of a damaged file comes out with the file's name."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's, not the parser's
+        raise DataError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _is_parquet(file: Path) -> bool:
@@ -110,6 +120,9 @@ def _parts(
     import pyarrow as pa
 
     names = opened.schema.names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{file} has several columns {', '.join(twice)}: rename or drop some")
     for option, column in (("--ids", ids), ("--vector", vector)):
         if column is not None and column not in names:
             raise ConfigError(
@@ -205,7 +218,12 @@ def _chunks(
 
     def chunks(start: int) -> Iterator[Rows]:
         at = 0
-        for whole in opened.batches(group, [id_column, *columns.values()]):
+        batches = opened.batches(group, [id_column, *columns.values()])
+        while True:
+            with _parsing(file):
+                whole = next(batches, None)
+            if whole is None:
+                return
             begin, at = at, at + whole.num_rows
             if at <= start:
                 continue

@@ -27,7 +27,7 @@ from emberkeep.inspect.arrow_files import open_columns
 from emberkeep.inspect.intake import USED, Choice, Intake, intakes, schema_of
 from emberkeep.inspect.joined_rows import Joiner, TableTotals
 from emberkeep.inspect.plane_names import WEIGHT
-from emberkeep.inspect.repository_rows import open_rows
+from emberkeep.inspect.repository_rows import open_rows, row_counts
 from emberkeep.inspect.row_sources import Source, as_plane, reading
 from emberkeep.inspect.staged_rows import Family, Stage, bucket_count
 from emberkeep.inspect.torch_files import is_checkpoint, open_checkpoint, open_state_dict
@@ -103,7 +103,7 @@ class Import:
             return done
         with Stage.open(scratch) as stage:
             families = self._families()
-            resumed = stage.begin(self._plan(), families)
+            resumed = stage.begin(self._staged(families), families)
             with _removed_if_refused(stage):
                 self._stage(stage, families, advance, journal_nbytes)
             may_write()
@@ -126,8 +126,13 @@ class Import:
         loaded: Json = json.loads(json.dumps(plan))
         return loaded
 
+    def _staged(self, families: Sequence[Family]) -> Json:
+        """The plan, and what rows that are on disk already depend on beside it."""
+        orders = [list(source.order) for source in self.sources]
+        return {**self._plan(), "orders": orders, "buckets": [f.buckets for f in families]}
+
     def _families(self) -> list[Family]:
-        nbytes = dict.fromkeys(self.tables, 0)
+        nbytes = self._held_nbytes()
         for intake in self.intakes:
             nbytes[intake.table] += intake.part.rows * intake.part.row_nbytes
         found: list[Family] = []
@@ -142,6 +147,20 @@ class Import:
             if family not in found:
                 found.append(family)
         return found
+
+    def _held_nbytes(self) -> dict[str, int]:
+        """About what the rows of the repository take beside those of the files, by table: they are
+        joined by bucket, too."""
+        nbytes = dict.fromkeys(self.tables, 0)
+        newest = None if self.repository is None else self.repository.newest_whole()
+        if self.repository is not None and newest is not None:
+            counts = row_counts(self.repository, self.repository.chain(newest))
+            for name, table in self.tables.items():
+                widths = [
+                    width * np.dtype(kind).itemsize for width, kind in table["planes"].values()
+                ]
+                nbytes[name] = counts[name] * (8 + sum(widths))
+        return nbytes
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -330,8 +349,10 @@ def look(
         pass
     else:
         repository = Repository.open(store)
-    with reading(files[0]):
-        sources = [_open(file, ids=ids, vector=vector, version=version) for file in files]
+    sources = []
+    for file in files:
+        with reading(file):
+            sources.append(_open(file, ids=ids, vector=vector, version=version))
     if version is not None and all(source.kind != "repository" for source in sources):
         raise ConfigError(
             f"--version names a version of another repository; {', '.join(files)} is none"

@@ -12,7 +12,8 @@ from emberkeep.errors import NoVersionError
 from emberkeep.inspect.intake import USED
 from emberkeep.inspect.row_sources import Part, Rows, Source
 from emberkeep.repository import Manifest, Repository, VersionId
-from emberkeep.repository.pieces import KIND, counts_of
+from emberkeep.repository.grid.catalog import files_read, plan
+from emberkeep.repository.pieces import counts_of
 from emberkeep.runtime import pool
 
 
@@ -23,17 +24,14 @@ def open_rows(url: str, version: str | None) -> Source:
     if chosen is None:
         raise NoVersionError(f"{url} has no version yet: save one first")
     chain = repository.chain(chosen)
-    written: Counter[str] = Counter()
-    for manifest in chain:
-        for file in manifest.of_kind(KIND):
-            written.update(counts_of(file, "rows"))
+    planned = plan(repository, chain[-1])
     trained = chain[-1].described.plain("tables")
     parts = [
         Part(
             file=url,
             path=table,
             name=table,
-            rows=rows,  # of all versions of the chain: some of them in several
+            rows=rows,
             exact=False,
             steps=int(trained.get(table, {}).get("steps", 0)),
             planes={
@@ -44,12 +42,23 @@ def open_rows(url: str, version: str | None) -> Source:
             dense=False,
             chunks=partial(_rows, repository, chosen, chain, table),
         )
-        for table, rows in written.items()
+        for table, rows in row_counts(repository, chain).items()
         if rows
     ]
     return Source(
-        file=url, kind="repository", parts=parts, fingerprint=[repository.id, str(chosen)]
+        file=url, kind="repository", parts=parts, fingerprint=[repository.id, str(chosen)],
+        order=[] if planned is None else [planned.catalog.generation],
     )  # fmt: skip
+
+
+def row_counts(repository: Repository, chain: Sequence[Manifest]) -> Counter[str]:
+    """How many rows of each table the files hold that a version is read from: those that are in
+    several count several times, so that there are never more."""
+    counts: Counter[str] = Counter()
+    for manifest in chain:
+        for file in files_read(manifest, plan(repository, manifest)):
+            counts.update(counts_of(file, "rows"))
+    return counts
 
 
 def _rows(

@@ -41,7 +41,7 @@ class Part:
     dense: bool
     chunks: Callable[[int], Iterator[Rows]]
     exact: bool = True
-    """Whether `rows` is their number, and not only at least that."""
+    """Whether `rows` is their number, and not only at most that."""
     name: str | None = None
     """The name of the table, where it is known to be more than the last part of the path."""
     steps: int = 0
@@ -62,6 +62,8 @@ class Source:
     passed_over: Sequence[str] = ()
     fingerprint: Sequence[object] = ()
     """Changes when the content does."""
+    order: Sequence[object] = ()
+    """Changes when the same rows come in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def parts_of_tensors(
             others.append(name)
             continue
         path, word = found
+        if word in named.get(path, ()):
+            raise _twice(file, word, path)
         if name.count("/") == 1:  # `<table>/<plane>`, and the table's name may have dots
             names[path] = name.partition("/")[0]
         named.setdefault(path, {})[word] = tensor
@@ -101,10 +105,7 @@ def parts_of_tensors(
         own = groups.setdefault(_weights_of(path, whole) or path, {})
         for word, tensor in words.items():
             if word in own:
-                raise DataError(
-                    f"{file}: two tensors are the {word} of {path}: bring them in files of their "
-                    "own, or leave one out"
-                )
+                raise _twice(file, word, path)
             own[word] = tensor
     parts = []
     for path, words in groups.items():
@@ -114,6 +115,13 @@ def parts_of_tensors(
         else:
             parts.append(part)
     return parts, others
+
+
+def _twice(file: str, word: str, path: str) -> DataError:
+    return DataError(
+        f"{file}: two tensors are the {word} of {path}: bring them in files of their own, or leave "
+        "one out"
+    )
 
 
 def _has_weight(words: Mapping[str, Tensor]) -> bool:
@@ -144,7 +152,10 @@ def _is_state(a: str, b: str) -> bool:
 
 
 def _part(file: str, path: str, words: Mapping[str, Tensor], name: str | None) -> Part | None:
-    ids = next((tensor for word, tensor in words.items() if plane_of(word, ()) == IDS), None)
+    named_ids = [word for word in words if plane_of(word, ()) == IDS]
+    if len(named_ids) > 1:
+        raise DataError(f"{file}: {' and '.join(named_ids)} are both ids of {path}: leave one out")
+    ids = words[named_ids[0]] if named_ids else None
     planes = {word: t for word, t in words.items() if plane_of(word, ()) != IDS}
     weights = [t for word, t in planes.items() if plane_of(word, ()) == WEIGHT]
     if not planes or (ids is None and not any(len(t.shape) == 2 for t in planes.values())):
@@ -153,6 +164,8 @@ def _part(file: str, path: str, words: Mapping[str, Tensor], name: str | None) -
     if ids is not None and len(ids.shape) != 1:
         raise DataError(f"{file}: the ids of {path} have shape {ids.shape}, not one dimension")
     for word, tensor in planes.items():
+        if len(tensor.shape) == 2 and not tensor.shape[1]:
+            raise DataError(f"{file}: {path}.{word} has no columns: correct the file")
         if tensor.shape[0] != rows:
             raise DataError(
                 f"{file}: {path}.{word} has {tensor.shape[0]} rows, the others have {rows}"

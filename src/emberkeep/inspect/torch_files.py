@@ -22,7 +22,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from emberkeep._types import Array
-from emberkeep.errors import DataError
+from emberkeep.errors import DataError, EmberkeepError
 from emberkeep.inspect.array_files import read_array
 from emberkeep.inspect.row_sources import (
     Source,
@@ -46,15 +46,9 @@ def open_state_dict(file: Path) -> Source:
         if error.errno != errno.EINVAL:  # a place that the file does not have
             raise
         raise DataError(f"{file} cannot be read: it was cut short") from error
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        zipfile.BadZipFile,
-    ) as error:
+    except Exception as error:  # a damaged pickle may end in any
         other = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it holds {other[1]}" if other else str(error).splitlines()[0]
+        what = f"it holds {other[1]}" if other else _first_line(error)
         raise DataError(
             f"{file} is no state dict of tensors that torch loads with weights_only=True: {what}; "
             "save a state_dict() by torch.save"
@@ -71,6 +65,21 @@ def open_state_dict(file: Path) -> Source:
         file=str(file), kind="torch", parts=parts, passed_over=[*rest, *others],
         fingerprint=fingerprint_of([file]),
     )  # fmt: skip
+
+
+@contextmanager
+def _parsing(what: object) -> Iterator[None]:
+    """Whatever a damaged pickle or archive ends in is said to be that."""
+    try:
+        yield
+    except (EmberkeepError, OSError):
+        raise
+    except Exception as error:
+        raise DataError(f"{what} cannot be read: {_first_line(error)}; is it damaged?") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_zip(file: Path) -> bool:
@@ -134,25 +143,23 @@ def open_checkpoint(directory: Path) -> Source:
     """A distributed checkpoint as `torch.distributed.checkpoint` saves it to files."""
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-    try:
-        with open(directory / ".metadata", "rb") as file:
-            metadata = _Metadata(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise DataError(f"{directory}/.metadata cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise DataError(f"{directory}/.metadata is not that of a DCP checkpoint")
-    stored: dict[str, list[tuple[Any, Any]]] = {}
-    for index, place in (metadata.storage_data or {}).items():
-        stored.setdefault(index.fqn, []).append((index, place))
     tensors: dict[str, Tensor] = {}
     others = []
-    for name, about in metadata.state_dict_metadata.items():
-        if isinstance(about, TensorStorageMetadata):
-            shape = tuple(about.size)
-            chunks = [_Chunk(directory, index, place) for index, place in stored.get(name, ())]
-            tensors[name] = Tensor(shape, _Chunks(directory, name, shape, chunks).read)
-        else:
-            others.append(name)
+    with _parsing(f"{directory}/.metadata"):
+        with open(directory / ".metadata", "rb") as file:
+            metadata = _Metadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise DataError(f"{directory}/.metadata is not that of a DCP checkpoint")
+        stored: dict[str, list[_Chunk]] = {}
+        for index, place in (metadata.storage_data or {}).items():
+            stored.setdefault(index.fqn, []).append(_Chunk(directory, index, place))
+        for name, about in metadata.state_dict_metadata.items():
+            if isinstance(about, TensorStorageMetadata):
+                shape = tuple(int(n) for n in about.size)
+                chunks = _Chunks(directory, name, shape, stored.get(name, []))
+                tensors[name] = Tensor(shape, chunks.read)
+            else:
+                others.append(name)
     parts, rest = parts_of_tensors(str(directory), tensors)
     files = sorted(file for file in directory.iterdir() if file.is_file())
     return Source(
@@ -208,9 +215,10 @@ class _Chunk:
     """A rectangle of a tensor in one of the files: what `torch.save` writes of it."""
 
     def __init__(self, directory: Path, index: Any, place: Any) -> None:
-        self.offsets = tuple(index.offset or ())
+        self.offsets = tuple(int(n) for n in index.offset or ())
         self._place = place
         self._file = directory / place.relative_path
+        self._start, self._length = int(place.offset), int(place.length)
         self._about: tuple[int, Any] | None = None
 
     def _look(self) -> tuple[int, Any]:
@@ -220,10 +228,9 @@ class _Chunk:
         if self._about is None:
             if getattr(self._place, "transform_descriptors", None):
                 raise DataError(f"{self._file}: chunks are compressed: save them without")
-            if not 0 <= self._place.offset <= self._file.stat().st_size - self._place.length:
+            if not 0 <= self._start <= self._file.stat().st_size - self._length:
                 raise DataError(f"{self._file} is shorter than .metadata says: cut short?")
-            view = _View(self._file, self._place.offset, self._place.length)
-            try:
+            with _parsing(self._file), _View(self._file, self._start, self._length) as view:
                 with zipfile.ZipFile(view) as archive:
                     records = [i for i in archive.infolist() if "/data/" in i.filename]
                 if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -231,13 +238,13 @@ class _Chunk:
                 view.seek(0)
                 with torch.serialization.skip_data():
                     tensor = torch.load(cast("Any", view), weights_only=True)
-            except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError) as error:
-                raise DataError(f"{self._file} cannot be read: {error}") from error
-            view.seek(records[0].header_offset)
-            header = view.read(_LOCAL_HEADER_NBYTES)
-            names = sum(struct.unpack("<HH", header[26:30]))
+                if not isinstance(tensor, torch.Tensor):
+                    raise DataError(f"{self._file}: a chunk is not one plain tensor")
+                view.seek(records[0].header_offset)
+                header = view.read(_LOCAL_HEADER_NBYTES)
+                names = sum(struct.unpack("<HH", header[26:30]))
             start = records[0].header_offset + _LOCAL_HEADER_NBYTES + names
-            self._about = self._place.offset + start, tensor
+            self._about = self._start + start, tensor
         return self._about
 
     @property
