@@ -20,6 +20,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -66,10 +67,14 @@ def setting(
 
 
 def check(settings: Any) -> None:
-    """Holds every field against its range and choices; call it from `__post_init__`."""
+    """Holds every field against its type, range and choices; call it from `__post_init__`. What
+    Python spells otherwise becomes what a file would give: a list a tuple, a `Path` its text."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+        given = getattr(settings, field.name)
+        value = _typed(given, hints[field.name], field)
+        if value is not given:
+            object.__setattr__(settings, field.name, value)
         choices = _choices(hints[field.name])
         if choices and value is not None and value not in choices:
             hint = _nearest(str(value), choices)
@@ -79,6 +84,31 @@ def check(settings: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 _check_range(field, number)
+
+
+def _typed(value: Any, hint: Any, field: dataclasses.Field[Any]) -> Any:
+    """`value` as its field's type, of what Python has beside TOML's; anything else is refused."""
+    needed = _required(hint)
+    if get_origin(needed) is Literal or dataclasses.is_dataclass(needed):
+        return value
+    if value is None and needed is not hint:
+        return None
+    if get_origin(needed) is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{field.name} must be a mapping, not {value!r}")
+        return value
+    if isinstance(value, os.PathLike) and field.metadata.get("path"):
+        return os.fspath(value)
+    if get_origin(needed) is tuple and isinstance(value, list | tuple):
+        each = get_args(needed)[0]
+        parts = tuple(_typed(part, each, field) for part in value)
+        return value if parts == value and isinstance(value, tuple) else parts
+    if not isinstance(value, bool | int | float | str):  # of numpy, for example
+        if isinstance(value, Integral):
+            value = int(value)
+        elif isinstance(value, Real):
+            value = float(value)
+    return _converted(value, needed, field.name)
 
 
 def absolute(settings: _Settings) -> _Settings:
@@ -157,7 +187,10 @@ def size(text: str) -> int:
     if match is None:
         raise ValueError(text)
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
+    nbytes = float(match[1]) * base ** " kmgt".index(match[2] or " ")
+    if nbytes >= 2**63:
+        raise ValueError(text)
+    return int(nbytes)
 
 
 def to_toml(settings: Any) -> str:
@@ -177,6 +210,7 @@ def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
                 f"{source}: unknown {what} {prefix}{key}{_nearest(key, fields)}; "
                 f"known: {', '.join(fields)}"
             )
+    table = {key: value for key, value in table.items() if value is not _UNSET}
     values: _Table = {}
     for name, field in fields.items():
         hint, label = hints[name], prefix + name
@@ -203,6 +237,7 @@ def _named(given: Any, kind: Any, source: str, label: str) -> _Table:
     """Values, or sections, by names that the user chooses."""
     if not isinstance(given, dict):
         raise ConfigError(f"{source}: {label} is a section: write [{label}] and its keys")
+    given = {key: value for key, value in given.items() if value is not _UNSET}
     if not dataclasses.is_dataclass(kind):
         return {k: _converted(v, kind, f"{source}: {label}.{k}") for k, v in given.items()}
     built: _Table = {}
@@ -223,6 +258,8 @@ def _converted(value: Any, hint: Any, label: str) -> Any:
     if get_origin(hint) is Literal:
         hint = str
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{label} must be {wanted[hint]} of at most 64 bits")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
@@ -244,7 +281,8 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
         f"below {below:g}" if below is not None else "",
     ]
     wanted = " and ".join(bound for bound in bounds if bound) or "a finite number"
-    raise ConfigError(f"{field.name} must be {wanted}, not {value:g}")
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    raise ConfigError(f"{field.name} must be {wanted}, not {shown}")
 
 
 def _required(hint: Any) -> Any:
@@ -268,27 +306,39 @@ def _override(text: str) -> _Table:
     """`section.key=value` as a nested table; the value is TOML, or else a string as it stands; none
     unsets the key."""
     name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
-    if not equals or not all(keys):
+    keys = _keys(name.strip())
+    try:
+        parsed: _Table = tomllib.loads(f"value = {value}") if value.strip() else {"value": _UNSET}
+    except tomllib.TOMLDecodeError:
+        parsed = {"value": value.strip()}
+    if not equals or not all(keys) or len(parsed) > 1:
         raise ConfigError(
             f"--set takes section.key=value, or section.key= to leave a key out, not {text!r}"
         )
-    try:
-        table: Any = tomllib.loads(f"value = {value}")["value"] if value.strip() else _UNSET
-    except tomllib.TOMLDecodeError:
-        table = value.strip()
+    table = parsed["value"]
     for key in reversed(keys):
         table = {key: table}
     return dict(table)
+
+
+def _keys(name: str) -> list[str]:
+    """The parts of a dotted name; one with a dot or a blank within may be quoted, as in TOML."""
+    try:
+        table: Any = tomllib.loads(f"{name} = 0")
+    except tomllib.TOMLDecodeError:
+        return name.split(".")
+    keys = []
+    while isinstance(table, dict):
+        ((key, table),) = table.items()
+        keys.append(key)
+    return keys
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Table:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if value is _UNSET:
-            merged.pop(key, None)
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             merged[key] = _merged(old if isinstance(old, dict) else {}, value)
         else:
             merged[key] = value
@@ -323,7 +373,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # JSON's escapes are TOML's
+        # JSON's escapes are TOML's, which has one more character to escape.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         pairs = [f"{_literal(key)} = {_literal(item)}" for key, item in value.items()]
         return f"{{{', '.join(pairs)}}}"

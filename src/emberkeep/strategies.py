@@ -158,12 +158,10 @@ def retention(
     policy: RetentionPolicy
     if isinstance(keep, str) and keep == "all":
         policy = KeepAll()
-    elif isinstance(keep, int) and not isinstance(keep, bool):
-        policy = KeepLast(n=keep)
-    elif not isinstance(keep, type) and callable(getattr(keep, "keep", None)):
-        policy = keep
-    else:
+    elif isinstance(keep, bool | type) or not (isinstance(keep, int) or hasattr(keep, "keep")):
         raise ConfigError(f"keep= takes a number of versions, 'all' or a policy, not {keep!r}")
+    else:
+        policy = KeepLast(n=keep) if isinstance(keep, int) else keep
     young = None if keep_for is None else _age("keep_for", keep_for)
     old = None if drop_after is None else _age("drop_after", drop_after)
     if young is not None and old is not None and young > old:

@@ -12,12 +12,24 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 from emberkeep.config import size
 from emberkeep.errors import ConfigError
 
 MAX_SLOTS = 2**32 - 2
+
+
+def _plain_numbers(spec: object, names: Sequence[str]) -> None:
+    """Refuses what is no number, and makes those of numpy plain: specs are stored as JSON."""
+    for name in names:
+        value = getattr(spec, name)
+        plain = isinstance(value, int | float)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ConfigError(f"{type(spec).__name__}: {name} must be a number, not {value!r}")
+        if not plain:
+            object.__setattr__(spec, name, float(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,7 @@ class Uniform:
     high: float = 0.05
 
     def __post_init__(self) -> None:
+        _plain_numbers(self, ("low", "high"))
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
             raise ConfigError(f"Uniform needs finite low <= high, not {self.low} and {self.high}")
 
@@ -40,6 +53,7 @@ class Normal:
     std: float = 0.05
 
     def __post_init__(self) -> None:
+        _plain_numbers(self, ("mean", "std"))
         if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std >= 0):
             raise ConfigError(
                 f"Normal needs a finite mean and std >= 0, not {self.mean}, {self.std}"
@@ -78,11 +92,13 @@ class Tier:
                 ) from None
         if not _is_count(memory):
             raise ConfigError(f"Tier: memory must be a number of bytes above 0, not {memory!r}")
-        if not os.fspath(path):
-            raise ConfigError("Tier: path must name a directory, not be empty")
-        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(os.fspath(path))))
+        if not isinstance(path, str | bytes | os.PathLike) or not os.fspath(path):
+            raise ConfigError(f"Tier: path must name a directory, not be {path!r}")
+        if not isinstance(exclusive, bool):
+            raise ConfigError(f"Tier: exclusive is True or False, not {exclusive!r}")
+        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(os.fsdecode(path))))
         object.__setattr__(self, "memory", memory)
-        object.__setattr__(self, "exclusive", bool(exclusive))
+        object.__setattr__(self, "exclusive", exclusive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +155,15 @@ class Table:
             raise ConfigError(
                 f"{where}: pooling must be 'sum', 'mean' or 'max', not {self.pooling!r}"
             )
+        if not isinstance(self.init, Uniform | Normal):
+            raise ConfigError(
+                f"{where}: init= takes emberkeep.Uniform(...) or emberkeep.Normal(...), not "
+                f"{self.init!r}"
+            )
+        if not isinstance(self.tier, Tier | None):
+            raise ConfigError(
+                f"{where}: tier= takes emberkeep.Tier(path, memory=...), not {self.tier!r}"
+            )
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise ConfigError(
                 f"{where}: optimizer= takes a spec such as emberkeep.Adagrad(lr=0.02), not "
@@ -151,7 +176,10 @@ class Table:
             )
         if isinstance(self.features, str):
             raise ConfigError(f"{where}: features must be a list of names, not a string")
-        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        features = tuple(self.features or ())
+        if not all(isinstance(name, str) and name for name in features):
+            raise ConfigError(f"{where}: features must be names, not {list(features)}")
+        object.__setattr__(self, "features", features or (self.name,))
 
     def _check_padding(self, where: str) -> None:
         padding, rows = self.padding_idx, self.rows
@@ -169,6 +197,8 @@ class Table:
                 )
             # From the end, as torch counts it.
             object.__setattr__(self, "padding_idx", padding % rows)
+        elif not -(2**63) <= padding < 2**63:
+            raise ConfigError(f"{where}: padding_idx={padding} is no id: those have 64 bits")
 
     def trained_by(self, default: Optimizer) -> Optimizer:
         """The table's own optimizer, or the module's."""
@@ -248,6 +278,8 @@ class Optimizer:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if str(f.type).startswith("float")]
+        _plain_numbers(self, [n for n in given if n != "max_norm" or self.max_norm is not None])
         self._check("lr", self.lr >= 0, "0 or more")
         self._check("max_norm", self.max_norm is None or self.max_norm > 0, "above 0")
 
@@ -294,6 +326,8 @@ class Momentum(Optimizer):
 
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"Momentum: nesterov is True or False, not {self.nesterov!r}")
         self._check("momentum", 0 <= self.momentum < 1, "from 0 to below 1")
 
     def planes(self, dim: int) -> dict[str, int]:
@@ -345,7 +379,11 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
-        object.__setattr__(self, "betas", tuple(self.betas))
+        try:
+            first, second = map(float, self.betas)
+        except (TypeError, ValueError):
+            raise ConfigError(f"Adam: betas must be two numbers, not {self.betas!r}") from None
+        object.__setattr__(self, "betas", (first, second))
         self._check("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
         self._check("eps", self.eps > 0, "above 0")
         if self.step not in ("table", "row"):
@@ -365,9 +403,9 @@ def optimizer_from(described: dict[str, object]) -> Optimizer:
     """The inverse of `Optimizer.describe`; an unknown optimizer or setting is refused."""
     settings = dict(described)
     name = settings.pop("optimizer", None)
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {name!r}")
-    kind = OPTIMIZERS[str(name)]
+    kind = OPTIMIZERS[name]
     known = [f.name for f in fields(kind)]
     for setting in settings:
         if setting not in known:

@@ -3,8 +3,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ class Inner:
     names: tuple[str, ...] = setting("which ones", default=())
     widths: tuple[int, ...] = setting("how wide", default=(4, 2), least=1)
     loud: bool = setting("how loud", default=False)
+    folder: str | None = setting("where", default=None, path=True)
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -64,7 +66,7 @@ def test_what_is_given_replaces_the_default() -> None:
 @given(
     st.floats(0.001, 0.999),
     st.none() | st.integers(1, 10**9),
-    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x7f"), max_size=8)),
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=8)),
     st.booleans(),
 )
 def test_written_settings_read_back_the_same(
@@ -116,6 +118,10 @@ def test_overrides_come_after_the_file() -> None:
         (GOOD, ["inner.count"], "--set takes section.key=value, .* not 'inner.count'"),
         (GOOD, ["inner..count=1"], "--set takes section.key=value"),
         (GOOD, ["=1"], "--set takes section.key=value"),
+        (GOOD, ["inner.count=1\nrate=0.1"], "--set takes section.key=value"),
+        (GOOD, ["inner.cuont="], r"unknown key inner.cuont \(did you mean count\?\)"),
+        (GOOD + "[inner]\ncount=1" + 400 * "0", [], "inner.count must be a whole number of at"),
+        (GOOD + "[inner]\nrate=1" + 400 * "0", [], "inner.rate must be a number of at most 64"),
     ],
 )
 def test_a_complaint_names_the_source_and_the_key(
@@ -129,6 +135,49 @@ def test_a_complaint_names_the_source_and_the_key(
 def test_a_class_checks_itself_without_a_file() -> None:
     with pytest.raises(ConfigError, match=r"^rate must be above 0"):
         Inner(rate=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"rate": "0.5"}, "rate must be a number, not '0.5'"),
+        ({"rate": None}, "rate must be a number, not None"),
+        ({"count": 2.5}, "count must be a whole number, not 2.5"),
+        ({"count": True}, "count must be a whole number, not True"),
+        ({"loud": "no"}, "loud must be true or false, not 'no'"),
+        ({"names": "ab"}, "names must be a list, not 'ab'"),
+        ({"names": [1]}, "names must be a string, not 1"),
+        ({"widths": [4, 0]}, "widths must be 1 or more, not 0"),
+        ({"folder": Path("x"), "names": (Path("x"),)}, "names must be a string"),
+    ],
+)
+def test_types_are_checked_without_a_file(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Inner(**wrong)
+
+
+def test_what_python_spells_otherwise_becomes_what_a_file_gives() -> None:
+    given = Inner(
+        rate=np.float32(0.5), count=np.int64(3), names=["a"], widths=[1, 2], folder=Path("x")
+    )
+    assert given == Inner(rate=0.5, count=3, names=("a",), widths=(1, 2), folder="x")
+    assert config.to_toml(given) == config.to_toml(
+        Inner(rate=0.5, count=3, names=("a",), widths=(1, 2), folder="x")
+    )
+
+
+def test_names_in_overrides_may_be_quoted_and_spaced() -> None:
+    assert parse(GOOD, "inner . rate = 0.25", '"inner"."count"=2').inner == Inner(
+        rate=0.25, count=2
+    )
+    assert parse(GOOD, "inner.names=['a',\n'b']").inner.names == ("a", "b")
+    assert parse(GOOD + "[inner]\ncount=3", "inner.count=").inner.count is None
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "b", "9999999999 TB", "-1b", "1e3b"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text[:5]):
+        config.size(text)
 
 
 def test_milliseconds_are_not_minutes() -> None:
