@@ -189,8 +189,11 @@ class Embeddings(RowModule):
     """Many tables, one lookup, no pooling: each id brings its own row.
 
     `forward` takes what `EmbeddingBags` takes and returns `{feature: rows}`: `ids.shape + (D,)`
-    for a tensor of ids of any shape, `[len(values), D]` for jagged ones.
+    for a tensor of ids of any shape, `[len(values), D]` for jagged ones. Weights that a jagged
+    tensor brings are for pooling, and are not looked at.
     """
+
+    _pools = False
 
     def _make_layouts(self, groups: Sequence[Sequence[int]]) -> list[Layout]:
         layouts = []

@@ -55,6 +55,8 @@ def by_feature(
         one_hot = bool((lengths_B == 1).all())
         ids[key] = part if one_hot else (part, Ends(lengths_B.cumsum(0)))
     if weights is not None:
+        if scales:
+            raise ConfigError("the batch brings weights of its own: leave per_sample_weights out")
         scales = dict(zip(keys, torch.split(weights, counts), strict=True))
     return ids, scales
 

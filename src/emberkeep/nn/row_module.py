@@ -90,6 +90,9 @@ class _Waiting:
 class RowModule(nn.Module):
     """What `EmbeddingBags` and `Embeddings` share: tables, the pull and the push of a step."""
 
+    _pools = True
+    """Whether rows are pooled, so that weights of samples scale them."""
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -234,7 +237,15 @@ class RowModule(nn.Module):
         quick = None if scales else self._one_hot(features)
         if quick is not None:
             return Pulled(quick, []), ()
+        unknown = [name for name in scales or () if name not in self.features]
+        if unknown:
+            raise ConfigError(
+                f"per_sample_weights are given for {', '.join(unknown)}; the features are "
+                f"{', '.join(self.features)}"
+            )
         given, scales = by_feature(features, scales or {})
+        if not self._pools:
+            scales = {}
         bags = {}
         for name in self.features:
             if name not in given:
@@ -413,8 +424,11 @@ class RowModule(nn.Module):
         taken: set[str] = set()
         for table in self.tables:
             at = f"{prefix}rows.{table.name}."
+            # No plane has a dot in its name: what goes on after one is of a table with dots.
             saved = {
-                key[len(at) :]: value for key, value in state_dict.items() if key.startswith(at)
+                key[len(at) :]: value
+                for key, value in state_dict.items()
+                if key.startswith(at) and "." not in key[len(at) :]
             }
             taken.update(at + key for key in saved)
             shapes = self.cluster.schema()["tables"][table.name]["planes"]

@@ -80,3 +80,20 @@ def test_a_state_that_one_shard_has_no_room_for_leaves_all_rows_as_they_were() -
     with pytest.raises(RuntimeError, match="capacity"):
         bags.load_state_dict(state, strict=False)
     assert {name: plane.tolist() for name, plane in bags.state_dict().items()} == before
+
+
+def test_a_table_within_the_name_of_another_has_rows_of_its_own() -> None:
+    def make() -> ek.EmbeddingBags:
+        tables = [ek.Table(name, rows=5, dim=DIM) for name in ("a", "a.b", "a.weight")]
+        return ek.EmbeddingBags(tables, optimizer=ek.Adagrad(lr=0.5))
+
+    bags, loaded = make(), make()
+    bags({name: torch.tensor([i]) for i, name in enumerate(bags.features)}).sum().backward()
+    bags.optimizer.step()
+    state = bags.state_dict()
+    loaded.load_state_dict(state)
+    for i, name in enumerate(bags.features):
+        assert loaded.touched_ids(name).tolist() == [i]
+        assert torch.equal(loaded.rows(name, [i])["weight"], bags.rows(name, [i])["weight"])
+    with pytest.raises(RuntimeError, match=r"rows\.a\.c\.weight"):
+        loaded.load_state_dict({**state, "rows.a.c.weight": torch.ones(1, DIM)})

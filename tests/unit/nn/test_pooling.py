@@ -237,3 +237,46 @@ def test_padding_may_be_an_integer_of_numpys() -> None:
     for wrong in (1.0, True, "1"):
         with pytest.raises(ConfigError, match="padding_idx is an id"):
             ek.Table("t", rows=9, dim=2, padding_idx=wrong)  # type: ignore[arg-type]
+
+
+class Jagged:
+    """A KeyedJaggedTensor of one feature, with weights."""
+
+    def __init__(self, weights: Tensor | None) -> None:
+        self._weights = weights
+
+    def keys(self) -> list[str]:
+        return ["t"]
+
+    def values(self) -> Tensor:
+        return torch.tensor([1, 2, 3])
+
+    def lengths(self) -> Tensor:
+        return torch.tensor([2, 1])
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+
+def test_weights_of_samples_are_refused_where_they_would_weigh_nothing() -> None:
+    bags = ek.EmbeddingBags([Table("t", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=1.0))
+    weights = torch.tensor([2.0, 2.0, 2.0])
+    with pytest.raises(ConfigError, match="given for typo; the features are t"):
+        bags({"t": torch.tensor([1, 2, 3])}, {"typo": weights})
+    with pytest.raises(ConfigError, match="weights of its own"):
+        bags(Jagged(weights), {"t": weights})
+    plain, weighted = bags(Jagged(None)), bags(Jagged(weights))
+    assert torch.allclose(2 * plain, weighted)
+    assert torch.equal(bags(Jagged(None), {"t": weights}), weighted)
+
+
+def test_rows_that_are_not_pooled_are_not_weighed() -> None:
+    rows = ek.Embeddings([Table("t", rows=ROWS, dim=DIM)], optimizer=ek.SGD(lr=1.0))
+    before = rows.rows("t", [1, 2, 3])["weight"]
+    weights = torch.full((3,), 2.0, requires_grad=True)
+    found = rows(Jagged(weights))["t"]
+    assert torch.equal(found, before)
+    found.sum().backward()
+    rows.optimizer.step()
+    assert weights.grad is None
+    assert torch.allclose(rows.rows("t", [1, 2, 3])["weight"], before - 1.0)
