@@ -49,8 +49,8 @@ class LosesAnswers(MemoryStore):
 class Job:
     """A coordinator that saves and recovers partially, and a worker beside it."""
 
-    def __init__(self) -> None:
-        self.world = World()
+    def __init__(self, **more: Any) -> None:
+        self.world = World(**more)
         self.cluster = self.world.cluster
         self.cluster.track()
         self.store = LosesAnswers()

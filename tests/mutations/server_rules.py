@@ -76,7 +76,7 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S3-replay", "pushes that were rolled back are not sent again", CLIENT,
-        '            needed = index in sent.missing or status["from_parity"]\n',
+        "            needed = index in sent.missing or undone\n",
         "            needed = index in sent.missing\n", SIMULATOR,
     ),
     Mutation(
@@ -139,8 +139,8 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S10-resend", "a server that returns does not get what it may have missed", CLIENT,
-        '            needed = index in sent.missing or status["from_parity"]\n',
-        '            needed = bool(status["from_parity"])\n', SIMULATOR,
+        "            needed = index in sent.missing or undone\n",
+        "            needed = undone\n", SIMULATOR,
     ),
     Mutation(
         "S11", "a push that is given up takes the list of unsettled ones with it", CLIENT,

@@ -8,6 +8,7 @@ from contextlib import suppress
 from emberkeep._types import Json
 from emberkeep.cluster.shard import Shard
 from emberkeep.errors import ConfigError, EpochError, FencedError, ProtocolError, ServerError
+from emberkeep.rows.priority import Priority
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import tier_service
@@ -52,7 +53,7 @@ class Opening:
         return {
             "epoch": self.number, "state": "recovering", "lapsed": self.lapsed,
             "shard": self.index, "shards": self.shards, "coordinator": self.coordinator,
-            "tables": self.tables, "applied": 0, "from_parity": False, "dirty_rows": 0,
+            "tables": self.tables, "applied": 0, "rows_since": self.number, "dirty_rows": 0,
             "rows": 0, "row_nbytes": 0, "origin": {}, "adoptable": False,
             "lease_age_seconds": self.silent_seconds, "lease_seconds": self.lease_seconds,
         }  # fmt: skip
@@ -97,6 +98,12 @@ def check_turn(
             f"shard {before.index} serves another run, whose coordinator is alive: stop that "
             f"run, or try again in {left:.0f} s if it is dead"
         )
+
+
+def priority_of(header: Json) -> Priority | None:
+    """How a coordinator wants rows to be ranked, if at all."""
+    priority = header.get("priority")
+    return None if priority is None else Priority(**priority)
 
 
 def origin_of(header: Json) -> Json:

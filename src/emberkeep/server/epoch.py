@@ -15,17 +15,10 @@ from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import Edit
-from emberkeep.errors import (
-    EpochError,
-    ProtocolError,
-    SecurityError,
-    ServerError,
-    ShardLostError,
-)
+from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError, ShardLostError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.repository import VersionId
 from emberkeep.rows.lookup import unique_ids
-from emberkeep.rows.priority import Priority
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
@@ -120,6 +113,8 @@ class Epoch:
         meeting_seconds: float, pool: Pool, tables: list[Json], clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self.number = number
+        self.rows_since = number
+        """The epoch in which the rows came from anything but parity."""
         self.tables = tables
         self.shard = shard
         self.shards = shards
@@ -159,10 +154,14 @@ class Epoch:
         self.repository = ""
         """The id of the repository that the run is kept in; empty while it is not known."""
 
-    def protect(self, parity_service: ParityService) -> None:
-        """Keeps parity from here on; goes on after the pushes that its stream knows of."""
+    def protect(self, parity_service: ParityService, since: int, pushes: Mapping[str, int]) -> None:
+        """Keeps parity from here on; goes on after the pushes that its stream knows of. Rows that
+        it brings back held older `pushes` when they came, in epoch `since`."""
         self.drop_aside()
         self.parity_service = parity_service
+        if parity_service.from_parity:
+            self.rows_since = since
+            self._start_after(pushes)
         for worker, number in parity_service.ledger.items():
             if worker == _RANKS:
                 self._applied_together = number
@@ -229,8 +228,14 @@ class Epoch:
         with self._push_lock:
             self._applied_together = max(self._applied_together, after)
             if self.parity_service is None or not self.parity_service.from_parity:
-                self._ledger.start_after({int(worker, 16): n for worker, n in pushes.items()})
+                self._start_after(pushes)
         self.shard.serve()
+
+    def _start_after(self, pushes: Mapping[str, int]) -> None:
+        """Rows came with these pushes, which no loss can undo: versions have them."""
+        self._ledger.start_after(pushes)
+        if self.parity_service is not None:
+            self.parity_service.start_after(pushes)
 
     def freeze(self, since: str | None, buffer: int) -> tuple[Cut[FrozenRows], dict[str, int]]:
         """Freezes the rows, and tells which pushes they hold: the last of each worker."""
@@ -589,9 +594,3 @@ class Epoch:
             slab.pull(RowIds(wanted.ids[positions], offsets), rows_UD)
             changed.append(Changed(positions, rows_UD))
         return changed
-
-
-def priority_of(header: Json) -> Priority | None:
-    """How a coordinator wants rows to be ranked, if at all."""
-    priority = header.get("priority")
-    return None if priority is None else Priority(**priority)

@@ -205,6 +205,11 @@ class ParityService:
         """After a write that is no push: see `ParityStreams.flush`."""
         self._streams.flush()
 
+    def start_after(self, pushes: Mapping[str, int]) -> None:
+        """Pushes that rows held before the stream began are settled."""
+        with self._lock:
+            self._settled_pushes = {**pushes, **self._settled_pushes}
+
     def settled_push(self, worker: str) -> int:
         """The last push of a worker that no loss can undo any more."""
         settled = self._source.settled

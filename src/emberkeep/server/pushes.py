@@ -37,9 +37,9 @@ class Ledger:
         self._last: dict[int, int] = {}
         self._before: dict[int, int] = {}
 
-    def start_after(self, numbers: Mapping[int, int]) -> None:
-        """The rows are those of a version, which holds the pushes up to these numbers."""
-        self._before = dict(numbers)
+    def start_after(self, pushes: Mapping[str, int]) -> None:
+        """The rows are those of a version, which holds these pushes of workers, and all before."""
+        self._before = {int(worker, 16): number for worker, number in pushes.items()}
 
     def numbers(self) -> dict[int, int]:
         """The last number of each incarnation that the rows hold."""

@@ -89,7 +89,7 @@ class ServerPage:
             "tables": epoch.tables,
             "applied": applied,
             "settled": applied if parity is None else parity.settled_push(f"{incarnation:x}"),
-            "from_parity": parity is not None and parity.from_parity,
+            "rows_since": epoch.rows_since,
             **({"pushes": epoch.pushes()} if header.get("pushes") else {}),
             "dirty_rows": epoch.shard.dirty_rows(),
             "rows": rows,

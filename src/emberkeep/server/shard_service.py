@@ -33,7 +33,7 @@ from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import admission, tier_service, version_work
-from emberkeep.server.epoch import Epoch, Session, priority_of
+from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.kept_rows import CursorVersions
 from emberkeep.server.long_work import LongWork, Requests
 from emberkeep.server.parity_service import parity_service_from
@@ -296,7 +296,7 @@ class ShardService:
             advance=self.long_work.advance, tell=self.events,
         )  # fmt: skip
         if header.get("tracked"):
-            shard.track(priority_of(header))
+            shard.track(admission.priority_of(header))
         return admission.new_epoch(shard, header, self._pool, self._clock)
 
     def _adopt(self, before: Epoch, header: Json) -> None:
@@ -376,7 +376,8 @@ class ShardService:
             parity_service_from(
                 header, epoch.shard, epoch.shards, security=self.security,
                 transport=self._transport, clock=self._clock, tell=self._tell,
-            )
+            ),
+            int(header["since"]), header["pushes"],
         )  # fmt: skip
         yield {}, _NONE
 
@@ -452,7 +453,7 @@ class ShardService:
         yield {}, _NONE
 
     def _track(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._checked(header).shard.track(priority_of(header))
+        self._checked(header).shard.track(admission.priority_of(header))
         yield {}, _NONE
 
     def _forget_changes(self, header: Json, arrays: Arrays) -> Iterator[Answer]:

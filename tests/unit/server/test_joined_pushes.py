@@ -27,6 +27,9 @@ class FromParity:
     """A stream that knows of a step, all of it settled."""
 
     ledger = {"ranks": 19}  # noqa: RUF012
+    from_parity = True
+
+    def start_after(self, _: object) -> None: ...
 
     def settle(self) -> bool:
         return True
@@ -51,7 +54,7 @@ def epoch() -> Epoch:
         1, shard, shards=1, coordinator="c", lease_seconds=60, meeting_seconds=0.01, pool=Pool(1),
         tables=[],
     )  # fmt: skip
-    made.protect(cast(ParityService, FromParity()))
+    made.protect(cast(ParityService, FromParity()), 1, {})
     return made
 
 

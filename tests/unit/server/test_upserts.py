@@ -163,11 +163,14 @@ def test_a_deletion_does_not_come_between_check_and_application_of_a_push(
     check = shard.check
     deleting = threading.Thread(target=first.delete, args=("roomy", np.array([gone])))
 
+    checked: list[object] = []
+
     def checks(*part: Any) -> Any:
         found = check(*part)
-        monkeypatch.setattr(shard, "check", check)
-        deleting.start()
-        deleting.join(0.3)  # it waits for the push, however long that is
+        checked.append(found)
+        if len(checked) == 2:  # the places of the first are found again when the push is applied
+            deleting.start()
+            deleting.join(0.3)  # it waits for the push, however long that is
         return found
 
     monkeypatch.setattr(shard, "check", checks)

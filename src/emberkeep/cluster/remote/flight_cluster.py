@@ -453,8 +453,9 @@ class FlightCluster(RemoteCluster):
         """Has a shard that is back apply what it may be without: the pushes that it did not answer,
         and, where it goes on from parity, those that not every host held.
 
-        Of a shard whose rows came from a repository, those that it had answered are lost. Of the
-        steps of several ranks these are the ones that had ended on the rank that coordinates.
+        Those that it had answered before its rows came from a repository are lost, also if parity
+        has brought these rows back since. Of the steps of several ranks these are the ones that had
+        ended on the rank that coordinates.
         """
         shard = self.handles[index]
         if shard.state != "serving":
@@ -464,9 +465,12 @@ class FlightCluster(RemoteCluster):
             if sent.incarnation not in status_of:
                 status_of[sent.incarnation] = self._status_of(index, sent.incarnation)
             status = status_of[sent.incarnation]
-            needed = index in sent.missing or status["from_parity"]
+            undone = sent.answered.get(index, 0) >= status["rows_since"]
+            needed = index in sent.missing or undone
             if (needed or self._follows) and sent.number > status["applied"]:
                 self._send_one(sent, index)
+            if needed or self._follows:
+                sent.answer(shard)
             sent.missing.discard(index)
 
     def _send_one(self, sent: SentPush, index: int) -> None:

@@ -355,8 +355,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """`pushes` says of some of them what their rows hold; of others it is what the newest
         version does."""
         for index in self._named(shards):
+            shard = self.handles[index]
+            shard.began_with = dict((pushes or {}).get(index, shard.saved_pushes))
             # What this rank counts as lost is not made again by another, what it does not is.
-            self.handles[index].serve(self._last_together(), (pushes or {}).get(index))
+            shard.serve(self._last_together())
         if not self.lost():
             self._settle_writes()
 

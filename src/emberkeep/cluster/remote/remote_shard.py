@@ -124,6 +124,8 @@ class RemoteShard:
         self._opening = False
         self.saved_pushes: dict[str, int] = {}
         """The last push of each worker that the newest version of this process holds."""
+        self.began_with: dict[str, int] = {}
+        """That its rows held when they came, from anything but parity."""
         self._orders = itertools.count(1)
         self._lock = threading.RLock()
         self.deciding = threading.Lock()
@@ -241,12 +243,10 @@ class RemoteShard:
                 self.lose()
             return same
 
-    def serve(self, after: int = 0, pushes: Mapping[str, int] | None = None) -> None:
+    def serve(self, after: int = 0) -> None:
         """The server answers from here on. Of ranks that push together, the steps up to `after` are
-        over, whether its rows have them or not; what workers had pushed before the newest version
-        was cut is in rows that come from it, unless it is known that they hold other `pushes`."""
-        held = self.saved_pushes if pushes is None else pushes
-        self._act("serve", {"after": after, "pushes": dict(held)})
+        over, whether its rows have them or not."""
+        self._act("serve", {"after": after, "pushes": self.began_with})
         self.state = "serving"
 
     def release(self, coordinator: str, *, stay: bool = False) -> None:
