@@ -228,7 +228,7 @@ def _parity(wish: Wish) -> Candidate:
         back = Overhead(save=job.save / rare)
     stretched = 1 + slowdown
     mild = 0.0
-    if fatal < 1:
+    if fatal < 1 and math.isfinite(back.total):  # what never ends is not made longer
         mild = (1 - fatal) * stretched * (1 + back.total) * job.failures
     overhead = Overhead(
         save=back.save * stretched,

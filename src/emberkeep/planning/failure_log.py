@@ -95,7 +95,7 @@ def read_failures(
     says or else in hours. Lines without a value there are left out and counted. Runs that another
     column says did not fail are time without a failure.
     """
-    header, lines = _lines(Path(path))
+    header, lines, entries = _lines(Path(path))
     values = list(itertools.zip_longest(*lines, fillvalue=""))
     times = {
         place: _timestamps(cells, numbers=not _is_span(header, place))
@@ -123,10 +123,13 @@ def read_failures(
     censored: F64 = np.empty(0)
     if are_gaps:
         failed, judged = _failed(header, values, skip=place)
-        kept = np.isfinite(hours) & (hours > 0)
-        wrong = int((hours <= 0).sum())
+        # What one entry took is one failure after one gap.
+        once = np.zeros(len(hours), np.bool_)
+        once[np.unique(entries, return_index=True)[1]] = True
+        kept = np.isfinite(hours) & (hours > 0) & once
+        wrong = int(((hours <= 0) & once).sum())
         if wrong:
-            taken.append(f"{wrong} of {len(hours)} values are not above 0, and left out")
+            taken.append(f"{wrong} of {once.sum()} values are not above 0, and left out")
         gaps, censored = hours[kept & failed], hours[kept & ~failed]
         failures = len(gaps)
         if censored.size:
@@ -187,6 +190,9 @@ def _failed(
         if place == skip or not any(word in _ENDED_WORDS for word in words):
             continue
         cells = [cell.lower() for cell in values[place]]
+        if "exit" in words:  # 137 is as much of a failure as 1
+            cells = [cell if math.isnan(code := _number(cell)) else str(int(code != 0))
+                     for cell in cells]  # fmt: skip
         known = {*cells} - {""}
         if known and known <= _FAILED | _ENDED and known & _ENDED:
             failed = np.array([cell in _FAILED for cell in cells])
@@ -196,8 +202,11 @@ def _failed(
     return np.ones(lines, np.bool_), ""
 
 
-def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header, empty where there is none, and the lines."""
+_Lines = tuple[list[str], list[list[str]], list[int]]
+
+
+def _lines(path: Path) -> _Lines:
+    """The header, empty where there is none, the lines, and of which entry of the log each is."""
     text = read_text(path, "CSV", DataError)
     if text.lstrip()[:1] in ("[", "{"):
         return _json_lines(text, path)
@@ -205,24 +214,27 @@ def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     if not kept:
         raise DataError(f"{path} holds no lines")
     delimiter = max(",;\t|", key=kept[0].count)
-    rows = [[cell.strip() for cell in row] for row in csv.reader(kept, delimiter=delimiter)]
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(kept, delimiter=delimiter)]
+    except csv.Error as error:
+        raise DataError(f"{path} cannot be read as CSV: {error}") from None
     has_header = not any(
         math.isfinite(parsed(cell)) for cell in rows[0] for parsed in (_timestamp, _number)
     )
     header, lines = (rows[0], rows[1:]) if has_header else ([], rows)
     if not lines:
         raise DataError(f"{path} holds a header and no lines")
-    return header, lines
+    return header, lines, list(range(len(lines)))
 
 
-def _json_lines(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
+def _json_lines(text: str, path: Path) -> _Lines:
     """A JSON document with a list of objects or numbers, or one object a line."""
     try:
         try:
             document = json.loads(text)
         except json.JSONDecodeError:
             document = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {error}") from None
     if isinstance(document, dict):
         lists = {key: value for key, value in document.items() if isinstance(value, list) and value}
@@ -233,19 +245,23 @@ def _json_lines(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
     if all(isinstance(entry, dict) for entry in document):
         header = list(dict.fromkeys(key for entry in document for key in entry))
         lines = [[_cell(entry.get(key)) for key in header] for entry in document]
+        entries = list(range(len(lines)))
         # A failure that lists what it took is a line for each.
         for key in [k for k in header if any(isinstance(e.get(k), list) for e in document)]:
             at = header.index(key)
+            listed = [value if isinstance(value := entry.get(key), list) and value else [None]
+                      for entry in document]  # fmt: skip
+            entries = [number for number, each in enumerate(listed) for _ in each]
             lines = [
                 [*line[:at], _cell(one), *line[at + 1 :]]
-                for entry, line in zip(document, lines, strict=True)
-                for one in (entry.get(key) if isinstance(entry.get(key), list) else [None])
+                for each, line in zip(listed, lines, strict=True)
+                for one in each
             ]
             break
-        return header, lines
+        return header, lines, entries
     if any(isinstance(entry, dict | list) for entry in document):
         raise DataError(f"{path}: a JSON log holds objects, or numbers and times, not lists")
-    return [], [[_cell(entry)] for entry in document]
+    return [], [[_cell(entry)] for entry in document], list(range(len(document)))
 
 
 def _cell(value: object) -> str:

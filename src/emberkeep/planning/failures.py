@@ -12,6 +12,7 @@ import numpy as np
 
 from emberkeep._types import F64
 from emberkeep.checkpoint.failure_gaps import Gaps, Kind
+from emberkeep.checkpoint.overheads import RAREST
 from emberkeep.errors import ConfigError, DataError
 from emberkeep.planning.failure_log import FEWEST
 
@@ -90,7 +91,8 @@ def fits(gaps_hours: F64, censored_hours: F64 | None = None) -> tuple[Fit, ...]:
     """Gamma, Weibull, exponential and log-normal, the best first.
 
     `censored_hours` are times without a failure whose end nobody saw: left out, the others would
-    look shorter than gaps are.
+    look shorter than gaps are. A distribution whose mean is no time that can be planned with is
+    left out; the exponential one always has such a mean.
     """
     gaps = np.sort(np.asarray(gaps_hours, np.float64))
     censored = np.empty(0) if censored_hours is None else np.asarray(censored_hours, np.float64)
@@ -111,6 +113,8 @@ def fits(gaps_hours: F64, censored_hours: F64 | None = None) -> tuple[Fit, ...]:
     for name, distribution in distributions.items():
         parameters = tuple(float(p) for p in distribution.fit(data, floc=0))
         frozen = distribution(*parameters)
+        if not 0 < float(frozen.mean()) <= RAREST / HOUR:
+            continue
         free = len(parameters) - 1  # where it begins is given
         error = frozen.sf(gaps) - observed
         found.append(

@@ -66,6 +66,12 @@ def measure(
         tell("training without versions")
         alone = _Watch()
         result = _train(plain, alone)
+        if alone.steps < LEAST_STEPS:
+            raise ConfigError(
+                f"a measurement takes {LEAST_STEPS} steps or more, and the data is enough for "
+                f"{alone.steps}: give it more samples, or smaller batches"
+            )
+        steps = min(steps, alone.steps)
         scale = max(1.0, result.rows / max(1, result.rows_trained))
         tell("training with versions")
         exact, reschedule = _saved(plain, f"{place}/exact", steps, alone, scale, bits=None)
@@ -148,6 +154,11 @@ class _Watch(Hook):
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "recovered":
             self.recovered.append(details)
+
+    @property
+    def steps(self) -> int:
+        """That were taken."""
+        return len(self._at)
 
     @property
     def step_seconds(self) -> float:

@@ -82,29 +82,43 @@ def read_inputs(path: str | Path) -> Inputs:
         elif key == "parity_slowdown":
             given[key] = _number(path, key, value)
         else:
-            given[key] = int(_number(path, key, value))
+            given[key] = _whole(path, key, value)
     return Inputs(**given)
 
 
 def _measurement(path: str | Path, key: str, value: Any) -> Measurement:
     if not isinstance(value, dict):
         raise DataError(f"{path}: {key!r} is no measurement")
+    known = ("save_seconds", "load_seconds", "slowdown", "bits", "memory_share")
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise DataError(f"{path}: '{key}.{unknown[0]}' is not known; measure again")
     bits = value.get("bits")
     return Measurement(
         save=_time(path, f"{key}.save_seconds", value.get("save_seconds")),
         load=_time(path, f"{key}.load_seconds", value.get("load_seconds")),
         slowdown=_number(path, f"{key}.slowdown", value.get("slowdown", 0.0)),
-        bits=None if bits is None else int(_number(path, f"{key}.bits", bits)),
+        bits=None if bits is None else _whole(path, f"{key}.bits", bits),
         memory_share=_number(path, f"{key}.memory_share", value.get("memory_share", 0.0), -1.0),
     )
 
 
 def _time(path: str | Path, key: str, value: Any) -> timedelta:
-    return timedelta(seconds=_number(path, key, value))
+    try:
+        return timedelta(seconds=_number(path, key, value))
+    except OverflowError:
+        raise DataError(f"{path}: {key} is longer than any time: {value!r}") from None
+
+
+def _whole(path: str | Path, key: str, value: Any) -> int:
+    number = _number(path, key, value)
+    if number != int(number):
+        raise DataError(f"{path}: {key} must be a whole number, not {value!r}")
+    return int(value)
 
 
 def _number(path: str | Path, key: str, value: Any, least: float = 0.0) -> float:
-    wrong = isinstance(value, bool) or not isinstance(value, int | float)
+    wrong = isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300
     if wrong or not math.isfinite(value) or value < least:
         raise DataError(f"{path}: {key} must be a number of {least:g} or more, not {value!r}")
     return float(value)

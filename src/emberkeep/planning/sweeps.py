@@ -126,8 +126,9 @@ def over_random_runs(
     """Figures 11 and 12: PLS against accuracy, over runs with 1 to 32 failures that take 6.25% to
     50% of the shards, and an interval for an expected PLS of 0 to 1. Every strategy goes through
     the same failures with the same interval."""
-    if runs < 1:
-        raise ConfigError(f"there must be 1 random run or more, not {runs}")
+    if runs < 1 or seeds < 1:
+        raise ConfigError(f"there must be 1 random run or more, not {min(runs, seeds)}")
+    strategies = list(dict.fromkeys(strategies))  # a run that counts twice proves nothing more
     specs = [_random_run(spec, run, seeds) for run in range(runs)]
     alone_specs = {case.settings.run.seed: case for case in specs}
     cases = [Task(spec=case, strategy=name) for name in strategies for case in specs]
@@ -212,5 +213,8 @@ def _correlation(x: F64, y: F64) -> float:
 
 
 def _ranks(values: F64) -> F64:
-    order = np.argsort(np.argsort(values, kind="stable"), kind="stable")
-    return order.astype(np.float64)
+    """Equal values share the mean of their ranks."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    shared: F64 = (ends - counts + ends - 1) / 2.0
+    return shared[place]

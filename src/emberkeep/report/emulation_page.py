@@ -10,7 +10,7 @@ from emberkeep.planning.advisor import TITLES, time_text
 from emberkeep.planning.emulator import Emulated, Outcome
 from emberkeep.planning.sweeps import Line, Point
 from emberkeep.report.page import Page
-from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
+from emberkeep.report.plots import COLOURS, Plot, drawing, legend_of, stacked_bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,14 @@ _OUTCOME = ["", "overhead", "saving", "loading", "lost", "rescheduling", "interv
             "AUC loss", "versions", "written", "note"]  # fmt: skip
 # Of the height of a plot of AUCs: what a label over a dot takes.
 _LABEL_SHARE = 0.25
-_MARKERS = {"cpr": "o", "cpr_mfu": "s", "cpr_ssu": "^", "cpr_scar": "D", "partial": "v"}
+_MARKERS = {
+    "full": "P",
+    "cpr": "o",
+    "cpr_mfu": "s",
+    "cpr_ssu": "^",
+    "cpr_scar": "D",
+    "partial": "v",
+}
 
 
 def emulation_page(found: Emulated) -> Page:
@@ -80,7 +87,7 @@ def strategies_plot(found: Emulated) -> Plot:
     with drawing(width=9.5, panels=2, width_ratios=[1.15, 1]) as (plot, (bars, dots)):
         stacked_bars(bars, names, parts)
         bars.set_ylabel("overhead, % of the job")
-        bars.legend()
+        legend_of(bars)
         _auc_dots(dots, names, list(found.outcomes.values()), found.alone)
         for axes in (bars, dots):
             axes.tick_params("x", labelsize=8)
@@ -117,7 +124,7 @@ def targets_plot(points: Sequence[Point], alone: Outcome) -> Plot:
     with drawing(width=9.5, panels=2, width_ratios=[1.15, 1]) as (plot, (bars, dots)):
         stacked_bars(bars, names, [_percents(p.outcome) for p in points])
         bars.set_ylabel("overhead, % of the job")
-        bars.legend()
+        legend_of(bars)
         _auc_dots(dots, names, [p.outcome for p in points], alone)
         for axes in (bars, dots):
             axes.tick_params("x", labelsize=7.5)
@@ -144,7 +151,7 @@ def failures_table(points: Sequence[Point]) -> Table:
         [
             str(p.failures), f"{p.fraction:.1%}", f"{p.full_overhead:.2%}",
             f"{p.outcome.overhead.total:.2%}",
-            f"{p.outcome.overhead.total / p.full_overhead:.2f}", f"{p.outcome.pls:.4f}",
+            _share_text(p), f"{p.outcome.pls:.4f}",
             f"{p.auc_loss:.5f}", "full" if p.refused else "partial",
         ]
         for p in points
@@ -152,13 +159,23 @@ def failures_table(points: Sequence[Point]) -> Table:
     return columns, rows
 
 
+def _share_text(point: Point) -> str:
+    """Nothing where full recovery cost nothing: no failure struck, and no version was due."""
+    if not point.full_overhead:
+        return ""
+    return f"{point.outcome.overhead.total / point.full_overhead:.2f}"
+
+
 def failures_plot(points: Sequence[Point]) -> Plot:
     names = [f"{p.failures} ×\n{p.fraction:.1%}" for p in points]
     shares = [
-        {part: v / p.full_overhead for part, v in asdict(p.outcome.overhead).items()}
+        {
+            part: v / p.full_overhead if p.full_overhead else 0.0
+            for part, v in asdict(p.outcome.overhead).items()
+        }
         for p in points
     ]
-    texts = [f"{p.outcome.overhead.total / p.full_overhead:.2f}" for p in points]
+    texts = [_share_text(p) for p in points]
     with drawing(width=9.5) as (plot, (axes,)):
         stacked_bars(axes, names, shares, hatched=[p.refused for p in points], texts=texts)
         axes.axhline(1.0, color=COLOURS[-1], linewidth=1.2, linestyle="--", label="full recovery")

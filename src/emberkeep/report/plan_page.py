@@ -17,7 +17,7 @@ from emberkeep.planning.candidates import Candidate, candidates
 from emberkeep.planning.failure_log import FailureLog
 from emberkeep.planning.failures import HOUR, Fit, Scaling, observed_survival, scaled_mtbf
 from emberkeep.report.page import Page
-from emberkeep.report.plots import COLOURS, Plot, drawing, stacked_bars
+from emberkeep.report.plots import COLOURS, Plot, drawing, legend_of, stacked_bars
 
 _SCALES = np.unique(np.round(np.geomspace(1, 64, 13)).astype(int))
 
@@ -134,13 +134,13 @@ def _cells(option: Option) -> dict[str, str]:
     spread, loss, error = option.spread, option.accuracy_loss, option.accuracy_error
     return {
         "overhead": _percent(option.overhead.total),
-        "hours": f"{option.lost_hours:.2f}",
+        "hours": f"{option.lost_hours:.2f}" if math.isfinite(option.lost_hours) else "",
         "9 of 10 below": "" if spread is None else _percent(spread.p90),
         "interval": time_text(option.interval),
         "PLS": f"{option.pls:.3g}",
         "AUC loss": "" if loss is None else f"{loss:.5f} ± {error or 0.0:.5f}",
         "memory": _memory(option),
-        "cost": "" if option.cost is None else f"{option.cost:,.0f}",
+        "cost": "" if option.cost is None or math.isinf(option.cost) else f"{option.cost:,.0f}",
     }
 
 
@@ -164,8 +164,7 @@ def overhead_plot(plan: Plan) -> Plot:
     with drawing(height=3.2) as (plot, (axes,)):
         stacked_bars(axes, [TITLES[name] for name in shown], parts)
         axes.set_ylabel("overhead, % of the job")
-        if shown:
-            axes.legend(ncols=1)
+        legend_of(axes, ncols=1)
     return plot
 
 

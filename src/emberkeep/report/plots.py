@@ -157,3 +157,9 @@ def stacked_bars(
     axes.set_xticks(range(len(names)), list(names))
     axes.set_ylim(0, max(below, default=1.0) * 1.18 or 1.0)
     axes.grid(visible=False, axis="x")
+
+
+def legend_of(axes: Axes, **options: Any) -> None:
+    """A legend, where there is something to explain."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(**options)

@@ -235,3 +235,13 @@ def test_versions_without_number_are_not_simulated() -> None:
     found = plan(question={"pls": 1e-7, "jobs": 1000}, save=timedelta(milliseconds=1))
     assert found.strategies["cpr"].spread is None
     assert found.strategies["full"].spread is not None
+
+
+@pytest.mark.parametrize("slowdown", [None, 0.02])
+def test_what_never_ends_is_infinite_with_parity_too(slowdown: float | None) -> None:
+    found = plan(
+        mtbf=2 * MINUTE, load=8 * MINUTE, reschedule=timedelta(0),
+        question={"parity_slowdown": slowdown},
+    )  # fmt: skip
+    assert math.isinf(found.strategies["parity"].overhead.total)
+    assert found.recommended == "full"

@@ -235,3 +235,43 @@ def test_times_beyond_all_clocks(tmp_path: Path) -> None:
     path.write_text("ttf_h\n1e300\n2\n3\n5\n8\n")
     with pytest.raises(DataError, match=r"'ttf_h' holds 1e\+300 hours, which is no time"):
         read_failures(path)
+
+
+def test_what_an_entry_lists_is_one_failure_after_one_gap(tmp_path: Path) -> None:
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps([{"uptime_hours": h, "nodes": ["a", "b"]} for h in (5, 1, 9, 3, 8)]))
+    found = read_failures(log)
+    assert found.gaps_hours.tolist() == [5, 1, 9, 3, 8]
+    assert found.failures == 5
+
+
+def test_an_entry_that_lists_nothing_is_a_failure_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "log.json"
+    entries = [
+        {"time": f"2024-01-{day:02d}T00:00", "nodes": [] if day == 3 else ["a"]}
+        for day in (1, 2, 3, 4, 6, 9)
+    ]
+    log.write_text(json.dumps(entries))
+    assert read_failures(log).gaps_hours.tolist() == pytest.approx([24, 24, 24, 48, 72])
+
+
+def test_every_exit_code_but_0_is_a_failure(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    runs = [(5, 137), (1, 0), (9, -9), (3, 1), (8, 0), (2, 139), (7, 137)]
+    log.write_text("uptime_hours,exit_code\n" + "".join(f"{h},{code}\n" for h, code in runs))
+    found = read_failures(log)
+    assert found.gaps_hours.tolist() == [5, 9, 3, 2, 7]
+    assert found.censored_hours.tolist() == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("log.csv", 'start,text\n2024-01-01,"' + 140_000 * "x"), ("log.json", 100_000 * "[")],
+)
+def test_files_that_no_reader_gets_through_are_refused(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    log = tmp_path / name
+    log.write_text(text)
+    with pytest.raises(DataError, match=r"cannot be read as CSV|is no JSON"):
+        read_failures(log)

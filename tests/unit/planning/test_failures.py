@@ -153,3 +153,12 @@ def test_a_fit_is_drawn_from_around_another_mean() -> None:
         gaps.survival(np.array([0.5, 2.0])),
         best.survival(np.array([0.5, 2.0]) * (best.mean / HOUR)),
     )
+
+
+def test_a_distribution_without_a_mean_is_no_fit() -> None:
+    gaps = np.exp(np.random.default_rng(0).normal(0, 8, 12))
+    censored = np.exp(np.random.default_rng(1).normal(6, 1, 30))
+    found = fits(gaps, censored)
+    assert "exponential" in {fit.name for fit in found}
+    assert "log-normal" not in {fit.name for fit in found}
+    assert all(timedelta(0) < fit.mean for fit in found)

@@ -117,6 +117,21 @@ def settings(*changes: str) -> RunConfig:
     return demo([*TINY, "checkpoint.path=r", *changes])
 
 
+def test_data_that_is_too_short_is_refused_after_one_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = []
+
+    def train(_: RunConfig, watch: measure_run._Watch) -> None:
+        trained.append(watch)
+        watch._at += [0.1 * step for step in range(7)]
+
+    monkeypatch.setattr(measure_run, "_train", train)
+    with pytest.raises(ConfigError, match="the data is enough for 7: give it more samples"):
+        measure(demo(TINY))
+    assert len(trained) == 1
+
+
 @pytest.mark.parametrize("store", ["ftp://there", "/proc/emberkeep"])
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_trained(
     store: str, monkeypatch: pytest.MonkeyPatch

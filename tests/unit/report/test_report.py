@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from emberkeep.checkpoint import Job
+from emberkeep.checkpoint.overheads import Overhead
 from emberkeep.errors import ConfigError, StorageError
 from emberkeep.planning.emulator import (
     STRATEGIES,
@@ -228,3 +230,29 @@ def test_what_a_plan_reads_is_not_written_over(tmp_path: Path, name: str) -> Non
         prepare(tmp_path / "trace.html", reads=(None, log))
     prepare(tmp_path / "other.html", reads=(None, log, tmp_path / "absent"))
     assert log.read_text() == "hours\n1\n"
+
+
+def test_sweeps_in_which_nothing_happened() -> None:
+    idle = replace(outcome("cpr"), overhead=Overhead(), pls=0.0)
+    point = Point(target_pls=0.1, failures=0, fraction=0.1, seed=0, outcome=idle, auc_loss=0.0,
+                  full_overhead=0.0)  # fmt: skip
+    assert pages.failures_table([point])[1][0][4] == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for page in (pages.failures_page([point]), pages.targets_page([point], ALONE)):
+            assert "<svg" in page.html()
+
+
+def test_every_strategy_has_a_marker() -> None:
+    drawn = [replace(points()[0], outcome=outcome(name)) for name in STRATEGIES]
+    assert "<svg" in pages.losses_page(drawn, lines(drawn)).html()
+
+
+def test_ranks_of_equal_values_are_shared() -> None:
+    pls, losses = [0.0, 0.0, 0.0, 0.0, 0.1, 0.2], [3.0, 2.0, 1.0, 0.0, 5.0, 4.0]
+    drawn = [
+        replace(points()[0], outcome=outcome("cpr", pls=p), auc_loss=loss)
+        for p, loss in zip(pls, losses, strict=True)
+    ]
+    for order in (drawn, drawn[::-1]):
+        assert lines(order)["cpr"].rank_correlation == pytest.approx(0.77754, abs=1e-5)
