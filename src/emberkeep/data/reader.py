@@ -14,7 +14,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections import deque
@@ -23,7 +22,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from emberkeep.data.sources import Batch, Cursor, Mark, Source, Window
+from emberkeep.data.sources import Batch, Cursor, Mark, Source, Window, whole_number
 from emberkeep.errors import ConfigError, StateError
 from emberkeep.runtime.background import Worker
 
@@ -63,9 +62,9 @@ class Reader:
         limit: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        batch_size, rank = _whole("batch_size", batch_size), _whole("rank", rank)
-        world, prefetch = _whole("world", world), _whole("prefetch", prefetch)
-        limit = None if limit is None else _whole("limit", limit)
+        batch_size, rank = whole_number("batch_size", batch_size), whole_number("rank", rank)
+        world, prefetch = whole_number("world", world), whole_number("prefetch", prefetch)
+        limit = None if limit is None else whole_number("limit", limit)
         if batch_size < 1 or world < 1 or not 0 <= rank < world or prefetch < 0:
             raise ConfigError(
                 "a reader needs batch_size >= 1, 0 <= rank < world and prefetch >= 0, not "
@@ -107,7 +106,7 @@ class Reader:
 
         Replaces what is left of an earlier budget. Returns the reader, to be iterated.
         """
-        batches = None if batches is None else _whole("batches", batches)
+        batches = None if batches is None else whole_number("batches", batches)
         if batches is not None and batches < 0:
             raise ConfigError(f"a budget is 0 or more batches, not {batches}")
         self._budget = batches
@@ -122,7 +121,7 @@ class Reader:
         `StateError` with the message `unless_renewed`. The budget of `hand_out` is another and
         stays as it is.
         """
-        batches = None if batches is None else _whole("batches", batches)
+        batches = None if batches is None else whole_number("batches", batches)
         if batches is not None and batches < 0:
             raise ConfigError(f"0 or more batches can be lent, not {batches}")
         self._lent, self._unless_renewed = batches, unless_renewed
@@ -272,14 +271,6 @@ class Reader:
                 stream.join()
         elif stream is not None:
             stream.close()
-
-
-def _whole(name: str, given: int) -> int:
-    """Plain, also of numpy's integers: what is counted with them is saved as JSON."""
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise ConfigError(f"{name} must be a whole number, not {given!r}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

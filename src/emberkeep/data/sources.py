@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,14 @@ Ids = I64
 MultiHot = tuple[Ids, Ids]
 Mark = dict[str, int]
 """Where a cursor stands within its files, as plain integers: a shortcut for opening there again."""
+
+
+def whole_number(name: str, given: int) -> int:
+    """Plain, also of numpy's integers: what is counted with them is saved as JSON."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise ConfigError(f"{name} must be a whole number, not {given!r}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,9 @@ class Window:
     stop: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "start", whole_number("start", self.start))
+        if self.stop is not None:
+            object.__setattr__(self, "stop", whole_number("stop", self.stop))
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise ConfigError(
                 f"a window needs 0 <= start <= stop, not start={self.start}, stop={self.stop}"

@@ -17,7 +17,7 @@ import xxhash
 
 from emberkeep._types import F32, F64, U64
 from emberkeep.data.accuracy import auc
-from emberkeep.data.sources import Batch, Ids, Mark
+from emberkeep.data.sources import Batch, Ids, Mark, whole_number
 from emberkeep.errors import ConfigError
 from emberkeep.kernels.sample_draws import draw_ids, draw_samples
 
@@ -68,6 +68,10 @@ class Synthetic:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("samples", "rows_total", "seed"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, whole_number(name, given))
         if self.samples is not None and self.samples < 1:
             raise ConfigError(f"samples must be 1 or more, or None, not {self.samples}")
         for rows in field_rows(self.rows_total):

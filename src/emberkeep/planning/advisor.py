@@ -19,6 +19,7 @@ from emberkeep.planning.job_simulator import HOUR, simulate
 _SHORT_OF_SAVES = 0.5
 _NOT_SMALL = 0.2
 _MEASURED_PLS = 0.2  # the paper shows accuracy up to a target of this
+_MOST_JOBS = 1_000_000
 _MOST_SAVES = 2e8  # of all simulated jobs together: seconds of work
 _LITTLE_ROUNDING = 1e-4  # accuracy that Check-N-Run takes for none
 
@@ -100,8 +101,8 @@ class Question:
                 raise ConfigError(f"{name} must be 1 or more, not {value}")
         if self.max_interval is not None and self.max_interval <= timedelta(0):
             raise ConfigError(f"max_interval must be longer than no time, not {self.max_interval}")
-        if self.jobs < 0:
-            raise ConfigError(f"0 jobs or more are simulated, not {self.jobs}")
+        if not 0 <= self.jobs <= _MOST_JOBS:
+            raise ConfigError(f"0 jobs or more are simulated, up to {_MOST_JOBS}, not {self.jobs}")
 
     @property
     def target_pls(self) -> float:

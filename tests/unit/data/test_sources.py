@@ -117,3 +117,15 @@ def test_split_takes_numbers_of_numpy(test: Any) -> None:
 def test_split_refuses_what_is_no_number(test: Any) -> None:
     with pytest.raises(ConfigError, match="test= takes a number"):
         split(Synthetic(samples=100, rows_total=1000), test=test)
+
+
+def test_counts_of_samples_are_whole_numbers() -> None:
+    for wrong in ({"samples": 1e6}, {"rows_total": 1e6}, {"seed": 0.5}):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            Synthetic(**wrong)
+    for wrong in ({"start": 2.0}, {"stop": 1e6}):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            Window(source=Synthetic(rows_total=1000), **wrong)
+    plain = Synthetic(rows_total=1000, samples=10)
+    assert Synthetic(rows_total=np.int64(1000), samples=np.int64(10)) == plain
+    assert Synthetic(rows_total=np.int64(1000)).fingerprint() == plain.fingerprint()

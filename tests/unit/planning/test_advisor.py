@@ -166,6 +166,7 @@ def test_hours_money_and_accuracy() -> None:
         ({"slopes": {"cp": 1.0}}, "not of 'cp'"),
         ({"most_pls": -1.0}, "between 0 and 1"),
         ({"jobs": -1}, "0 jobs or more"),
+        ({"jobs": 10**8}, "up to 1000000"),
         ({"pls": 1.5}, "between 0 and 1"),
         ({"price": -1.0}, "price must be 0 or more"),
         ({"machines": 0}, "machines must be 1 or more"),
