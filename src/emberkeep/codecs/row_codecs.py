@@ -260,14 +260,12 @@ class Quantized(_RowGrids):
     def _encode_rows(
         self, values_RD: Array, codes_RB: Array, params_R: Array, raw_R: Array, a: int, b: int
     ) -> None:
-        from emberkeep.kernels._tiles import LANES
         from emberkeep.kernels.quantize import encode_rows
 
         bins = np.float32(self.bins)
         encode_rows(
-            values_RD, a, b, LANES, self.bits, self._fine, bins, self.iterations, codes_RB,
-            params_R, raw_R,
-        )  # fmt: skip
+            values_RD, a, b, self.bits, self._fine, bins, self.iterations, codes_RB, params_R, raw_R
+        )
 
     def _decode_rows(self, codes_RB: Array, params_R: Array, out_RD: Array, a: int, b: int) -> int:
         from emberkeep.kernels.quantize import decode_rows
