@@ -15,7 +15,6 @@ the same versions in its own format and restores them in turns.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -24,11 +23,12 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,76 +47,99 @@ def rclone() -> str | None:
 
 
 class Proxy:
-    """Hands HTTP/1.1 requests on, each after a pause, and counts them."""
+    """Hands HTTP/1.1 requests on, each after a pause, and counts them. A thread for each connection
+    and one buffer for what passes through, so that it takes as little of the machine as it can."""
 
     def __init__(self, port: int, delay: float) -> None:
         self._port, self._delay = port, delay
         self._requests = 0
+        self._counting = threading.Lock()
 
-    async def serve(self) -> None:
-        server = await asyncio.start_server(self._client, "127.0.0.1", 0, limit=2**20)
-        print(server.sockets[0].getsockname()[1], flush=True)
-        await server.serve_forever()
+    def serve(self) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=2 * AT_ONCE) as listener:
+            print(listener.getsockname()[1], flush=True)
+            while True:
+                client, _ = listener.accept()
+                threading.Thread(target=self._client, args=(client,), daemon=True).start()
 
-    async def _client(self, client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
-        upstream = None
-        try:
-            while head := await _head(client):
+    def _client(self, connection: socket.socket) -> None:
+        with ExitStack() as ends, suppress(ConnectionError):
+            client, server = _Stream(ends.enter_context(connection)), None
+            while head := client.head():
                 if _COUNT.encode() in head.split(b"\r\n", 1)[0]:
-                    body = str(self._requests).encode()
-                    self._requests = 0
-                    answers.write(
+                    with self._counting:
+                        body, self._requests = b"%d" % self._requests, 0
+                    connection.sendall(
                         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
                     )
-                    await answers.drain()
                     continue
-                self._requests += 1
-                if upstream is None:
-                    upstream = await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
-                await asyncio.sleep(self._delay)
-                server, requests = upstream
-                requests.write(head)
-                await _body(client, requests, head)
-                found = await _head(server)
+                with self._counting:
+                    self._requests += 1
+                if server is None:
+                    upstream = socket.create_connection(("127.0.0.1", self._port))
+                    server = _Stream(ends.enter_context(upstream))
+                time.sleep(self._delay)
+                upstream.sendall(head)
+                client.body(head, upstream)
+                found = server.head()
                 if b"\r\ncontent-range:" in found.lower():
                     found = found.replace(b" 200 OK", b" 206 Partial Content", 1)
-                answers.write(found)
+                connection.sendall(found)
                 if not head.startswith(b"HEAD") and b" 304 " not in found[:16]:
-                    await _body(server, answers, found)
-                await answers.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            answers.close()
-            if upstream is not None:
-                upstream[1].close()
+                    server.body(found, connection)
 
 
-async def _head(stream: asyncio.StreamReader) -> bytes:
-    try:
-        return await stream.readuntil(b"\r\n\r\n")
-    except asyncio.IncompleteReadError:
-        return b""
+class _Stream:
+    """What comes from a socket: heads one by one, and bodies that are handed on as they are."""
 
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self._read = b""
+        self._buffer = memoryview(bytearray(_CHUNK))
+        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-async def _body(source: asyncio.StreamReader, target: asyncio.StreamWriter, head: bytes) -> None:
-    lower = head.lower()
-    if b"\r\ntransfer-encoding: chunked" in lower:
-        while True:
-            line = await source.readuntil(b"\r\n")
+    def head(self) -> bytes:
+        """Until the empty line; nothing where the other side has ended."""
+        while b"\r\n\r\n" not in self._read:
+            more = self._source.recv(2**14)
+            if not more:
+                return b""
+            self._read += more
+        head, end, self._read = self._read.partition(b"\r\n\r\n")
+        return head + end
+
+    def body(self, head: bytes, target: socket.socket) -> None:
+        lower = head.lower()
+        if b"\r\ntransfer-encoding: chunked" not in lower:
+            found = re.search(rb"\r\ncontent-length: (\d+)", lower)
+            self._pass(int(found[1]) if found else 0, target)
+            return
+        size = 1
+        while size:
+            line = self._line()
             size = int(line.split(b";")[0], 16)
-            target.write(line + await source.readexactly(size + 2))
-            if not size:
-                return
-    found = re.search(rb"\r\ncontent-length: (\d+)", lower)
-    left = int(found[1]) if found else 0
-    while left:
-        part = await source.read(min(left, _CHUNK))
-        if not part:
-            raise ConnectionError
+            target.sendall(line)
+            self._pass(size + 2, target)
+
+    def _line(self) -> bytes:
+        while b"\r\n" not in self._read:
+            more = self._source.recv(2**14)
+            if not more:
+                raise ConnectionError
+            self._read += more
+        line, end, self._read = self._read.partition(b"\r\n")
+        return line + end
+
+    def _pass(self, left: int, target: socket.socket) -> None:
+        part, self._read = self._read[:left], self._read[left:]
+        target.sendall(part)
         left -= len(part)
-        target.write(part)
-        await target.drain()
+        while left:
+            count = self._source.recv_into(self._buffer, min(left, _CHUNK))
+            if not count:
+                raise ConnectionError
+            target.sendall(self._buffer[:count])
+            left -= count
 
 
 # -- one process that restores ---------------------------------------------------------------------
@@ -296,7 +319,7 @@ def measured(directory: Path, dim: int, count: int, numbers: list[int], repeats:
 
 if __name__ == "__main__":
     if sys.argv[1] == "proxy":
-        asyncio.run(Proxy(int(sys.argv[2]), float(sys.argv[3])).serve())
+        Proxy(int(sys.argv[2]), float(sys.argv[3])).serve()
     elif sys.argv[1] == "build":
         build(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
