@@ -87,13 +87,15 @@ def print_json(value: Any) -> None:
     """One JSON document; what JSON has no word for (NaN) becomes null."""
     from emberkeep.report.page import strict
 
-    emit(json.dumps(strict(value), ensure_ascii=False, allow_nan=False))
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    plain = encoding.lower().replace("-", "") != "utf8"  # then escaped: it stays JSON
+    emit(json.dumps(strict(value), ensure_ascii=plain, allow_nan=False))
 
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
 ) -> None:
-    """A table for people; columns named in `right` hold numbers."""
+    """A table for people; columns named in `right` hold numbers. No text in it is markup."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -105,7 +107,7 @@ def print_table(
     for row in rows:
         # As text, not markup: a name may hold brackets.
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    terminal = sys.stdout.isatty()
+    terminal = to_terminal()
     # Lines of a log or a pipe are not folded: the next program wants them whole.
     width = shutil.get_terminal_size().columns if terminal else 1000
     text = io.StringIO()
@@ -114,10 +116,19 @@ def print_table(
     emit("\n".join(line for line in lines if line))
 
 
+def to_terminal() -> bool:
+    """Whether people read stdout as it is written; not if whoever started the process closed it."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def emit(text: str) -> None:
-    """One or more lines on stdout, flushed: what cannot be written is an error, not lost."""
+    """One or more lines on stdout, flushed: what cannot be written is an error, not lost. What the
+    encoding of stdout has no character for becomes a question mark."""
+    if sys.stdout is None:  # closed by whoever started the process
+        raise StorageError("the result could not be printed: standard output is closed")
     try:
-        sys.stdout.write(f"{text}\n")
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(f"{text}\n".encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         raise

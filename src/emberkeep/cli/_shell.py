@@ -33,7 +33,8 @@ def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None
         try:
             with saying_what_is_awaited():
                 function(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except EmberkeepError as error:
             if os.environ.get("EMBERKEEP_TRACEBACK"):
                 raise

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile, option, read_time
-from emberkeep.cli._repository import JsonOption, emit, print_json
+from emberkeep.cli._repository import JsonOption, emit, print_json, to_terminal
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
 
@@ -25,13 +26,15 @@ _Address = Annotated[
 ]
 # Rates are known from two looks.
 _LOOK_SECONDS = 0.5
+_LONGEST_WATCH_SECONDS = 86400.0
+_NAME = "emberkeep"
 
 
 @cluster.command()
 @command
 def up(
     shards: Annotated[int, typer.Option(min=1, help="How many servers.")],
-    name: _Name = "emberkeep",
+    name: _Name = _NAME,
     address: _Address = None,
     cpus: Annotated[float, typer.Option(min=0, help="What each server reserves.")] = 0.1,
     memory: Annotated[
@@ -128,7 +131,7 @@ def up(
 @cluster.command()
 @command
 def status(
-    name: _Name = "emberkeep",
+    name: _Name = _NAME,
     address: _Address = None,
     connect: Annotated[
         str | None,
@@ -148,6 +151,11 @@ def status(
     """Show every server: where it is, what it holds and does, and how well it is protected."""
     from emberkeep.cli import _cluster_status
 
+    _check_status(name, address, connect, (tls_certificate, tls_key, authority, token_file))
+    if watch is not None and not 0 < watch <= _LONGEST_WATCH_SECONDS:
+        raise ConfigError(f"--watch takes seconds above 0, a day at most, not {watch:g}")
+    if watch is not None and as_json:
+        raise ConfigError("--json prints one document: leave --watch out, and ask again")
     servers: _cluster_status.Servers
     if connect is not None:
         from emberkeep.wire.private_socket import own_address
@@ -173,6 +181,10 @@ def status(
     if watch is None:
         emit(_cluster_status.text(next(looks)))
         return
+    if not to_terminal():  # a log or a pipe: every look is whole, and comes at once
+        for statuses in looks:
+            emit(_cluster_status.text(statuses))
+        return
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
@@ -183,7 +195,7 @@ def status(
 @cluster.command()
 @command
 def down(
-    name: _Name = "emberkeep",
+    name: _Name = _NAME,
     address: _Address = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also under a run, which then ends or waits for them.")
@@ -209,6 +221,19 @@ def down(
     say(f"cluster {name!r} is down" + ("" if run is None else f"; a run has lost it ({run})"))
 
 
+def _check_status(
+    name: str, address: str | None, connect: str | None, secrets: Sequence[Path | None]
+) -> None:
+    """Refuses what nobody would look at."""
+    if connect is not None and (address is not None or name != _NAME):
+        raise ConfigError("--connect names the servers: leave --name and --address out")
+    if connect is None and any(given is not None for given in secrets):
+        raise ConfigError(
+            "--tls-certificate, --tls-key, --authority and --token-file are for --connect: servers "
+            "on Ray bring their own"
+        )
+
+
 @contextmanager
 def _alone(address: str | None) -> Iterator[None]:
     """No other command starts or ends the Ray of this machine meanwhile. On a Ray elsewhere the
@@ -228,7 +253,7 @@ def _code(parity: str | None, shards: int) -> Parity | None:
     if parity is None:
         return None
     k, comma, r = parity.partition(",")
-    if not (comma and k.strip().isdigit() and r.strip().isdigit()):
+    if not (comma and k.strip().isdecimal() and r.strip().isdecimal()):
         raise ConfigError(f"--parity is K,R, such as 4,1, not {parity!r}")
     code = Parity(k=int(k), r=int(r))
     code.check_shards(shards)

@@ -37,11 +37,12 @@ def demo(
 
     from emberkeep.cli._progress import progress
     from emberkeep.report.demo_page import demo_page
-    from emberkeep.report.page import write
+    from emberkeep.report.page import prepare, write
     from emberkeep.report.plots import check_available
     from emberkeep.train.demo import demonstrate
 
     check_available()
+    prepare(directory / "report.html")
     found = demonstrate(given, hooks=lambda: [progress()], tell=say)
     document = _document(found)
     path = write(directory / "report.html", demo_page(found), document)

@@ -20,6 +20,7 @@ from emberkeep.cli._repository import (
     size_text,
 )
 from emberkeep.cli._shell import command
+from emberkeep.errors import ConfigError
 
 
 @command
@@ -62,11 +63,14 @@ def gc(
     from emberkeep.repository import Collector, KeepEvery, KeepLast, KeepNamed, Writer
     from emberkeep.strategies import retention
 
+    try:
+        spared = timedelta(minutes=grace)
+    except OverflowError:
+        raise ConfigError(f"--grace {grace:g} is too long: give minutes, such as 10") from None
     last = KeepLast(n=keep_last)
     wanted = keep_last if keep_every is None else last | KeepEvery(m=keep_every) | KeepNamed()
     policy = retention(wanted, keep_for=keep_for, drop_after=drop_after)
     repository, _ = open_repository(url)
-    spared = timedelta(minutes=grace)
     if dry_run:
         collected = plan_collection(repository, policy, grace=spared)
     else:

@@ -44,11 +44,12 @@ def restore(
     DIR gets version.json, dense.safetensors and tables/<table>.safetensors, with ids and planes.
     To go on training from a version use the library; to start a new repository from it, `fork`.
     """
-    from emberkeep.inspect.export import to_directory
+    from emberkeep.inspect.export import check_local, to_directory
     from emberkeep.inspect.summary import files_of
     from emberkeep.repository import newest_undamaged
     from emberkeep.runtime import pool
 
+    check_local(output)
     repository, store = open_repository(url)
     if fall_back:
         if version is not None:

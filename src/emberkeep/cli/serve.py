@@ -111,6 +111,8 @@ def serve(
     from emberkeep.wire import private_socket
     from emberkeep.wire.security import Security, is_loopback, read_token
 
+    if tier is None and tier_exclusive:
+        raise ConfigError("--tier-exclusive is for --tier: give that too")
     own_tier = None
     if tier is not None:
         own_tier = Tier(tier, memory=tier_memory, exclusive=tier_exclusive)
@@ -200,7 +202,7 @@ def _place(shard: str | None) -> tuple[int, int] | None:
     if shard is None:
         return None
     index, slash, count = shard.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise ConfigError(f"--shard is I/N with I from 0 to below N, such as 0/4, not {shard!r}")
     return int(index), int(count)
 
@@ -209,6 +211,6 @@ def _metrics_at(given: str | None) -> tuple[str, int] | None:
     if given is None:
         return None
     host, _, port = given.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--metrics is a port or HOST:PORT, not {given!r}")
     return host or "127.0.0.1", int(port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +22,7 @@ from emberkeep.cli._repository import (
     print_json,
     print_table,
     size_text,
+    to_terminal,
 )
 from emberkeep.cli._shell import command
 from emberkeep.errors import ConfigError, StorageError
@@ -93,7 +93,7 @@ def _show_grid(
     if as_json:
         print_json(drawn.to_json())
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    width = shutil.get_terminal_size().columns if to_terminal() else 100
     emit(as_text(drawn, width))
     behind = drawn.newest - drawn.covered
     facts = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from emberkeep.cli._options import option
-from emberkeep.cli._repository import JsonOption, print_json
+from emberkeep.cli._repository import JsonOption, emit, print_json
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
 
@@ -38,6 +38,8 @@ def simulate(
     from emberkeep.testing.simulation import freeze_heap
     from emberkeep.testing.simulation import simulate as run
 
+    if seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, not {seed}")
     if seeds < 1:
         raise ConfigError(f"--seeds must be 1 or more, not {seeds}")
     if seeds > 1:
@@ -66,14 +68,14 @@ def simulate(
 
 
 def _tell(outcome: Outcome) -> None:
-    print(f"seed {outcome.options.seed}: {outcome.options}")
+    emit(f"seed {outcome.options.seed}: {outcome.options}")
     for line in outcome.story:
-        print(line)
+        emit(line)
     if outcome.failure:
-        print(f"{outcome.virtual_seconds:9.3f}  FAILED: {outcome.failure}")
+        emit(f"{outcome.virtual_seconds:9.3f}  FAILED: {outcome.failure}")
         say(f"replay it: emberkeep simulate --seed {outcome.options.seed}")
     else:
-        print(f"{outcome.virtual_seconds:9.3f}  every row and version is as it must be")
+        emit(f"{outcome.virtual_seconds:9.3f}  every row and version is as it must be")
 
 
 def _figures(outcomes: list[Outcome], taken: float, *, stories: bool = False) -> dict[str, Any]:
@@ -108,16 +110,16 @@ def _figures(outcomes: list[Outcome], taken: float, *, stories: bool = False) ->
 
 
 def _count(figures: dict[str, Any]) -> None:
-    print(
+    emit(
         f"{figures['seeds']} seeds in {figures['seconds']:.1f} s "
         f"({figures['seeds_per_minute']:.0f} per minute), {figures['virtual_hours']:.2f} virtual "
         f"hours ({figures['virtual_hours_per_minute']:.2f} per minute)"
     )
     named = ", ".join(f"{count} {kind}" for kind, count in figures["faults"].items())
-    print(f"faults: {named or 'none'}")
-    print(f"{figures['recoveries']} recoveries, {figures['resumes']} resumes")
+    emit(f"faults: {named or 'none'}")
+    emit(f"{figures['recoveries']} recoveries, {figures['resumes']} resumes")
     failed = [str(failure["seed"]) for failure in figures["failures"]]
-    print(f"{len(failed)} failed" + (f": seeds {', '.join(failed)}" if failed else ""))
+    emit(f"{len(failed)} failed" + (f": seeds {', '.join(failed)}" if failed else ""))
 
 
 def _progress(figures: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from emberkeep.cli._repository import count_text, emit, print_json, print_table
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
 
@@ -71,7 +71,7 @@ def train(
     if print_config:
         from emberkeep.config import to_toml
 
-        typer.echo(to_toml(settings), nl=False)
+        emit(to_toml(settings).removesuffix("\n"))
         return
 
     # Torch's threads spin while they wait for each other. On a machine that others use too, a
@@ -94,7 +94,7 @@ def train(
         else:
             result = run(settings, hooks=hooks, fresh=not resume)
     if as_json:
-        typer.echo(json.dumps(result.to_dict()))
+        print_json(result.to_dict())
     else:
         _print(result)
 
@@ -113,80 +113,67 @@ def _settings(config: Path | None, demo: bool, overrides: list[str]) -> RunConfi
 
 def _print(result: Result) -> None:
     """The result for people."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    settings, console = result.settings, Console(highlight=False)
-    memory_mib = result.peak_memory_nbytes / 2**20
+    settings, memory_mib = result.settings, result.peak_memory_nbytes / 2**20
     took = f" in {result.seconds:.1f} s ({result.samples_per_second:,.0f} samples/s)"
     if result.resumed_step is not None:
         rest = result.steps - result.resumed_step
         took = f", the last {rest} of {result.steps} steps here{took}" if rest else " before"
-    console.print(
+    emit(
         f"{settings.model.kind} trained on {result.samples:,} samples{took}, "
-        f"final loss {result.loss:.4f}",
+        f"final loss {result.loss:.4f}\n"
         f"{result.rows_trained:,} of {result.rows:,} rows were trained; "
-        f"the process took at most {memory_mib:,.0f} MiB",
-        sep="\n",
-        soft_wrap=True,
+        f"the process took at most {memory_mib:,.0f} MiB\n"
     )
-    held_out = f"on {result.test_samples:,} held-out samples"
-    table = Table(held_out, "AUC", "log-loss", box=box.SIMPLE)
-    table.add_row("with embeddings", f"{result.auc:.4f}", f"{result.log_loss:.4f}")
+    rows = [("with embeddings", f"{result.auc:.4f}", f"{result.log_loss:.4f}")]
     if result.baseline_auc is not None and result.baseline_log_loss is not None:
-        table.add_row(
-            "without embeddings", f"{result.baseline_auc:.4f}", f"{result.baseline_log_loss:.4f}"
+        rows.append(
+            ("without embeddings", f"{result.baseline_auc:.4f}", f"{result.baseline_log_loss:.4f}")
         )
     if result.best_auc is not None:
-        table.add_row("the best possible", f"{result.best_auc:.4f}", "")
-    console.print(table)
+        rows.append(("the best possible", f"{result.best_auc:.4f}", ""))
+    print_table([f"on {result.test_samples:,} held-out samples", "AUC", "log-loss"], rows)
+    emit("")
     if result.baseline_auc is not None:
         gain = result.auc - result.baseline_auc
         verb = f"add {gain:.4f}" if gain > 0 else f"cost {-gain:.4f}"
-        console.print(f"The embeddings {verb} AUC over the same network without them.")
+        emit(f"The embeddings {verb} AUC over the same network without them.")
     if result.checkpoints is not None and result.checkpoints.versions:
         _print_costs(result.checkpoints, result)
     if result.recoveries is not None and result.recoveries.failures:
         _print_recoveries(result.recoveries, result)
     if result.recoveries is not None and result.recoveries.samples_applied_twice:
         twice = result.recoveries.samples_applied_twice
-        console.print(f"Rows of live servers were adopted: {twice:,} samples are in them twice.")
+        emit(f"Rows of live servers were adopted: {twice:,} samples are in them twice.")
 
 
 def _print_recoveries(made: Recoveries, result: Result) -> None:
     """What failing shards cost, for people."""
-    from rich.console import Console
-
     made_of = [f"{count} {scope}" for scope, count in
                (("full", made.full), ("partial", made.partial), ("parity", made.parity))
                if count]  # fmt: skip
     what = "recovery" if made.full + made.partial + made.parity == 1 else "recoveries"
-    Console(highlight=False).print(
+    emit(
         f"{made.failures} {'shard was' if made.failures == 1 else 'shards were'} lost; "
         f"{' and '.join(made_of)} {what} took "
         f"{made.seconds:.2f} s ({made.seconds / result.seconds:.1%} of the time), "
         f"{made.repeated_steps:,} of {result.steps:,} steps were taken again, and the updates of "
-        f"{made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})",
-        soft_wrap=True,
+        f"{made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})"
     )
 
 
 def _print_costs(costs: Costs, result: Result) -> None:
     """What checkpoints cost, for people."""
-    from rich.console import Console
-
     where = result.settings.checkpoint.path or result.settings.tier.path
-    Console(highlight=False).print(
-        f"{costs.versions} versions were saved beside training: it paused for "
+    saved = f"{count_text(costs.versions, 'version')} {'was' if costs.versions == 1 else 'were'}"
+    emit(
+        f"{saved} saved beside training: it paused for "
         f"{costs.pause_ms_median:.1f} ms each (median; {costs.pause_ms_max:.1f} ms at most) and "
         f"stood still for {costs.stall_seconds:.2f} s in all "
-        f"({costs.stall_seconds / result.seconds:.1%} of the time)",
-        f"{_size(costs.written_nbytes)} were written; {where} keeps {_size(costs.kept_nbytes)}",
-        *_more_costs(costs),
-        sep="\n",
-        soft_wrap=True,
+        f"({costs.stall_seconds / result.seconds:.1%} of the time)"
     )
+    emit(f"{_size(costs.written_nbytes)} were written; {where} keeps {_size(costs.kept_nbytes)}")
+    for line in _more_costs(costs):
+        emit(line)
 
 
 def _more_costs(costs: Costs) -> list[str]:

@@ -44,8 +44,9 @@ def verify(
     from emberkeep.runtime import pool
 
     repository, store = open_repository(url)
-    chosen = repository.versions() if version is None else (choose(repository, version),)
-    total = 0 if shallow else sum(file.size for file in files_of(repository, chosen))
+    chosen = None if version is None else (choose(repository, version),)
+    listed = repository.versions() if chosen is None else chosen
+    total = 0 if shallow else sum(file.size for file in files_of(repository, listed))
     with progress("verifying", total) as store.advance:
         report = check(repository, chosen, deep=not shallow, pool=pool.shared())
     if as_json:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Annotated
 
 import typer
 
+from emberkeep.cli._repository import emit, print_json
 from emberkeep.cli._shell import command
 
 
@@ -25,8 +25,8 @@ def warm(
     warm_up()
     seconds = time.perf_counter() - start
     if as_json:
-        typer.echo(json.dumps({"compiled": announcer.compiled, "seconds": round(seconds, 3)}))
+        print_json({"compiled": announcer.compiled, "seconds": round(seconds, 3)})
     elif announcer.compiled:
-        typer.echo(f"compiled {announcer.compiled} kernels in {seconds:.1f} s")
+        emit(f"compiled {announcer.compiled} kernels in {seconds:.1f} s")
     else:
-        typer.echo("all kernels are compiled already")
+        emit("all kernels are compiled already")

@@ -140,8 +140,7 @@ def output(path: Path, *, force: bool, holds: Sequence[str] = ()) -> Iterator[Pa
     `holds` are the patterns of what a directory of this kind holds. `force` replaces such a
     directory, and none that holds anything else.
     """
-    if path.parts and path.parts[0].endswith(":"):  # a path has only one slash left of "s3://"
-        raise ConfigError(f"{path} is not a local path: export to a directory, then copy it there")
+    check_local(path)
     scratch = path.parent / f".{path.name}.{secrets.token_hex(4)}.incomplete"
     try:
         found = _status(path)
@@ -163,6 +162,12 @@ def output(path: Path, *, force: bool, holds: Sequence[str] = ()) -> Iterator[Pa
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def check_local(path: Path) -> None:
+    """Refuses a URL before a directory is made of it."""
+    if path.parts and path.parts[0].endswith(":"):  # a path has only one slash left of "s3://"
+        raise ConfigError(f"{path} is not a local path: export to a directory, then copy it there")
+
+
 def _status(path: Path) -> os.stat_result | None:
     """What a path leads to; None only where there is nothing."""
     try:
@@ -181,22 +186,23 @@ def published(
         sync_path(file)
     if whole is not None:
         source, target = whole
+        for directory in {file.parent for file in staged.values()} | {source}:
+            sync_path(directory)
     else:
         [(target, source)] = staged.items()
-    # Put aside first, since a directory cannot be replaced; not into what is removed in the end,
-    # whatever happens.
-    aside = source.parent.with_suffix(".replaced") if _status(target) is not None else None
-    if aside is not None:
-        os.rename(target, aside)
+    # Put aside first, since a directory cannot be replaced as a file can; not into what is removed
+    # in the end, whatever happens.
+    aside = source.parent.with_suffix(".replaced")
     try:
+        if whole is not None and _status(target) is not None:
+            os.rename(target, aside)
         os.rename(source, target)
     except BaseException:
-        if aside is not None:
+        if _status(aside) is not None and _status(target) is None:
             os.rename(aside, target)
         raise
     sync_path(target.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(OSError):  # it was a file, or it is gone
-            aside.unlink()
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # a link to a directory, or nothing
+        aside.unlink()
     return Exported(manifest=manifest, files=tuple(staged), rows=dict(rows), nbytes=nbytes)

@@ -136,6 +136,8 @@ class CheckpointSettings:
                 if getattr(self, key) is not None:
                     raise ConfigError(f"{key} is not for partial recovery: set bits")
         self._check_recovery()
+        if self.metrics_port is not None and self.metrics_port > 65535:
+            raise ConfigError(f"metrics_port is 0 to 65535, not {self.metrics_port}")
         if self.accuracy_budget is None and self.calibrate_at is not None:
             raise ConfigError("calibrate_at is for accuracy_budget: set that too")
         if self.mirror is None:

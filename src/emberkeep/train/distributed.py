@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -152,4 +153,9 @@ def _result(settings: RunConfig, reply: Json) -> Result:
         "recoveries": None if recoveries is None else Recoveries(**recoveries),
         "tier": None if tier is None else TierUse(**tier),
     }
-    return Result(**{**reply, **parts, "settings": settings})
+    # JSON has no NaN: what does not exist, such as the AUC of one class, has come as None.
+    numbers = {
+        key: math.nan if reply[key] is None else reply[key]
+        for key in ("loss", "auc", "log_loss", "samples_per_second")
+    }
+    return Result(**{**reply, **numbers, **parts, "settings": settings})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +88,13 @@ class TensorBoard(Hook):
             raise ConfigError(
                 f"{directory} is a file; TensorBoard needs a directory for its events"
             )
-        self._writer = SummaryWriter(str(directory))
+        try:
+            self._writer = SummaryWriter(str(directory))
+        except OSError as error:
+            raise StorageError(
+                f"TensorBoard cannot write to {directory}: {error.strerror or error}; name another "
+                "directory"
+            ) from error
 
     def on_step(self, step: Step) -> None:
         self._writer.add_scalar(f"loss/{step.phase}", step.loss, step.samples)

@@ -51,10 +51,10 @@ def run(
     With `cluster.workers` this process is one `rank` of them, and torch.distributed is set up. The
     result is the same on all but for the held-out samples, which rank 0 alone looks at.
     """
-    check_fresh(settings, fresh)
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
+        check_fresh(settings, fresh)
         return _run(settings, hooks, fresh, rank, stack)
 
 
@@ -68,6 +68,11 @@ def check_fresh(settings: RunConfig, fresh: bool) -> None:
     if fresh and settings.checkpoint.path is None:
         raise ConfigError(
             "a fresh start is for runs that are saved: set checkpoint.path, or leave --fresh out"
+        )
+    if fresh and settings.checkpoint.start_from is not None:
+        raise ConfigError(
+            "a fresh start begins with nothing, also not with checkpoint.start_from: leave one of "
+            "them out, or set another checkpoint.path to start from there once more"
         )
 
 

@@ -238,3 +238,21 @@ def test_ids_in_sets() -> None:
         plain.update(new.tolist())
     assert ids.all().tolist() == sorted(plain)
     assert len(ids._runs) <= 11
+
+
+def test_a_file_is_there_at_every_moment_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.save()
+    target = tmp_path / "out.safetensors"
+    to_safetensors(run.repository, run.repository.version(1), target, POOL)
+    rename = os.rename
+
+    def watched(source: Path, to: Path) -> None:
+        rename(source, to)
+        assert target.exists()
+
+    monkeypatch.setattr(os, "rename", watched)
+    to_safetensors(run.repository, run.repository.version(1), target, POOL, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
