@@ -117,14 +117,14 @@ def print_table(
 
 
 def to_terminal() -> bool:
-    """Whether people read stdout as it is written; not if whoever started the process closed it."""
+    """Whether people read stdout as it is written; not where it is closed."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def emit(text: str) -> None:
     """One or more lines on stdout, flushed: what cannot be written is an error, not lost. What the
     encoding of stdout has no character for becomes a question mark."""
-    if sys.stdout is None:  # closed by whoever started the process
+    if sys.stdout is None:  # closed before the process began
         raise StorageError("the result could not be printed: standard output is closed")
     try:
         encoding = sys.stdout.encoding or "utf-8"
