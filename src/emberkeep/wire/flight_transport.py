@@ -94,6 +94,7 @@ class FlightChannel:
         _watch(self)
 
     def call(self, kind: str, content: bytes, deadline: timedelta) -> Iterator[Any]:
+        import pyarrow as pa
         import pyarrow.flight as flight
 
         try:
@@ -101,35 +102,40 @@ class FlightChannel:
                 flight.Action(kind, content), self._call_options(deadline)
             ):
                 yield result.body
-        except flight.FlightError as error:
+        except pa.ArrowException as error:  # also of a channel that another thread has closed
             raise self._failed(kind, error) from None
 
     def open(self, command: bytes) -> None:
+        import pyarrow as pa
         import pyarrow.flight as flight
 
         try:
             self._writer, self._reader = self._client.do_exchange(
                 flight.FlightDescriptor.for_command(command), self._call_options(None)
             )
-        except flight.FlightError as error:
+        except pa.ArrowException as error:
             raise self._failed("opening a stream", error) from None
 
     def send(self, blob: U8, deadline: timedelta) -> None:
-        if self._writer is None:
-            raise ServerError(f"{self._address}: there is no stream")
         import pyarrow as pa
 
+        writer = self._writer
+        if writer is None:
+            raise ServerError(f"{self._address}: there is no stream")
         self._due = self._clock.monotonic() + deadline.total_seconds()
         try:
-            self._writer.write_metadata(pa.py_buffer(blob))
+            writer.write_metadata(pa.py_buffer(blob))
         except pa.ArrowException as error:
             raise self._failed("sending", error) from None
 
     def receive(self) -> U8:
         import pyarrow as pa
 
+        reader = self._reader
+        if reader is None or self._due is None:  # closed or cancelled: nobody would end the wait
+            raise ServerError(f"{self._address}: nothing is awaited any more")
         try:
-            blob = blob_of(self._reader.read_chunk())
+            blob = blob_of(reader.read_chunk())
         except StopIteration:
             raise ServerError(f"{self._address} has ended the stream") from None
         except pa.ArrowException as error:
@@ -146,19 +152,21 @@ class FlightChannel:
     def cancel(self) -> None:
         """Ends the stream, also for a thread that waits on it; safe from any thread."""
         self._due = None
-        if self._reader is not None:
-            self._reader.cancel()
+        reader = self._reader
+        if reader is not None:
+            reader.cancel()
 
     def close(self) -> None:
+        """Waits for nobody: a stream that ended with its server's consent would never end where
+        that one is stopped or cut off."""
         import pyarrow as pa
 
-        idle, writer, reader = self._due is None, self._writer, self._reader
-        self._writer = self._reader = None
+        writer, reader = self._writer, self._reader
+        self._writer = self._reader = self._due = None
         try:
             if writer is not None:
                 with suppress(pa.ArrowException):
-                    if not idle:
-                        reader.cancel()
+                    reader.cancel()
                     writer.close()
         finally:
             with suppress(pa.ArrowException):
@@ -168,8 +176,6 @@ class FlightChannel:
         """A stream that is dropped, by a run that ends with an error say, is given up: Arrow would
         wait for its server, and print what that comes to."""
         with suppress(BaseException):  # also of an interpreter that is about to end
-            self.cancel()
-            self._due = 0.0
             self.close()
 
     def _call_options(self, deadline: timedelta | None) -> Any:

@@ -119,7 +119,7 @@ class RemoteShard:
         self._transport = transport
         self._clock = clock
         self._connection: Connection | None = None
-        self._waiting = 0
+        self._awaited: Connection | None = None  # by which a reply is to come
         self._given_up = True
         self._opening = False
         self.saved_pushes: dict[str, int] = {}
@@ -151,7 +151,6 @@ class RemoteShard:
 
     def disconnect(self) -> None:
         connection, self._connection = self._connection, None
-        self._waiting = 0
         if connection is not None:
             connection.close()
 
@@ -284,24 +283,24 @@ class RemoteShard:
     # -- pulls and pushes ------------------------------------------------------------------------
 
     def send(self, blob: U8, deadline: timedelta) -> None:
-        self._open().send(blob, deadline)
-        self._waiting += 1
+        self._awaited = self._open()
+        self._awaited.send(blob, deadline)
 
     def receive(self) -> U8:
-        """The next reply. What the server refuses comes out as its error."""
-        connection = self._connection
-        if connection is None:  # given up since: on a new stream nothing would ever come
+        """The reply. What the server refuses comes out as its error."""
+        connection = self._awaited  # not a new one of another thread: there nothing would come
+        if connection is None:
             raise ServerError(f"{self.address}: nothing is awaited any more")
         blob = connection.receive()
-        self._waiting -= 1
-        if not self._waiting:
-            connection.settled()
+        connection.settled()
+        self._awaited = None
         check_reply(blob)
         return blob
 
     def again(self, blob: U8, deadline: timedelta) -> U8:
         """Sends a request once more on a new connection; the server's own errors come out."""
-        self._revive()
+        with self._lock:  # what other threads ask the server comes to an end first
+            self._revive()
         try:
             self.send(blob, deadline)
             return self.receive()
@@ -315,9 +314,11 @@ class RemoteShard:
         return ShardLostError((self.index,))
 
     def settle(self) -> None:
-        """A stream with replies that nobody took is of no use any more."""
-        if self._waiting:
-            self.disconnect()
+        """A stream with a reply that nobody took is of no use any more."""
+        if (awaited := self._awaited) is not None:
+            awaited.close()
+            self._connection = None if awaited is self._connection else self._connection
+            self._awaited = None
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -539,8 +540,7 @@ class RemoteRows:
         self._names: dict[str, str] = {}
         self.held_seconds = 0.0
         self.core_seconds = 0.0
-        # Only the server knows, and its own budget heeds it.
-        self.pressed = False
+        self.pressed = False  # only the server knows, and its own budget heeds it
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
