@@ -146,6 +146,41 @@ def test_batches_in_tiers_too(farm: Farm, tmp_path: Path) -> None:
     servers.end()
 
 
+def test_rows_of_a_run_that_has_left_newer_versions_are_not_adopted(
+    farm: Farm, tmp_path: Path
+) -> None:
+    """Beside them would stand the network of the newest. Those of its next version are."""
+    servers = FarmLauncher(farm, SHARDS)
+    left(servers, tmp_path / "r", steps=13)
+
+    def goes_back(steps: int, run_known: bool) -> None:
+        run = Run(OnServers(servers), tmp_path / "r", EVERY_SIX)
+        run.keeper.resume(1)
+        run.train(steps)
+
+        def known() -> bool:
+            runs = [shard.status()["run"]["repository"] for shard in run.cluster.handles]
+            return all(runs) if run_known else not any(runs)
+
+        until(known, "servers to know whose rows they have")
+        for shard in run.cluster.handles:
+            shard.release(run.cluster._coordinator, stay=True)
+        run.end()
+
+    goes_back(2, run_known=False)
+    with pytest.warns(UserWarning, match="none are adopted"):
+        run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.keeper.resume().step == 12
+    assert run.bits() == plain(12)
+    run.end()
+    goes_back(7, run_known=True)
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.keeper.resume().step == 12
+    assert run.bits() == [plain(13)[0], plain(12)[1]]
+    run.end()
+    servers.end()
+
+
 @pytest.mark.parametrize("what", ["a server was started again", "another run", "another model"])
 def test_rows_that_are_not_all_of_the_run_are_not_adopted(
     farm: Farm, tmp_path: Path, what: str

@@ -92,9 +92,6 @@ class RepositorySaver(Checkpointer):
             history = None  # it takes as long as both places have versions: somebody may have come
         check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
                    repository.id)  # fmt: skip
-        for part in view_of(subject).parts:
-            if isinstance(part.target, Cluster):
-                part.target.tell(repository=repository.id)
         super().__init__(
             repository,
             subject,
@@ -105,6 +102,8 @@ class RepositorySaver(Checkpointer):
             ahead=ahead,
         )
         self.url = store.url
+        self._told_run: str | None = None
+        self._tell_run(repository.id)
         self._about = about
         self._mirror = copies
         self.patience: timedelta | None = None
@@ -168,6 +167,18 @@ class RepositorySaver(Checkpointer):
         self.forget_chain()
         self._whole = None
         self._left_newer = not newest and has_newer(self.repository, version, self.spec.priority)
+        self._tell_run()
+
+    def _tell_run(self, run: str | None = None) -> None:
+        """Servers hear whose rows they hold, for a trainer that would adopt them. Those of a run
+        that has left newer versions are nobody's until its next one: beside them, a restart would
+        bring back the network of the newest."""
+        run = ("" if self._left_newer else self.repository.id) if run is None else run
+        if run != self._told_run:
+            self._told_run = run
+            for part in view_of(self.subject).parts:
+                if isinstance(part.target, Cluster):
+                    part.target.tell(repository=run)
 
     @property
     def continued(self) -> int | None:
@@ -182,6 +193,7 @@ class RepositorySaver(Checkpointer):
         if version is None and take_adopted(self.subject, self.repository.id):
             return self._beside_adopted(fits)
         drop_adopted(self.subject)
+        self._tell_run("")  # before they are loaded, until it is known what they are
         if isinstance(version, str) and not version.isdigit():
             version = self.repository.named(version).number
         number = None if version is None else int(version)
@@ -199,6 +211,7 @@ class RepositorySaver(Checkpointer):
             if again is None or not (self._bring_again(again, error) or fall_back):
                 raise
             restored = restore(fall_back)
+        self._tell_run()
         if restored is None:
             return None
         described = restored.manifest.described
@@ -247,6 +260,8 @@ class RepositorySaver(Checkpointer):
             saving, version=version, kind=kind, nbytes=nbytes, held_seconds=held_seconds,
             core_seconds=core_seconds,
         )  # fmt: skip
+        if saving.whole:
+            self._tell_run()
         if self._mirror is not None and saving.whole:
             self._mirror.offer()
 
