@@ -118,7 +118,7 @@ def test_where_nothing_can_be_kept_servers_start_without_logs(
     (tmp_path / "emberkeep").write_text("in the way")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="servers keep no logs: .*set XDG_STATE_HOME"):
-        assert processes._log_directory(processes.SYSTEM_CLOCK) is None
+        assert processes._log_directory(processes.SYSTEM_CLOCK, "token") is None
 
 
 def test_refused_tokens_are_counted_and_logged(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -16,8 +16,9 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, check_on_restart
@@ -28,7 +29,7 @@ from emberkeep.cluster.spread import check_tier, warn_of_shared_machines
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DeadlineError, ServerError
 from emberkeep.runtime import pool as pools
-from emberkeep.runtime.background import end_all
+from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.event_log import last_line, new_log_directory, stderr_beside
 from emberkeep.runtime.waiting import Waiting
@@ -38,6 +39,8 @@ from emberkeep.wire.security import TOKEN, Security, read_token
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
+# How often a spare is tried again that could not be started.
+_SPARE_SECONDS = 30.0
 _numbers = itertools.count(1)
 _LONGEST_DIRECTORY = 70
 
@@ -68,8 +71,9 @@ class Servers:
 
     def open(self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int) -> FlightCluster:
         launcher = ProcessLauncher(
-            self.shards, spares=self.spares, threads=self.threads, tier=self.tier
-        )
+            self.shards, spares=self.spares, threads=self.threads, tier=self.tier,
+            lease=self.timing.lease,
+        )  # fmt: skip
         try:
             cluster = FlightCluster(
                 tables, optimizer, launcher, seed=seed, pool=pools.shared(),
@@ -183,11 +187,15 @@ def connect(
 
 
 class ProcessLauncher:
-    """Servers of this machine, children of this process: they end with it, however it ends."""
+    """Servers of this machine, children of this process: they end with it, however it ends.
+
+    A server that cannot be started is `ServerError`; a spare is not worth that: it is said once,
+    and tried again until it is there.
+    """
 
     def __init__(
         self, shards: int, *, spares: int = 1, threads: int | None = None,
-        tier: Tier | None = None, clock: Clock = SYSTEM_CLOCK,
+        tier: Tier | None = None, lease: timedelta | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._threads = threads or max(1, pools.default_threads() // shards)
@@ -199,19 +207,22 @@ class ProcessLauncher:
         self._servers: list[_Process] = []
         self._spares: list[_Process] = []
         self._wanted_spares = spares
-        self._logs = _log_directory(clock)
+        self._lease_seconds = (lease or Timing().lease).total_seconds()
+        # Those that SIGKILL has not ended, and which others have replaced.
+        self._stuck: list[_Process] = []
+        self._said: set[str] = set()
+        retry = Retry(limit=None, most=timedelta(seconds=_SPARE_SECONDS))
+        self._later = Worker("emberkeep-spares", self._try_again, retry=retry, clock=clock)
+        self._logs = _log_directory(clock, f"{self.security.token}\n")
         self.token_file = None if self._logs is None else self._logs / "token"
         """With it this user's `emberkeep cluster status` can ask the servers as well."""
-        if self.token_file is not None:
-            self.token_file.touch(mode=0o600)
-            self.token_file.write_text(f"{self.security.token}\n")
         waiting = Waiting(clock)
         what = f"{shards} shard server{'s' if shards > 1 else ''}"
         waiting.say(f"starting {what}" + (f" and {spares} to spare" if spares else ""))
         try:
-            for processes, count in ((self._servers, shards), (self._spares, spares)):
-                for _ in range(count):
-                    processes.append(self._start())
+            for _ in range(shards):
+                self._servers.append(self._start())
+            self._want_spares()
             for ready, server in enumerate(self._servers):
                 server.wait()
                 waiting.say(f"{ready + 1} of {what} are ready")
@@ -221,7 +232,43 @@ class ProcessLauncher:
         waiting.over(f"{what} ready")
 
     def _start(self) -> _Process:
-        return _Process(self._threads, self.security, self._logs, self._tier)
+        try:
+            started = _Process(self._threads, self.security, self._logs, self._tier)
+        except OSError as error:
+            places = [tempfile.tempdir or "TMPDIR", *([] if self._logs is None else [self._logs])]
+            raise ServerError(
+                f"a shard server cannot be started: {error}; see that "
+                f"{' and '.join(map(str, places))} can be written and have space and inodes, and "
+                "that limits on open files and processes (ulimit -n, ulimit -u) leave room"
+            ) from error
+        self._said.clear()
+        return started
+
+    def _want_spares(self) -> None:
+        """Has as many spares as it should; those that cannot be started come later."""
+        try:
+            self._fill_spares()
+        except ServerError as error:
+            self._warn("spare", f"a spare is missing, and is tried again: {error}")
+            self._later.wake()
+
+    def _fill_spares(self) -> None:
+        while not self._closed and len(self._spares) < self._wanted_spares:
+            self._spares.append(self._start())
+
+    def _try_again(self) -> float | None:
+        try:
+            with self._lock:
+                self._fill_spares()
+        except ServerError:  # said before
+            return _SPARE_SECONDS
+        return None
+
+    def _warn(self, of: str, text: str) -> None:
+        """Says it once, until a server could be started again."""
+        if of not in self._said:
+            self._said.add(of)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     @property
     def count(self) -> int:
@@ -245,20 +292,47 @@ class ProcessLauncher:
         with self._lock:
             if self._closed:
                 raise ServerError("the cluster is closed")
-            self._servers[shard].kill()
-            server = self._spares.pop(0) if self._spares else self._start()
+            self._end_for_good(shard)
+            try:
+                server = self._spares.pop(0) if self._spares else self._start()
+            except ServerError as error:
+                # Who recovers asks again, for as long as there is patience: nobody else says why.
+                self._warn("server", f"shard {shard} has no server yet: {error}")
+                raise
             self._servers[shard] = server
-            if len(self._spares) < self._wanted_spares:
-                self._spares.append(self._start())
+            self._want_spares()
         server.wait()
         return server.address
+
+    def _end_for_good(self, shard: int) -> None:
+        """Returns once the server is dead, or once its lease has passed with SIGKILL pending.
+
+        No thread of such a process runs again outside of the call in which the system holds it,
+        so it answers nobody, and by its lease it may not. That lease runs out from here at the
+        latest: its renewals rest, and one that is read late renews nothing. Files of a tier it
+        keeps locked: there a replacement is refused until it has gone.
+        """
+        server = self._servers[shard]
+        if server in self._stuck:
+            return
+        try:
+            server.kill(max(_END_SECONDS, self._lease_seconds))
+        except DeadlineError as error:
+            self._stuck.append(server)
+            warnings.warn(
+                f"shard {shard} is replaced, as its lease has passed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             processes = [*self._servers, *self._spares]
+            processes = [process for process in processes if process not in self._stuck]
         until = self._clock.monotonic() + _END_SECONDS
         end_all(
+            self._later.close,
             *(process.ask_to_end for process in processes),
             *(lambda p=p: p.end(until - self._clock.monotonic()) for p in processes),
         )
@@ -271,10 +345,14 @@ def _tier_options(tier: Tier | None) -> list[str]:
     return [*options, *(["--tier-exclusive"] if tier.exclusive else [])]
 
 
-def _log_directory(clock: Clock) -> Path | None:
-    """Where servers log; None, with a warning, where this user can keep nothing."""
+def _log_directory(clock: Clock, token: str) -> Path | None:
+    """Where servers log, with a file that has the token; None, with a warning, where this user can
+    keep nothing."""
     try:
-        return new_log_directory(clock)
+        made = new_log_directory(clock)
+        (made / "token").touch(mode=0o600)
+        (made / "token").write_text(token)
+        return made
     except OSError as error:
         warnings.warn(
             f"servers keep no logs: {error}; set XDG_STATE_HOME to a directory that can be written",
@@ -297,8 +375,10 @@ class _Process:
         self.log = None if logs is None else logs / f"server-{next(_numbers)}.log"
         """Its events; None where nothing can be kept. What else it prints is in the file beside."""
         self._directory = tempfile.mkdtemp(prefix="emberkeep-", dir=_short_directory())
+        stderr: int | IO[bytes] = subprocess.DEVNULL
         try:
-            stderr = subprocess.DEVNULL if self.log is None else stderr_beside(self.log).open("ab")
+            if self.log is not None:
+                stderr = stderr_beside(self.log).open("ab")
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "emberkeep.cli", "serve", "--threads", str(threads),
@@ -317,8 +397,9 @@ class _Process:
         except BaseException:
             self._remove_directory()
             raise
-        if not isinstance(stderr, int):
-            stderr.close()
+        finally:
+            if not isinstance(stderr, int):
+                stderr.close()
         self._greeting: dict[str, Any] | None = None
 
     @property
@@ -339,35 +420,42 @@ class _Process:
     def _ready(self) -> dict[str, Any]:
         """What the server says when it listens."""
         if self._greeting is None:
-            assert self._process.stdout is not None
+            stdout = self._process.stdout
+            assert stdout is not None
+            # Not `select`, which takes no descriptors above 1023.
+            with selectors.PollSelector() as selector:
+                selector.register(stdout, selectors.EVENT_READ)
+                spoke = bool(selector.select(_START_SECONDS))
             # It writes one short line, whole.
-            if not select.select([self._process.stdout], [], [], _START_SECONDS)[0]:
-                self._process.kill()
-            line = self._process.stdout.readline()
+            line = stdout.readline() if spoke else ""
             if not line:
-                code = self._ended()
                 said = "" if self.log is None else last_line(stderr_beside(self.log))
+                said = said or "it said nothing; run emberkeep serve to see why"
+                if not spoke:
+                    self._process.kill()
+                    raise ServerError(
+                        f"shard server {self.pid} was not ready within {_START_SECONDS:g} s: {said}"
+                    )
                 raise ServerError(
-                    f"a shard server ended with {code} before it was ready: "
-                    f"{said or 'it said nothing; run emberkeep serve to see why'}"
+                    f"a shard server ended with {self._ended()} before it was ready: {said}"
                 )
             self._greeting = json.loads(line)
         return self._greeting
 
-    def kill(self) -> None:
+    def kill(self, seconds: float = _END_SECONDS) -> None:
         """SIGKILL, and gone when this returns; a stopped process dies too."""
         self._process.send_signal(signal.SIGKILL)
         try:
-            self._ended()
+            self._ended(seconds)
         finally:
             self._let_go()
 
-    def _ended(self) -> int:
+    def _ended(self, seconds: float = _END_SECONDS) -> int:
         try:
-            return self._process.wait(_END_SECONDS)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise DeadlineError(
-                f"shard server {self.pid} has not ended within {_END_SECONDS:g} s: the system does "
+                f"shard server {self.pid} has not ended within {seconds:g} s: the system does "
                 "not let it go, look at what it waits for (a disk or mount that hangs)"
             ) from None
 
