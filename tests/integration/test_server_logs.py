@@ -91,6 +91,7 @@ def test_cluster_status_needs_no_ray(cluster: FlightCluster) -> None:
     assert below[1].startswith("logs on ")
     asked = f"{address}, grpc+tcp://127.0.0.1:1"
     both = CliRunner().invoke(app, ["cluster", "status", "--connect", asked, *token, "--json"])
+    assert both.exit_code == ServerError.exit_code
     first, second = json.loads(both.stdout)["shards"]
     assert first["rows_per_second"] == 0
     assert first["run"]["step"] == 1

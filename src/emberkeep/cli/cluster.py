@@ -13,7 +13,7 @@ import typer
 from emberkeep.cli._options import Authority, TlsCertificate, TlsKey, TokenFile, option, read_time
 from emberkeep.cli._repository import JsonOption, emit, print_json, to_terminal
 from emberkeep.cli._shell import command, say
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from emberkeep.erasure.codes import Parity
@@ -175,11 +175,14 @@ def status(
         ray_cluster.ensure_ray(address or "auto")
         servers = _cluster_status.RayServers(ray_cluster.RayLauncher(_found(name)))
     looks = _cluster_status.looks(servers, watch or _LOOK_SECONDS)
-    if as_json:
-        print_json({"name": None if connect else name, "shards": next(looks)})
-        return
     if watch is None:
-        emit(_cluster_status.text(next(looks)))
+        found = next(looks)
+        if as_json:
+            print_json({"name": None if connect else name, "shards": found})
+        else:
+            emit(_cluster_status.text(found))
+        if any(shard["state"] == "lost" for shard in found):  # also for who reads no tables
+            raise typer.Exit(ServerError.exit_code)
         return
     if not to_terminal():  # a log or a pipe: every look is whole, and comes at once
         for statuses in looks:

@@ -465,8 +465,8 @@ class Repository:
         if is_torn(found, content) or (move and found != content):
             self.store.put(path, content)
         elif found != content:
-            held = self.tags().get(name)
-            raise ConfigError(f"{name} already names version {held}: untag it first")
+            number = getattr(self.tags().get(name), "number", "another")
+            raise ConfigError(f"{name} names version {number}: move it (--move), or untag it first")
         try:
             self.ensure_kept(version)
         except NoVersionError:
