@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
+from emberkeep._types import Json
 from emberkeep.cluster.outage import surviving
 from emberkeep.errors import PeerError, ServerError, ShardLostError
 from emberkeep.runtime.clock import Clock
 from emberkeep.testing.local_transport import Rule
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.contracts.engine import wanted_of
 from tests.faults.test_recovery_interrupted import saved
-from tests.faults.test_servers_return import CODED, SHARDS, World
+from tests.faults.test_servers_return import CODED, SHARDS, TIMING, World
+from tests.waiting import until
 
 
 class Troubled:
@@ -123,4 +128,63 @@ def test_a_shard_whose_renewal_takes_several_attempts_is_lost_once() -> None:
     world.cluster.renew(*range(SHARDS))
     world.cluster.serve(*range(SHARDS))
     assert world.cluster.losses == [1]
+    world.cluster.close()
+
+
+def test_a_silence_is_counted_from_when_the_server_was_last_heard() -> None:
+    """Nobody has asked it for a while: what a call says of it is no shorter for that."""
+    world = World(fixed=True)
+    world.push()
+    heard: list[Json] = []
+    world.cluster.on_event = lambda event, about: heard.extend([about] * (event == "silent"))
+    world.network.partition(world.names[1])
+    world.clock.advance(timedelta(seconds=40))
+    world.clock.at(12, world.network.partition)
+    world.push()
+    assert 40 <= heard[0]["seconds"] < 60
+    patience = TIMING.patience.total_seconds()
+    assert heard[0]["until"] - heard[0]["seconds"] == pytest.approx(patience - 5, abs=1)
+    world.check()
+
+
+def test_an_idle_coordinator_says_which_server_it_does_not_hear() -> None:
+    world = World(fixed=True)
+    world.push()
+    heard: list[tuple[str, Json]] = []
+    world.cluster.on_event = lambda *event: heard.append(event)
+    world.network.partition(world.names[1])
+    world.clock.advance(TIMING.lease - timedelta(seconds=1))
+    assert heard == []
+    world.clock.advance(4 * TIMING.lease)
+    until(lambda: heard, "the event")
+    ((event, about),) = heard  # once
+    assert (event, about["shard"], about["address"]) == ("unheard", 1, world.names[1])
+    assert about["seconds"] > TIMING.lease.total_seconds()
+    assert "cannot be reached" in about["error"]
+    world.network.partition()
+    world.clock.advance(TIMING.lease)
+    until(lambda: len(heard) > 1, "its return")
+    assert heard[1:] == [("returned", {"shard": 1, "address": world.names[1]})]
+    world.push()
+    assert len(heard) == 2
+    world.check()
+
+
+def test_renewals_do_not_tell_what_a_call_tells() -> None:
+    world = World(fixed=True)
+    world.push()
+    world.cut_off(1, seconds=100)
+    world.push()
+    assert set(world.heard) == {"silent", "returned"}
+    assert world.heard.count("returned") == 1
+    world.check()
+
+
+def test_a_worker_that_waits_in_vain_says_who_brings_shards_back() -> None:
+    world = World(fixed=True)
+    worker = world.open("worker", coordinate=False)
+    world.network.stop(world.names[1])
+    with pytest.raises(ServerError, match="the coordinator brings them back with its next call"):
+        worker.pull(wanted_of(worker, {"fixed": [1]}))
+    worker.close()
     world.cluster.close()

@@ -21,7 +21,8 @@ KEEP_ROWS_FOR = timedelta(minutes=30)
 
 @dataclass(slots=True)
 class _Seen:
-    """What was known of one epoch when it was last looked at; times are monotonic."""
+    """What was known of one epoch when it was last looked at; times are monotonic, and those at
+    which something happened, not at which it was seen, where that is known."""
 
     epoch: Epoch
     expired_at: float | None = None
@@ -86,7 +87,7 @@ class ServerWatch:
     def _look_at_lease(self, seen: _Seen) -> None:
         epoch, now = seen.epoch, self._clock.monotonic()
         if epoch.lapsed and seen.expired_at is None:
-            seen.expired_at = now
+            seen.expired_at = now - max(0.0, epoch.silent_seconds - epoch.lease_seconds)
             self._tell(
                 "lease_expired", epoch, silent_seconds=round(epoch.silent_seconds, 3),
                 lease_seconds=epoch.lease_seconds,
@@ -115,6 +116,8 @@ class ServerWatch:
         since, stripes = float(status["unprotected_since"]), int(status["unprotected_stripes"])
         if (since or stripes) and seen.unprotected_at is None:
             seen.unprotected_at = now
+            if since:
+                seen.unprotected_at -= max(0.0, self._clock.now().timestamp() - since)
             at = datetime.fromtimestamp(since, timezone.utc) if since else self._clock.now()
             self._tell("unprotected", epoch, since=at.isoformat("T", "seconds"), stripes=stripes)
         elif not (since or stripes) and seen.unprotected_at is not None:

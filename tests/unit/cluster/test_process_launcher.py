@@ -207,7 +207,7 @@ def test_a_server_that_never_speaks_and_cannot_be_killed_keeps_nobody(
     assert killed == [True]
 
 
-def test_a_kill_waits_as_long_as_it_is_told() -> None:
+def test_a_kill_waits_as_long_as_it_is_asked_to() -> None:
     waited: list[float] = []
 
     def wait(seconds: float) -> int:

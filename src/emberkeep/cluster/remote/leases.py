@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,18 +25,25 @@ class Leases:
     is known: a stream that nobody holds must not pass for settled before.
 
     A renewal that fails, whatever the error, is tried again for as long as the lease is wanted: if
-    it stays without one, the next pull or push finds out, and has the shard replaced.
+    it stays without one, the next pull or push finds out, and has the shard replaced. Until then
+    `say`, a method whose object it does not keep alive, hears "unheard" of a server that has not
+    answered for as long as its lease, and "returned" if it does again.
     """
 
     def __init__(
         self, coordinator: str, shards: Sequence[RemoteShard], security: Security, timing: Timing,
-        *, transport: Transport = FLIGHT, clock: Clock = SYSTEM_CLOCK,
+        *, say: Callable[..., None] | None = None, transport: Transport = FLIGHT,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self.run: dict[str, float | str] = {}
         self.coordinator = coordinator
         dial = partial(Connection, security=security, transport=transport)
+        self._clock = clock
+        method = None if say is None else weakref.WeakMethod(say)
         self._renewals = {
-            shard.index: _Renewal(coordinator, self.run, dial, timing.lease / 4, clock)
+            shard.index: _Renewal(
+                coordinator, self.run, dial, timing.lease, clock, partial(_tell, method, shard)
+            )
             for shard in shards
         }
         for shard in shards:
@@ -68,10 +76,26 @@ class Leases:
         the first message that does not go to it."""
         return self._renewals[index].left_out
 
+    def silent_seconds(self, index: int, since: float) -> float:
+        """For how long a server has answered no renewal; at least `since`, a moment of the clock,
+        when something else was not answered."""
+        answered = self._renewals[index].answered_at
+        return self._clock.monotonic() - (since if answered is None else min(since, answered))
+
     def stop(self) -> None:
         for renewal in self._renewals.values():
             renewal.meant, renewal.over = None, True
             renewal.worker.wake()
+
+
+def _tell(
+    method: weakref.WeakMethod[Callable[..., None]] | None, shard: RemoteShard, event: str,
+    **details: float | str,
+) -> None:  # fmt: skip
+    """What a renewal has found out; once a call has found the server lost, that call tells."""
+    say = None if method is None else method()
+    if say is not None and shard.state == "serving":
+        say(event, shard=shard.index, address=shard.address, **details)
 
 
 class _Renewal:
@@ -79,14 +103,21 @@ class _Renewal:
 
     def __init__(
         self, coordinator: str, run: dict[str, float | str], dial: Callable[[str], Connection],
-        pause: timedelta, clock: Clock,
+        lease: timedelta, clock: Clock, tell: Callable[..., None],
     ) -> None:  # fmt: skip
+        pause = lease / 4
         self.meant: tuple[str, int] | None = None
         self.over = False
         self.left_out: dict[int, int] = {}
         self._header: Json = {"coordinator": coordinator, "run": run}
         self._dial = dial
         self._pause = pause
+        self._lease_seconds = lease.total_seconds()
+        self._clock = clock
+        self._tell = tell
+        self.answered_at: float | None = None
+        self._failures = 0
+        self._unheard = False
         self._connection: Connection | None = None
         # What the server's clock said in its last answer: the lease runs from there, so that a
         # renewal which is read late renews nothing.
@@ -103,6 +134,9 @@ class _Renewal:
             self._disconnect()
             self._known, self._heard = meant, 0.0
             self.left_out = {}
+            # It was admitted just now.
+            self.answered_at = None if meant is None else self._clock.monotonic()
+            self._failures, self._unheard = 0, False
         if meant is None:
             if self.over:
                 self.worker.stop()
@@ -118,15 +152,29 @@ class _Renewal:
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
         before, self._heard = self._heard, float(reply["clock"])
+        self.answered_at, self._failures = self._clock.monotonic(), 0
         self.left_out = {int(host): int(number) for host, number in reply.get("left_out", ())}
         if self.left_out.items() - known.items():
             return 0  # it shall hear soon that this is known
         pause = self._pause.total_seconds()
-        # After a silence the lease still runs from before it: it is renewed by the next message.
-        return 0 if self._heard - before > 2 * pause else pause
+        if self._heard - before > 2 * pause:
+            # After a silence the lease still runs from before it: the next message renews it.
+            return 0
+        if self._unheard:
+            self._unheard = False
+            self._tell("returned")
+        return pause
 
-    def _failed(self, _: BaseException) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._disconnect()
+        if self.answered_at is None or self.meant != self._known:
+            return
+        self._failures += 1
+        seconds = self._clock.monotonic() - self.answered_at
+        # Twice: the first attempt of a coordinator that was stopped for so long proves nothing.
+        if seconds > self._lease_seconds and self._failures > 1 and not self._unheard:
+            self._unheard = True
+            self._tell("unheard", seconds=seconds, error=str(error))
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -176,8 +176,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 self._each([partial(shard.admit, epoch, about) for shard in self.handles])
                 # First: one that has opened its files holds its lease while others are at it.
                 self._leases = Leases(
-                    self._coordinator, self.handles, self.security, self.timing, **self._over
-                )
+                    self._coordinator, self.handles, self.security, self.timing, say=self._say,
+                    **self._over,
+                )  # fmt: skip
                 stay = self._on_restart == "adopt"
                 self._finalizer = weakref.finalize(self, let_go, self._leases, self.handles, stay)
                 self._each([shard.await_open for shard in self.handles])
@@ -262,7 +263,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if self._clock.monotonic() > until:
                 raise ServerError(
                     f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s: "
-                    "is the coordinator alive?"
+                    "the coordinator brings them back with its next call: see that it trains"
                 )
             self._clock.sleep(_POLL_SECONDS)
         for shard in self.handles:
@@ -344,8 +345,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 shard.await_open()
                 if not self.keeps_batches:
                     shard.clear()  # what a batch of another run may have left there
-        except ServerError:  # it died too, maybe while it was starting
-            raise shard.lose() from None
+        except ServerError as error:  # it died too, maybe while it was starting
+            raise shard.lose() from error
         if index in self._missed or shard.life != life:
             self.losses.append(index)
         self._missed.discard(index)
@@ -514,9 +515,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return False
         assert self._leases is not None
         with self._returning:
-            start = self._clock.monotonic()
+            start = said = self._clock.monotonic()
             waits = self.timing.lease if self.launcher.replaceable else self.patience
-            said = start
             gone: set[int] = set()
             # Also after one is known to be gone: the others need not go with it.
             while silent := [
@@ -534,16 +534,17 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 if all(shard.state != "lost" or shard.index in gone for shard in silent):
                     continue
                 now = self._clock.monotonic()
-                if now - start > waits.total_seconds():
+                quiet = {s.index: self._leases.silent_seconds(s.index, start) for s in silent}
+                if (left := start + waits.total_seconds() - now) < 0:
                     if self.launcher.replaceable:
                         return False
-                    raise ServerError(_nobody_there(silent, now - start)) from lost
+                    raise ServerError(_nobody_there(silent, max(quiet.values()))) from lost
                 if now - said > _REMINDER_SECONDS:
                     said = now
                     for shard in silent:
                         self._say(
                             "silent", shard=shard.index, address=shard.address,
-                            seconds=now - start, until=waits.total_seconds(),
+                            seconds=quiet[shard.index], until=quiet[shard.index] + left,
                         )  # fmt: skip
                 self._clock.sleep(_POLL_SECONDS)
             return not self.lost()
