@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
 import pytest
 
+from emberkeep._types import U8
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.testing.local_transport import Rule
 from tests.contracts.engine import wanted_of
 from tests.faults.test_servers_return import BEHIND, CODED, SHARDS
-from tests.faults.test_workers_interrupted import NAMES, Job
+from tests.faults.test_workers_interrupted import NAMES, Job, Watched
 
 LOST = 1
 
@@ -78,3 +83,43 @@ def test_a_push_that_a_version_holds_is_not_applied_to_rows_that_parity_brings_b
     job.push(job.worker)
     assert [job.pushes(s) for s in range(SHARDS)] == [{3.0}] * SHARDS
     job.close()
+
+
+def test_a_push_that_the_lost_shard_alone_had_answered_is_sent_to_it_again() -> None:
+    """It reaches the others after they were asked what was trained since the version."""
+    job = Watched()
+    job.push(job.cluster)
+    job.push(job.worker)
+    job.save()
+    worker, exchange = job.worker, job.worker._exchange
+
+    def late(blobs: Sequence[U8], deadline: timedelta, sent: Any = None) -> list[U8]:
+        worker._exchange = exchange  # type: ignore[method-assign]
+        first = worker.handles[0]
+        first.send(blobs[0], deadline)
+        first.receive()
+        epoch = first.epoch
+        job.world.launcher.kill(0)
+        assert job.comes_back()
+        replies = []
+        for shard, blob in zip(worker.handles[1:], blobs[1:], strict=True):
+            shard.send(blob, deadline)
+            replies.append(shard.receive())
+        sent.answered.update({0: epoch, 1: epoch, 2: epoch})
+        return [replies[0], *replies]
+
+    worker._exchange = late  # type: ignore[method-assign]
+    job.push(worker)
+    job.push(worker)
+    assert [job.pushes(s) for s in range(SHARDS)] == [{4.0}] * SHARDS
+    job.close()
+
+
+def test_a_worker_whose_pushes_are_settled_does_not_ask_servers_when_it_ends() -> None:
+    job = Job()
+    job.push(job.worker)
+    assert [sent.settled for sent in job.worker._unsettled] == [True]
+    job.cluster.close()
+    job.worker.close()
+    job.saver.close()
+    assert job.world.clock.monotonic() < 1

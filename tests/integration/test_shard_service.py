@@ -231,7 +231,7 @@ def test_numbers_are_applied_once_and_gaps_are_refused() -> None:
 # -- prefetch ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_a_prefetched_pull_is_what_a_pull_would_be(seed: int) -> None:
     """Also where the push before it evicts rows, inserts them, or is another rank's."""
@@ -421,6 +421,7 @@ def test_a_record_batch_is_refused_and_ends_its_stream() -> None:
     served, address, before = _victim()
     connection = Connection(address, Security())
     connection.open(SECONDS)
+    connection._channel._due = float("inf")  # as if it was sent
     connection._channel._writer.begin(pa.schema([("message", pa.uint8())]))
     connection._channel._writer.write_batch(
         pa.record_batch({"message": pa.array([1, 2], pa.uint8())})

@@ -215,7 +215,7 @@ def recover_partially(
         for shard in lost:
             cluster.handles[shard].clear()
     manifest = load_shards(checkpointer, home, lost, steps_of(cluster))
-    cluster.serve(*lost)
+    cluster.serve(*lost, exact=still is not None)
     return manifest
 
 

@@ -150,8 +150,9 @@ class Cluster:
         """
         raise NotImplementedError
 
-    def serve(self, *shards: int) -> None:
-        """Says that these shards were recovered: they answer again."""
+    def serve(self, *shards: int, exact: bool = False) -> None:
+        """Says that these shards were recovered: they answer again. `exact` says that no push was
+        acknowledged which their rows are without."""
         raise NotImplementedError
 
     def protect(self, parity: Parity) -> None:

@@ -114,7 +114,7 @@ class Epoch:
     ) -> None:  # fmt: skip
         self.number = number
         self.rows_since = number
-        """The epoch in which the rows came from anything but parity."""
+        """The epoch in which the rows came: pushes that were answered before may be lost."""
         self.tables = tables
         self.shard = shard
         self.shards = shards
@@ -221,13 +221,14 @@ class Epoch:
         with self._push_lock:
             self.shard = shard
 
-    def serve(self, after: int, pushes: Mapping[str, int]) -> None:
+    def serve(self, after: int, since: int, pushes: Mapping[str, int]) -> None:
         """Answers from here on. Steps of several ranks up to `after` are over: a rank that had no
         answer to one, when the shard before was lost, hears that it is done. So does a worker
         whose `pushes` are in the version that the rows came from."""
         with self._push_lock:
             self._applied_together = max(self._applied_together, after)
             if self.parity_service is None or not self.parity_service.from_parity:
+                self.rows_since = since
                 self._start_after(pushes)
         self.shard.serve()
 

@@ -358,7 +358,8 @@ class ShardService:
 
     def _serve(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         epoch = self._checked(header)
-        epoch.serve(int(header.get("after", 0)), header.get("pushes", {}))
+        since = int(header.get("since", epoch.number))
+        epoch.serve(int(header.get("after", 0)), since, header.get("pushes", {}))
         self._tell("serving", {"epoch": epoch.number, "shard": epoch.shard.index})
         yield {}, _NONE
 

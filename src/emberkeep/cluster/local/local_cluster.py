@@ -177,7 +177,7 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
         self.shards[index] = new
         return new
 
-    def serve(self, *shards: int) -> None:
+    def serve(self, *shards: int, exact: bool = False) -> None:
         for index in self._named(shards):
             self.shards[index].serve()
         self._settle_writes()  # rows came from a repository, part by part

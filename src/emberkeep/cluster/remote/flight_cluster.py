@@ -116,7 +116,8 @@ class FlightCluster(RemoteCluster):
         self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
         self._reader = transport.executor(1, "emberkeep-prefetch")
         # A rank that follows is answered sooner than the one that coordinates, at times. If a shard
-        # is lost in between, the step is not over there: so such a rank keeps its last one.
+        # is lost in between, the step is not over there: so such a rank keeps its last one. So does
+        # a worker: who brings a shard back may not know of a push that this one alone has answered.
         self._follows = world > 1 and not coordinate
         # A push leaves when it is settled on every shard, was refused before any shard applied it,
         # or a full recovery goes behind it, and for no other reason.
@@ -257,7 +258,8 @@ class FlightCluster(RemoteCluster):
                 raise PeerError(f"push {number} is not settled: a host of its parity is silent")
             self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
-            if self._follows:
+            sent.settled = settled >= number
+            if not self.coordinates:
                 settled = min(settled, number - 1)
             if settled < number:
                 self._keep(sent)
@@ -274,7 +276,7 @@ class FlightCluster(RemoteCluster):
     def _settle_kept(self) -> None:
         """Where parity is behind, nobody but this worker can send its last pushes again: it stays
         until no loss can undo them. With the one that coordinates, all rows go."""
-        if self.coordinates or self.world > 1 or not self._unsettled:
+        if self.coordinates or self.world > 1 or all(sent.settled for sent in self._unsettled):
             return
         try:
             self._await_settled()

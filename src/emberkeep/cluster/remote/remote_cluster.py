@@ -352,12 +352,15 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self._missed.discard(index)
         self._leases.keep(shard)
 
-    def serve(self, *shards: int, pushes: Mapping[int, Mapping[str, int]] | None = None) -> None:
+    def serve(
+        self, *shards: int, exact: bool = False, pushes: Mapping[int, Mapping[str, int]] | None = None
+    ) -> None:  # fmt: skip
         """`pushes` says of some of them what their rows hold; of others it is what the newest
-        version does."""
+        version does. Where that is `exact`, workers send what else they were answered again."""
         for index in self._named(shards):
             shard = self.handles[index]
             shard.began_with = dict((pushes or {}).get(index, shard.saved_pushes))
+            shard.rows_since = shard.rows_since if exact else shard.epoch
             # What this rank counts as lost is not made again by another, what it does not is.
             shard.serve(self._last_together())
         if not self.lost():

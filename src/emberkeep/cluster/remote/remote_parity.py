@@ -64,8 +64,6 @@ class RemoteParity:
         self._transport = transport
         self._clock = clock
         self._peers: dict[int, Peer] = {}
-        # By shard: the epoch in which its rows came from anything but parity.
-        self._since: dict[int, int] = {}
         # What replaced servers had counted.
         self._counted: dict[str, int] = {}
         self._known: dict[int, dict[str, Any]] = {}
@@ -92,15 +90,14 @@ class RemoteParity:
         complete: bool = True,
     ) -> PeerMember:  # fmt: skip
         shard = self._shards[index]
-        self._since[index] = self._since[index] if lost else shard.epoch
         shard.ask(
             "protect",
             {
                 "parity": asdict(self.spec),
                 "start": start and {"number": start[0], **pack_point(start[1])},
                 "lost": lost,
-                "since": self._since[index],
-                "pushes": shard.began_with if lost else {},
+                "since": shard.rows_since,
+                "pushes": shard.began_with,
                 "complete": complete,
                 "deadline_seconds": self._timing.deadline.total_seconds(),
             },

@@ -124,8 +124,8 @@ class RemoteShard:
         self._opening = False
         self.saved_pushes: dict[str, int] = {}
         """The last push of each worker that the newest version of this process holds."""
-        self.began_with: dict[str, int] = {}
-        """That its rows held when they came, from anything but parity."""
+        self.began_with: dict[str, int] = {}  # that rows held when they came, but for parity
+        self.rows_since = 0  # the epoch in which they came, and pushes may have been lost
         self._orders = itertools.count(1)
         self._lock = threading.RLock()
         self.deciding = threading.Lock()
@@ -245,7 +245,7 @@ class RemoteShard:
     def serve(self, after: int = 0) -> None:
         """The server answers from here on. Of ranks that push together, the steps up to `after` are
         over, whether its rows have them or not."""
-        self._act("serve", {"after": after, "pushes": self.began_with})
+        self._act("serve", {"after": after, "since": self.rows_since, "pushes": self.began_with})
         self.state = "serving"
 
     def release(self, coordinator: str, *, stay: bool = False) -> None:

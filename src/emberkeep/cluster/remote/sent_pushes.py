@@ -42,6 +42,8 @@ class SentPush:
     lr: Rates
     answered: dict[int, int]
     """The shards that have answered it, each with the epoch in which it did."""
+    settled: bool = False
+    """Whether no loss could undo it when all shards had answered."""
     missing: set[int] = field(default_factory=set)
     """Of a push that was given up: the shards that have not answered it."""
 
