@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -18,12 +18,12 @@ import pytest
 _Thing = TypeVar("_Thing")
 
 _SHARES = {"nightly": 1, "check": 12}
-_BY_DAY = 4
+_BY_DAY = 6
 _share = _BY_DAY
 
 
 def examples(count: int) -> int:
-    """So many examples by night; by day a quarter, which are the same every day; a twelfth in
+    """So many examples by night; by day a sixth, which are the same every day; a twelfth in
     `make check`."""
     return -(-count // _share)
 
@@ -42,6 +42,11 @@ def checkered(*sides: Sequence[Any]) -> list[Any]:
         for chosen in itertools.product(*(list(enumerate(side)) for side in sides))
         for marks in [() if sum(at for at, _ in chosen) % 2 == 0 else pytest.mark.soak]
     ]
+
+
+def by_night(things: Iterable[Any]) -> list[Any]:
+    """Parameters that the night alone has."""
+    return [pytest.param(thing, marks=pytest.mark.soak) for thing in things]
 
 
 @pytest.hookimpl(tryfirst=True)
