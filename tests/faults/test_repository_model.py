@@ -32,6 +32,7 @@ from emberkeep.repository import (
 from emberkeep.testing import Fault, FaultStore, ProcessDied
 from emberkeep.testing.contracts import check_content, save
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.nightly import examples
 
 POLICIES = [KeepLast(n=1), KeepLast(n=2) | KeepNamed(), KeepEvery(m=3) | KeepNamed(), KeepAll()]
 # Our stores never tear under a name; the scripted faults cover a store that does.
@@ -203,4 +204,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40)
+TestModel.settings = settings(max_examples=examples(150), stateful_step_count=40)
