@@ -9,6 +9,7 @@ is left behind that nobody needs.
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 
 import pytest
 
@@ -68,14 +69,13 @@ def new_story(position: int | None = None, fault: Fault = Fault.FAIL) -> tuple[M
     return memory, story
 
 
+@cache
 def operations() -> int:
+    """Of the story; counted when a test asks, not by every process that collects tests."""
     _, story = new_story()
     before = story.store.count  # type: ignore[attr-defined]
     story.tell()
     return int(story.store.count - before)  # type: ignore[attr-defined]
-
-
-COUNT = operations()
 
 
 def check_goes_on(memory: MemoryStore, story: Story) -> None:
@@ -105,13 +105,13 @@ def check_goes_on(memory: MemoryStore, story: Story) -> None:
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_a_fault_at_any_operation_loses_nothing(fault: Fault) -> None:
-    survive(fault, range(TRANSIENT.index(fault), COUNT, 3 * len(TRANSIENT)))
+    survive(fault, range(TRANSIENT.index(fault), operations(), 4 * len(TRANSIENT)))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_every_fault_at_every_operation_loses_nothing(fault: Fault) -> None:
-    survive(fault, range(COUNT))
+    survive(fault, range(operations()))
 
 
 def survive(fault: Fault, positions: range) -> None:
@@ -129,7 +129,7 @@ def survive(fault: Fault, positions: range) -> None:
 )
 def test_death_at_any_operation_loses_nothing(first: int) -> None:
     """Death after an operation is death before the next one."""
-    for position in some(range(first, COUNT, 3), of=2):
+    for position in some(range(first, operations(), 3)):
         memory, story = new_story(position, Fault.DIE_BEFORE)
         with contextlib.suppress(ProcessDied):
             story.tell()
@@ -139,7 +139,7 @@ def test_death_at_any_operation_loses_nothing(first: int) -> None:
 def test_a_torn_catalog_is_passed_over() -> None:
     """Our stores never leave one; a store that does costs a round, not a version."""
     for fault in (Fault.TEAR, Fault.DIE_TORN):
-        for position in range(COUNT):
+        for position in range(operations()):
             memory, story = new_story()
             torn: list[str] = []
 
