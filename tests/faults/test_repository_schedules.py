@@ -60,7 +60,7 @@ def test_a_store_that_cannot_decide_between_two_writers_is_refused() -> None:
 def test_processes_that_stop_right_before_they_change_something(pair: Pair) -> None:
     # A successor's opening changes little and decides all: there one stop more.
     cases = interleavings.changes_of(pair, 3 if interleavings.opens in pair[1] else 2)
-    for case in some(list(cases), of=2):
+    for case in some(list(cases)):
         interleavings.checked(case)
 
 
