@@ -23,6 +23,7 @@ from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
 from emberkeep.tiers import durable_open, log, superblock
 from tests.contracts.engine import grads_of, state, wanted_of
+from tests.nightly import by_night
 from tests.unit.tiers.test_tiered_slab import tiered
 
 TABLES = [
@@ -139,12 +140,12 @@ def check_lives(base: Path, seed: int, lives: int, shards: int) -> None:
     end(cluster)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *by_night(range(3, 6))])
 def test_what_comes_back_is_a_batch_that_was_durable_bit_for_bit(tmp_path: Path, seed: int) -> None:
     check_lives(tmp_path / "tier", seed, lives=5, shards=1 + seed % 2)
 
 
-@pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.parametrize("seed", [20, 21, *by_night((22, 23))])
 def test_long_heads_are_torn_one_at_a_time(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
