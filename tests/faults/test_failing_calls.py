@@ -114,7 +114,12 @@ def test_a_store_tells_every_error_and_takes_none_for_absence(tmp_path: Path, wh
     calls = list(disk.calls)
     assert calls
     refused = 0
-    for at, code, for_good in itertools.product(range(len(calls)), CODES, (False, True)):
+    cases = [
+        (at, code, for_good)
+        for at, (nth, code) in itertools.product(range(len(calls)), enumerate(CODES))
+        for for_good in some((False, True), at + nth, of=2)
+    ]
+    for at, code, for_good in cases:
         store, disk = small_store(tmp_path / f"{at}-{code}-{for_good}")
         before = {info.name for info in store.list()}
         disk.fail(at, code, for_good=for_good)
