@@ -122,7 +122,7 @@ def check_full(
 def test_full_recovery_from_random_failures_gives_the_same_bits(
     tmp_path: Path, uninterrupted: dict[str, Result]
 ) -> None:
-    for seed, failures in schedules(3):  # every kind of table and optimizer once
+    for seed, failures in schedules(3, first=36):  # every kind of table and optimizer once
         check_full(tmp_path, seed, failures, uninterrupted)
 
 
@@ -160,7 +160,7 @@ def check_partial(tmp_path: Path, seed: int, failures: list[Failure]) -> None:
 
 
 def test_partial_recovery_from_random_failures_never_stops_training(tmp_path: Path) -> None:
-    for seed, failures in schedules(3, first=100):  # every kind, every priority once
+    for seed, failures in schedules(3, first=105):  # every kind, every priority once
         check_partial(tmp_path, seed, failures)
 
 
