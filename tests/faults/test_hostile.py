@@ -7,8 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -29,26 +27,25 @@ from emberkeep.repository import Repository, verify
 from emberkeep.tiers import superblock
 from tests.faults import hostile
 from tests.faults.damage import healthy, make_tier, open_tier, small_tiers
+from tests.faults.lives import Nursery
 from tests.nightly import examples
 
-ROOT = Path(__file__).parent.parent.parent
 LABELS = ["consecutive, 4 bits", "grid"]
 
 
-def ended(**environment: str) -> dict[str, str]:
+def ended(nursery: Nursery, log: Path, **environment: str) -> dict[str, str]:
     """How the cases ended that can end a process."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.faults.hostile"],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    code = nursery.live("call", "tests.faults.hostile:main", log=log, **environment)
+    said = log.read_text()
+    assert code == 0, said[-2000:]
+    found: dict[str, str] = json.loads(said.splitlines()[-1])
     return found
 
 
-def test_no_forged_file_ends_the_process_or_takes_its_memory() -> None:
-    found = ended(HOSTILE_ROUNDS=str(examples(100)))
+def test_no_forged_file_ends_the_process_or_takes_its_memory(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    found = ended(nursery, tmp_path / "log", HOSTILE_ROUNDS=str(examples(100)))
     assert found.pop("fuzzed pieces") == found.pop("fuzzed segments") == "no error"
     assert found == dict.fromkeys(found, "DamageError")
     assert len(found) == len(hostile.CASES) - 2
@@ -148,10 +145,10 @@ def test_forged_documents_are_refused_whatever_the_seed(label: str) -> None:
 
 
 @pytest.mark.soak
-def test_forged_pieces_are_refused_whatever_the_seed() -> None:
+def test_forged_pieces_are_refused_whatever_the_seed(nursery: Nursery, tmp_path: Path) -> None:
     seed = os.environ.get("HOSTILE_SEED", str(random.SystemRandom().randrange(2**32)))
     print(f"HOSTILE_SEED={seed}")
-    found = ended(HOSTILE_SEED=seed, HOSTILE_ROUNDS="20000")
+    found = ended(nursery, tmp_path / "log", HOSTILE_SEED=seed, HOSTILE_ROUNDS="20000")
     assert found["fuzzed pieces"] == found["fuzzed segments"] == "no error"
 
 
