@@ -126,7 +126,7 @@ def test_the_story_covers_every_kind_of_operation() -> None:
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_a_fault_at_any_operation_loses_nothing(fault: Fault) -> None:
-    for position in some(range(COUNT), TRANSIENT.index(fault)):
+    for position in some(range(COUNT), TRANSIENT.index(fault), of=4):
         memory = MemoryStore()
         store = FaultStore(memory, {position: fault})
         story = Story()
@@ -142,7 +142,7 @@ def test_death_at_any_operation_loses_nothing(fault: Fault) -> None:
     """Death after an operation is death before the next one; each may leave something torn."""
     torn_names = set()
     every = range(COUNT)
-    for position in every if fault is Fault.DIE_TORN else some(every, DEADLY.index(fault)):
+    for position in every if fault is Fault.DIE_TORN else some(every, DEADLY.index(fault), of=4):
         memory = MemoryStore()
         store = FaultStore(memory, {position: fault})
         story = Story()
