@@ -27,6 +27,7 @@ from emberkeep.runtime.fields import Fields
 from emberkeep.testing import RecordingStore
 from emberkeep.testing.contracts import save
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.nightly import examples
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -75,7 +76,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(60))
 @given(manifests())
 @pytest.mark.long
 def test_a_manifest_is_read_back_exactly(manifest: Manifest) -> None:
@@ -86,7 +87,7 @@ def test_a_manifest_is_read_back_exactly(manifest: Manifest) -> None:
     assert set(manifest.of_kind("dense")) <= set(manifest.files)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(60))
 @given(manifests(), st.data())
 @pytest.mark.long
 def test_any_change_to_a_manifest_is_damage(manifest: Manifest, data: st.DataObject) -> None:
