@@ -9,6 +9,7 @@ import pytest
 
 from emberkeep.inspect.difference import TableDifference, compare
 from emberkeep.runtime import pool
+from tests.nightly import checkered
 from tests.unit.repositories import TABLES, Run, State
 
 POOL = pool.Pool(1)
@@ -34,8 +35,10 @@ def plain(before: State, after: State, top: int) -> list[TableDifference]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
-@pytest.mark.parametrize("budget_nbytes", [2**30, 3000])
+@pytest.mark.parametrize(
+    ("layout", "budget_nbytes"),
+    checkered(["full", "one_shot", "intermittent", "consecutive", "grid"], [2**30, 3000]),
+)
 @pytest.mark.long
 def test_differences_are_those_of_the_rows(layout: Any, budget_nbytes: int) -> None:
     run = Run(layout=layout, shards=1)
