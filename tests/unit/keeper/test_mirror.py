@@ -27,6 +27,7 @@ from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, Writer, verify
 from emberkeep.repository.maintenance.version_copy import Origin
+from tests.nightly import by_night
 from tests.servers import Farm, OnFarm
 
 STEPS = 12
@@ -376,7 +377,7 @@ def test_a_run_that_must_exist_may_exist_in_the_mirror(tmp_path: Path) -> None:
     assert Life(tmp_path / "b", mirror, must_exist=True).resumed.step == 4  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("position", range(0, 40, 3))
+@pytest.mark.parametrize("position", [*range(0, 40, 6), *by_night(range(3, 40, 6))])
 @pytest.mark.long
 def test_a_process_that_dies_in_a_copy_leaves_whole_versions(position: int) -> None:
     """Every call of the mirror's store, from some point on, never happens; another process starts
