@@ -22,6 +22,7 @@ from emberkeep.strategies import Strategy
 from emberkeep.tables import Optimizer, Table
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.nightly import checkered
 
 ROWS, DIM, PADDING = 60, 6, 3
 KINDS = ["local", "shards", "tier", "parity", "servers"]
@@ -82,9 +83,11 @@ def jagged(seed: int, batch: int = 24, longest: int = 6) -> tuple[Tensor, Tensor
     return values, lengths.cumsum(0) - lengths
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-@pytest.mark.parametrize("kind", ["fixed", "dynamic"])
-@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize(
+    ("make", "pooling", "kind", "padding"),
+    checkered(KINDS, ["sum", "mean", "max"], ["fixed", "dynamic"], [None, PADDING]),
+    indirect=["make"],
+)
 def test_bags_equal_torchs(make: Make, pooling: Any, kind: str, padding: int | None) -> None:
     size: dict[str, Any] = {"rows": ROWS} if kind == "fixed" else {"capacity": ROWS}
     ours = make([{"name": "t", "pooling": pooling, "padding_idx": padding, **size}], ek.SGD(lr=0.5))
@@ -156,7 +159,7 @@ def test_padding_without_pooling_is_zero_and_untrained() -> None:
     assert ours.touched_ids("t").tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("make", "layout"), checkered(KINDS, LAYOUTS), indirect=["make"])
 @pytest.mark.long
 def test_each_table_may_have_its_own_optimizer(make: Make, layout: Any, tmp_path: Path) -> None:
     adam, slow = ek.Adam(lr=0.02), ek.SGD(lr=0.001)
