@@ -28,6 +28,7 @@ from emberkeep.testing.local_transport import LocalNetwork, LocalServers
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.cluster import push
 from tests.contracts.engine import state, tables
+from tests.nightly import checkered
 from tests.threads import started_since
 
 SHARDS = 3
@@ -242,8 +243,7 @@ def test_servers_of_two_clusters_write_one_version_under_names_of_their_own(
         cluster.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("now", [3, 4])
+@pytest.mark.parametrize(("layout", "now"), checkered(LAYOUTS, [3, 4]))
 def test_a_smaller_cluster_that_has_grown_loads_all_rows_and_starts_a_baseline(
     tmp_path: Path, layout: Any, now: int
 ) -> None:
