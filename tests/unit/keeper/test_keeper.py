@@ -37,6 +37,7 @@ from emberkeep.errors import (
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.testing.virtual_clock import VirtualClock
+from tests.nightly import checkered, examples
 
 ROWS, DIM = 300, 4
 EACH = ek.incremental(every=1, keep="all")
@@ -125,8 +126,10 @@ def uninterrupted(steps: int, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("layout", ["full", "one_shot", "intermittent", "consecutive", "grid"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    checkered(list(KINDS), ["full", "one_shot", "intermittent", "consecutive", "grid"]),
+)
 @pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, layout: Any) -> None:
     expected = uninterrupted(14, kind=kind)
@@ -175,7 +178,7 @@ def test_versions_hold_the_instant_although_training_goes_on(kind: str) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(list(KINDS)),
     layout=st.sampled_from(["full", "one_shot", "intermittent", "consecutive", "grid"]),
