@@ -102,7 +102,7 @@ class RepositorySaver(Checkpointer):
             ahead=ahead,
         )
         self.url = store.url
-        self._told_run: str | None = None
+        self._run_said: str | None = None
         self._tell_run(repository.id)
         self._about = about
         self._mirror = copies
@@ -174,8 +174,8 @@ class RepositorySaver(Checkpointer):
         that has left newer versions are nobody's until its next one: beside them, a restart would
         bring back the network of the newest."""
         run = ("" if self._left_newer else self.repository.id) if run is None else run
-        if run != self._told_run:
-            self._told_run = run
+        if run != self._run_said:
+            self._run_said = run
             for part in view_of(self.subject).parts:
                 if isinstance(part.target, Cluster):
                     part.target.tell(repository=run)

@@ -113,7 +113,6 @@ class FlightCluster(RemoteCluster):
         self._limits_G = [
             np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
         ]
-        self._refusable = any(table.dynamic for table in self.tables) and len(self.handles) > 1
         self._reader = transport.executor(1, "emberkeep-prefetch")
         # A rank that follows is answered sooner than the one that coordinates, at times. If a shard
         # is lost in between, the step is not over there: so such a rank keeps its last one. So does
@@ -123,6 +122,12 @@ class FlightCluster(RemoteCluster):
         # or a full recovery goes behind it, and for no other reason.
         self._unsettled: deque[SentPush] = deque()
         self._take_over(parity)
+
+    @property
+    def _refusable(self) -> bool:
+        """Whether one shard may refuse what others would apply, for want of room."""
+        refuses = self.tiered or any(table.dynamic for table in self.tables)
+        return refuses and len(self.handles) > 1
 
     def _let_go(self) -> None:
         end_all(self._settle_kept, super()._let_go, partial(self._reader.shutdown, wait=False))

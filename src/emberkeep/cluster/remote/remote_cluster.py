@@ -59,6 +59,7 @@ _REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
 # killed by its own recovery, by its need of memory say, and the repository is asked instead.
 _MOST_LOSSES = 8
+_Pushes = Mapping[int, Mapping[str, int]]
 
 
 def _nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
@@ -352,9 +353,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self._missed.discard(index)
         self._leases.keep(shard)
 
-    def serve(
-        self, *shards: int, exact: bool = False, pushes: Mapping[int, Mapping[str, int]] | None = None
-    ) -> None:  # fmt: skip
+    def serve(self, *shards: int, exact: bool = False, pushes: _Pushes | None = None) -> None:
         """`pushes` says of some of them what their rows hold; of others it is what the newest
         version does. Where that is `exact`, workers send what else they were answered again."""
         for index in self._named(shards):
