@@ -19,6 +19,7 @@ from torch import Tensor
 from emberkeep._types import F32, I64
 from emberkeep.cluster.base import ClusterSpec
 from emberkeep.errors import ConfigError
+from emberkeep.nn.eager_methods import eager
 from emberkeep.nn.jagged import Ends, Features, Ids, to_ids
 from emberkeep.nn.row_module import Pulled, RowModule
 from emberkeep.rows.lookup import Bags, Layout, Lookup
@@ -78,7 +79,7 @@ class EmbeddingBags(RowModule):
             layouts.append(Layout(tables, {n: i for i, n in enumerate(names)}, len(names)))
         return layouts
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def forward(
         self, features: Features, per_sample_weights: Mapping[str, Tensor] | None = None
     ) -> Tensor | dict[str, Tensor]:
@@ -202,7 +203,7 @@ class Embeddings(RowModule):
             layouts.append(Layout(tables, {n: 0 for t in tables for n in t.features}, 1))
         return layouts
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def forward(self, features: Features) -> dict[str, Tensor]:
         flat = self._look_up(features, None)
         names = [feature.name for layout in self._layouts for feature in layout.features]
