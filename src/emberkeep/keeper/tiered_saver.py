@@ -14,6 +14,7 @@ from typing import Any
 
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, load_shards, steps_of
+from emberkeep.checkpoint.restore import Fits, Restored
 from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
@@ -219,10 +220,23 @@ class TieredSaver(RepositorySaver):
                 self._whole = manifest
                 self._version_step = 0 if manifest is None else manifest.step
                 return returned
-        self._tier.forget()
         restored = super().bring_back(version, fall_back=fall_back, fits=fits)
         self._version_step = 0 if restored is None else restored.kept.step
         return restored
+
+    def restore(
+        self, version: int | None = None, *, fall_back: bool = False, fits: Fits | None = None
+    ) -> Restored | None:
+        """The batch is given up once the version is back, and not for one that is refused, is
+        damaged or is not there: the run can still go on from it."""
+        restored = super().restore(version, fall_back=fall_back, fits=fits)
+        self._tier.forget()
+        return restored
+
+    def _beside_adopted(self, fits: Callable[[Captured], object]) -> Returned | None:
+        returned = super()._beside_adopted(fits)
+        self._tier.forget()
+        return returned
 
     def _beside_adopted_batch(
         self, fits: Callable[[Captured], object], manifest: Manifest | None

@@ -1,0 +1,86 @@
+"""Which of batch and version a tiered run goes on from, and what it knows by then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import emberkeep as ek
+from emberkeep.cluster.local.local_cluster import local
+from emberkeep.errors import DamageError, NoVersionError, StateError
+from emberkeep.keeper.run_saver import DurableStep
+from emberkeep.strategies import Strategy
+from emberkeep.tables import Tier
+from emberkeep.tiers import durable_open
+from tests.integration.test_tiered_keeper import OFTEN, SHARDS, TABLES, OnServers, Run, plain
+from tests.servers import Farm, FarmLauncher
+
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was resumed and the keeper has no reader")
+
+
+class Place:
+    """One run that is started again and again."""
+
+    def __init__(self, root: Path, servers: FarmLauncher | None) -> None:
+        self.root, self.servers = root, servers
+
+    def start(self, strategy: Strategy = OFTEN, **options: Any) -> Run:
+        where = self.root / "r"
+        if self.servers is not None:
+            return Run(OnServers(self.servers), where, strategy, **options)
+        tables = [replace(t, tier=Tier(self.root / "t", memory=60_000)) for t in TABLES]
+        return Run(local(shards=SHARDS), where, strategy, tables=tables, **options)
+
+    def train(self, steps: int, strategy: Strategy = OFTEN, **options: Any) -> Run:
+        run = self.start(strategy, **options)
+        run.keeper.resume()
+        run.train(steps).end()
+        return run
+
+
+@pytest.fixture(params=["in process", "on servers"])
+def place(
+    tmp_path: Path, farm: Farm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 16384)
+    if request.param == "in process":
+        yield Place(tmp_path, None)
+        return
+    servers = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=40_000))
+    yield Place(tmp_path, servers)
+    servers.end()
+
+
+@pytest.mark.parametrize("why", ["is not there", "does not fit", "is damaged"])
+def test_a_version_that_does_not_come_back_leaves_the_batch(
+    place: Place, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.train(9)
+    run = place.start()
+    if why == "is not there":
+        with pytest.raises(NoVersionError):
+            run.keeper.resume(99)
+    elif why == "does not fit":
+
+        def refuse(_: object) -> None:
+            raise StateError("another model")
+
+        with monkeypatch.context() as patched, pytest.raises(StateError, match="another model"):
+            patched.setattr(run.keeper._state, "fit", refuse)
+            run.keeper.resume(2)
+    else:
+        for path in (place.root / "r" / "data").rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)
+                path.write_bytes(path.read_bytes()[:-9] + b"\0damaged\0")
+        with pytest.raises(DamageError):
+            run.keeper.resume(2)
+    run.end()
+    again = place.start()
+    assert again.keeper.resume() == DurableStep(8)
+    assert again.bits() == plain(8)
+    again.end()
