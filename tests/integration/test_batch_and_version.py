@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import DamageError, NoVersionError, StateError
 from emberkeep.keeper.run_saver import DurableStep
@@ -69,8 +68,8 @@ def test_a_version_that_does_not_come_back_leaves_the_batch(
         def refuse(_: object) -> None:
             raise StateError("another model")
 
-        with monkeypatch.context() as patched, pytest.raises(StateError, match="another model"):
-            patched.setattr(run.keeper._state, "fit", refuse)
+        monkeypatch.setattr(run.keeper._state, "fit", refuse)
+        with pytest.raises(StateError, match="another model"):
             run.keeper.resume(2)
     else:
         for path in (place.root / "r" / "data").rglob("*"):
@@ -84,3 +83,36 @@ def test_a_version_that_does_not_come_back_leaves_the_batch(
     assert again.keeper.resume() == DurableStep(8)
     assert again.bits() == plain(8)
     again.end()
+
+
+@pytest.mark.parametrize("left", ["batch", "given up"])
+def test_a_run_that_starts_over_begins_without_the_rows_of_the_batch(
+    place: Place, left: str
+) -> None:
+    place.train(9)
+    if left == "given up":  # files still have it
+        back = place.start()
+        back.keeper.resume(1)
+        back.end()
+    run = place.start()
+    run.keeper.start_over()
+    assert run.keeper.steps == 0
+    assert run.bits() == plain(0)
+    assert run.train(4).bits() == plain(4)
+    run.end()
+    again = place.start()
+    assert again.keeper.resume().step == 4
+    assert again.bits() == plain(4)
+    again.end()
+
+
+def test_rows_that_a_new_run_was_given_stay(place: Place) -> None:
+    run = place.start()
+    run.model(0).square().mean().backward()
+    run.model.bags.optimizer.step()
+    given = run.bits()
+    assert given != plain(0)
+    run.keeper.save()
+    run.keeper.wait()
+    assert run.bits() == given
+    run.end()

@@ -16,6 +16,7 @@ from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.recovery import Home, load_shards, steps_of
 from emberkeep.checkpoint.restore import Fits, Restored
 from emberkeep.checkpoint.save import Counters, Saving
+from emberkeep.checkpoint.target_view import view_of
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
 from emberkeep.errors import ConfigError, ShardLostError
@@ -59,7 +60,7 @@ class TieredSaver(RepositorySaver):
         )
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
-        self._stopping = self._batches_ended = False
+        self._stopping = self._batches_ended = self._rows_chosen = False
         self._batch_failure: Exception | None = None
 
     # -- what is kept ----------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class TieredSaver(RepositorySaver):
         so is what follows a version that newer ones were left for: a batch whose step comes before
         theirs would not be gone on from."""
         if step == 0:
-            self._tier.forget()
+            self._begin_anew()
         if step == 0 or self._left_newer:
             return self._cut_version(step, state, counters)
         drop_adopted(self.subject)
@@ -111,6 +112,15 @@ class TieredSaver(RepositorySaver):
         if self._version_due(step):
             self._cut_version(step, state, counters)
         return saving
+
+    def _begin_anew(self) -> None:
+        """Rows that nobody has chosen are those that opening brought from files: a run that starts
+        over beside what it has kept begins without them."""
+        found = not self._rows_chosen and self.holds_run()
+        self._tier.forget()
+        if found:
+            view_of(self.subject).clear()
+        self._rows_chosen = True
 
     def _cut_version(
         self, step: int, state: Captured | None, counters: Counters
@@ -197,6 +207,7 @@ class TieredSaver(RepositorySaver):
         super()._end()
 
     def went_back_to(self, version: VersionId) -> None:
+        self._rows_chosen = True
         self._tier.forget()
         super().went_back_to(version)
 
@@ -207,6 +218,13 @@ class TieredSaver(RepositorySaver):
     ) -> Returned | None:
         """From the tiers where all files have the newest durable batch; else from the version,
         and that batch is given up for good."""
+        returned = self._bring_back(version, fall_back, fits)
+        self._rows_chosen = True
+        return returned
+
+    def _bring_back(
+        self, version: int | str | None, fall_back: bool, fits: Callable[[Captured], object]
+    ) -> Returned | None:
         self._tier.settle()
         newest = self.repository.newest_whole()
         manifest = None if newest is None else self.repository.manifest(newest)
