@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,3 +117,23 @@ def test_rows_that_a_new_run_was_given_stay(place: Place) -> None:
     run.keeper.wait()
     assert run.bits() == given
     run.end()
+
+
+def test_a_batch_that_was_given_up_stays_so_when_its_files_are_there_again(
+    farm: Farm, tmp_path: Path
+) -> None:
+    servers = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=40_000))
+    place, files, away = Place(tmp_path, servers), tmp_path / "t" / "shard-1", tmp_path / "away"
+    place.train(8)
+    files.rename(away)  # a disk that is not mounted
+    without = place.start()
+    assert without.keeper.resume().step == 6
+    without.train(1).end()
+    shutil.rmtree(files)
+    away.rename(files)
+    again = place.start()
+    assert again.keeper.resume().step == 6
+    assert again.bits() == plain(6)
+    assert again.train(4).bits() == plain(10)
+    again.end()
+    servers.end()

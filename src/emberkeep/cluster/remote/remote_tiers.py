@@ -30,6 +30,7 @@ from emberkeep.runtime.clock import Clock, Progress
 from emberkeep.tiers.decisions import ABORTED, COMMITTED, RUN_DIRECTORY, decide
 from emberkeep.tiers.superblock import Point
 
+_STATES = f"{RUN_DIRECTORY}step-"
 _POLL_SECONDS = (0.002, 0.1)
 # What changes nothing: it may come beside, or after, whatever else is asked.
 _QUESTIONS = ("points", "prepared")
@@ -47,7 +48,7 @@ class _Batch:
 
     @property
     def state_name(self) -> str:
-        return f"{RUN_DIRECTORY}step-{self.number}-{self.nonce}.safetensors"
+        return f"{_STATES}{self.number}-{self.nonce}.safetensors"
 
 
 class RemoteTiers:
@@ -154,10 +155,11 @@ class RemoteTiers:
         cluster.serve(*shards, pushes={i: pushes.get((number, i), {}) for i in shards})
 
     def forget(self) -> None:
-        """The run goes back behind the durable batch: it must never come back."""
-        if self._durable is not None:
-            self._store.delete([self._durable.state_name])
-            self._durable = None
+        """The run goes back behind the durable batch: it must never come back, nor one that some
+        servers do not have now, and have again when their files are there."""
+        listed = [info.name for info in self._store.list(RUN_DIRECTORY.rstrip("/"))]
+        self._store.delete([name for name in listed if name.startswith(_STATES)])
+        self._durable = None
 
     # -- the next batch --------------------------------------------------------------------------
 
