@@ -137,3 +137,17 @@ def test_a_batch_that_was_given_up_stays_so_when_its_files_are_there_again(
     assert again.train(4).bits() == plain(10)
     again.end()
     servers.end()
+
+
+def test_a_batch_knows_of_failures_and_of_what_was_applied_twice(place: Place) -> None:
+    run = place.start()
+    run.keeper.resume()
+    run.train(3)
+    run.keeper._recoverer._applied_twice = 5
+    run.keeper._recoverer._failures_before = 2
+    run.train(1).end()
+    again = place.start()
+    assert again.keeper.resume() == DurableStep(4)
+    known = again.keeper.recoveries()
+    assert (known.failures, known.samples_applied_twice) == (2, 5)
+    again.end()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 from emberkeep.blobs import BlobStore
 from emberkeep.blobs.local_store import LocalStore
-from emberkeep.checkpoint.recovery import Home, Losses, steps_of
+from emberkeep.checkpoint.recovery import Home, steps_of
 from emberkeep.checkpoint.save import BackgroundSaver, Counters, Saving
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
@@ -135,8 +135,9 @@ class TierSaver(BackgroundSaver[DurableStep]):
         self.check()
         assert state is not None
         start = self._clock.monotonic()
-        losses = Losses.from_dict(counters() if callable(counters) else counters).to_dict()
-        beside = pack({"reader": state.reader, "losses": losses}, what=tier_state.BESIDE)
+        counted = counters() if callable(counters) else counters
+        # By a name from when it was losses alone.
+        beside = pack({"reader": state.reader, "losses": counted}, what=tier_state.BESIDE)
         try:
             await_prepared = self.tiers.prepare(step)
         except StorageError as error:
