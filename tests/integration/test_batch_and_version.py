@@ -5,17 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import DamageError, NoVersionError, StateError
 from emberkeep.keeper.run_saver import DurableStep
+from emberkeep.runtime.clock import SystemClock
 from emberkeep.strategies import Strategy
 from emberkeep.tables import Tier
 from emberkeep.tiers import durable_open
+from tests.integration.test_adoption import left as left_on_servers
 from tests.integration.test_tiered_keeper import OFTEN, SHARDS, TABLES, OnServers, Run, plain
 from tests.servers import Farm, FarmLauncher
 
@@ -151,3 +155,34 @@ def test_a_batch_knows_of_failures_and_of_what_was_applied_twice(place: Place) -
     known = again.keeper.recoveries()
     assert (known.failures, known.samples_applied_twice) == (2, 5)
     again.end()
+
+
+class Later(SystemClock):
+    """The machine's clock, so many minutes on; what is monotonic begins with each process."""
+
+    def __init__(self, minutes: int) -> None:
+        self._ahead = timedelta(minutes=minutes)
+
+    def now(self) -> datetime:
+        return super().now() + self._ahead
+
+
+def versions_of(run: Run) -> list[int]:
+    return [saved["step"] for saved in run.heard("saved") if saved["version"] is not None]
+
+
+def test_a_version_is_due_by_its_age_however_often_the_process_is_started(place: Place) -> None:
+    strategy = ek.tiered(every=2, remote="1h")
+    starts = [(0, [0]), (40, []), (80, [6]), (130, []), (150, [10]), (0, [])]
+    for minutes, versions in starts:
+        assert versions_of(place.train(2, strategy, clock=Later(minutes))) == versions
+
+
+def test_after_adoption_the_next_version_comes_when_it_is_due(farm: Farm, tmp_path: Path) -> None:
+    servers = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=40_000))
+    left_on_servers(servers, tmp_path / "r", OFTEN)
+    run = Run(OnServers(servers, on_restart="adopt"), tmp_path / "r", OFTEN)
+    assert run.keeper.resume() == DurableStep(8)
+    assert versions_of(run.train(4)) == [12]
+    run.end()
+    servers.end()

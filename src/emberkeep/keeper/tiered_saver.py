@@ -234,12 +234,10 @@ class TieredSaver(RepositorySaver):
                 return self._beside_adopted_batch(fits, manifest)
             returned = self._from_tiers(fits)
             if returned is not None:
-                self.forget_chain()  # what was deleted since the version is not known any more
-                self._whole = manifest
-                self._version_step = 0 if manifest is None else manifest.step
+                self._goes_on_beside(manifest)
                 return returned
         restored = super().bring_back(version, fall_back=fall_back, fits=fits)
-        self._version_step = 0 if restored is None else restored.kept.step
+        self._count_from(None if restored is None else self._whole)
         return restored
 
     def restore(
@@ -263,8 +261,7 @@ class TieredSaver(RepositorySaver):
         returned = self._tier.bring_back(None, fall_back=False, fits=fits)
         if returned is None:
             return None
-        self.forget_chain()
-        self._whole = manifest
+        self._goes_on_beside(manifest)
         saved = {
             name: {"steps": self._tier.tiers.durable_steps(home.cluster).get(own, 0)}
             for home in self._homes
@@ -272,6 +269,21 @@ class TieredSaver(RepositorySaver):
         }
         ahead = steps_ahead(self.subject, saved)
         return replace(returned, counters={**returned.counters, STEPS_APPLIED_TWICE: ahead})
+
+    def _goes_on_beside(self, manifest: Manifest | None) -> None:
+        """From a batch, of which this is the newest version."""
+        self.forget_chain()  # what was deleted since the version is not known any more
+        self._whole = manifest
+        self._count_from(manifest)
+
+    def _count_from(self, manifest: Manifest | None) -> None:
+        """The next version is due by the age of this one, whichever process wrote it: one that is
+        started often would never write one otherwise."""
+        self._version_at, self._version_step = self._clock.monotonic(), 0
+        if manifest is not None:
+            age = (self._clock.now() - manifest.created).total_seconds()
+            self._version_at -= max(0.0, age)
+            self._version_step = manifest.step
 
     def _from_tiers(self, fits: Callable[[Captured], object]) -> Returned | None:
         there = self._tier.tiers.at_batch()
