@@ -104,7 +104,7 @@ class TieredSaver(RepositorySaver):
         so is what follows a version that newer ones were left for: a batch whose step comes before
         theirs would not be gone on from."""
         if step == 0:
-            self._begin_anew()
+            self._start_over()
         if step == 0 or self._left_newer:
             return self._cut_version(step, state, counters)
         drop_adopted(self.subject)
@@ -113,7 +113,7 @@ class TieredSaver(RepositorySaver):
             self._cut_version(step, state, counters)
         return saving
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Rows that nobody has chosen are those that opening brought from files: a run that starts
         over beside what it has kept begins without them."""
         found = not self._rows_chosen and self.holds_run()
