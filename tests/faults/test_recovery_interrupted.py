@@ -131,9 +131,9 @@ def test_a_server_that_is_silent_in_the_recovery_of_another_is_not_lost() -> Non
     world.launcher.replace = cut
     serve = world.cluster.serve
 
-    def asks(*shards: int) -> None:
+    def asks(*shards: int, exact: bool = False) -> None:
         world.cluster.handles[0].table_state()  # as a recovery may, at any moment
-        serve(*shards)
+        serve(*shards, exact=exact)
 
     world.cluster.serve = asks  # type: ignore[method-assign]
     job.step()
