@@ -112,6 +112,7 @@ def test_rows_are_adopted_no_more_once_they_are_gone_or_chosen(
         run.cluster.clear()
     elif how == "start over":
         run.keeper.start_over()
+        assert all(run.cluster.touched_ids(table.name).size == 0 for table in TABLES)
     else:
         run.keeper.resume(1, partial=True)
         assert run.bits() == plain(6)

@@ -24,6 +24,7 @@ from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.adopted_rows import (
     STEPS_APPLIED_TWICE,
+    clear_adopted,
     drop_adopted,
     steps_ahead,
     take_adopted,
@@ -135,7 +136,7 @@ class RepositorySaver(Checkpointer):
     def cut(
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Manifest]:
-        drop_adopted(self.subject)
+        clear_adopted(self.subject)  # of a run that starts over beside them
         return self.save(step, self._extras(state, counters), whole=whole)
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
