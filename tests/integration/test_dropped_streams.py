@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,13 +11,6 @@ from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import PROTOCOL
 from emberkeep.wire.security import Security
 from tests.servers import Farm
-
-
-@pytest.fixture
-def farm() -> Iterator[Farm]:
-    farm = Farm()
-    yield farm
-    farm.close()
 
 
 @pytest.mark.parametrize("dead", [True, False])

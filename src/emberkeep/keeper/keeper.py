@@ -429,7 +429,7 @@ class Keeper(RunReport):
             return None if self._saver is None else self._saver.tag(name, version)
 
     def start_over(self) -> Kept | None:
-        """Starts over in a repository that has versions: the present state becomes the newest."""
+        """Makes the present state the newest version; rows that files or servers had kept go."""
         if self._store is None and self._holds_run():
             raise ConfigError(
                 f"the rows are those of the durable step already: remove {self._url()} before the "

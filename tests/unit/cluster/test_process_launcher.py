@@ -28,7 +28,7 @@ from tests.sources import nodes, parsed
 from tests.test_clocks import full_name, imported, sources
 from tests.waiting import until
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/emberkeep-x")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/emberkeep-x")
 
 
 class Machine:
@@ -100,7 +100,7 @@ def test_a_server_that_is_needed_and_cannot_be_started_says_why_and_what_helps(
     machine: Machine,
 ) -> None:
     machine.full = True
-    remedy = r"cannot be started: .*No space left.*/tmp/emberkeep-x.*space and inodes.*ulimit -n"
+    remedy = r"cannot be started: .*No space left.*/full/emberkeep-x.*space and inodes.*ulimit -n"
     with pytest.raises(ServerError, match=remedy):
         ProcessLauncher(1, spares=0, threads=1)
     machine.full = False
