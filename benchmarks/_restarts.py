@@ -31,7 +31,8 @@ from _common import criteo_batches
 from emberkeep._types import RowIds
 from emberkeep.cluster.remote.leases import let_go
 from emberkeep.cluster.remote.processes import Connect, ProcessLauncher
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.wire.security import Security
 
 SHARDS, TABLES, DIM, BATCH = 4, 26, 64, 2048

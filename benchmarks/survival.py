@@ -22,7 +22,7 @@ os.environ.setdefault("EMBERKEEP_QUIET", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _common import options, report
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from tests.faults.partitions import SCALED, STRATEGIES, Outcome, outcome, pushes, undisturbed
 from tests.mutations.server_rules import SERVER_MUTATIONS
 from tests.mutations.simulated import Noticed, noticed

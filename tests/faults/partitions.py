@@ -28,7 +28,7 @@ from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.repository import Repository
 from emberkeep.runtime import pool

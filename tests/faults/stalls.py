@@ -19,7 +19,7 @@ from emberkeep._types import RowIds
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.runtime import pool
 from emberkeep.tables import Adagrad, Table
 from emberkeep.wire.security import Security

@@ -19,7 +19,7 @@ from emberkeep.blobs import LocalStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.messages import Wanted, decode_numbers
 from emberkeep.erasure.stream_frames import pack_wanted

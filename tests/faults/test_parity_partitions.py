@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, PeerError, ServerError, ShardLostError
 from emberkeep.runtime.metrics import Registry, families

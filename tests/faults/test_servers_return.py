@@ -17,7 +17,7 @@ from emberkeep.checkpoint.recovery import steps_of
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
     FencedError,

@@ -14,8 +14,8 @@ import pytest
 
 from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers, _Batch
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import (
     CancelledError,
     EmberkeepError,

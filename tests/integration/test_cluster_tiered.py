@@ -15,7 +15,7 @@ import pytest
 
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, TierError
 from emberkeep.runtime import pool

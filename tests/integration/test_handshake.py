@@ -19,7 +19,7 @@ import emberkeep as ek
 from emberkeep.blobs import open_store
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import (
     ConfigError,
     DamageError,

@@ -16,7 +16,7 @@ import emberkeep as ek
 from emberkeep._types import Json
 from emberkeep.cli._progress import Lines
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import Optimizer, Table

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import emberkeep as ek
 from emberkeep._types import RowIds
 from emberkeep.cli import app
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import ConfigError, SecurityError
 from emberkeep.tables import SGD, Table
 from emberkeep.wire.security import TOKEN

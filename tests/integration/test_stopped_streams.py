@@ -16,7 +16,7 @@ import pytest
 
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Table

@@ -21,7 +21,7 @@ from emberkeep.train.checkpoint_settings import CheckpointSettings
 if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.cluster.failure_schedule import Failure
-    from emberkeep.cluster.remote.remote_shard import Timing
+    from emberkeep.cluster.remote.timing import Timing
     from emberkeep.erasure.codes import Parity
     from emberkeep.strategies import Strategy
 
@@ -310,7 +310,7 @@ class ClusterSettings:
 
     def timing(self) -> Timing:
         """How long a cluster of servers waits."""
-        from emberkeep.cluster.remote.remote_shard import Timing
+        from emberkeep.cluster.remote.timing import Timing
 
         lease, patience = config.duration(self.lease), config.duration(self.patience)
         return Timing(deadline=min(Timing().deadline, lease), lease=lease, patience=patience)

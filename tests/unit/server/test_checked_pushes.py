@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import ProtocolError, TableFullError
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session

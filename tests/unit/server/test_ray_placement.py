@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.server.ray import ray_cluster

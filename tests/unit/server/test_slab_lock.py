@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard import Shard
 from emberkeep.erasure.codes import Parity
 from emberkeep.rows.slab import Slab

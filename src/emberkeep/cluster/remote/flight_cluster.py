@@ -27,8 +27,8 @@ from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
-from emberkeep.cluster.remote.remote_shard import Timing
 from emberkeep.cluster.remote.sent_pushes import Ahead, SentPush, same_ids
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.cluster.table_states import Edit
 from emberkeep.erasure.codes import Parity

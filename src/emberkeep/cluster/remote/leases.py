@@ -8,7 +8,8 @@ from datetime import timedelta
 from functools import partial
 
 from emberkeep._types import Json
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection

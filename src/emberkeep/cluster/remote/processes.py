@@ -24,7 +24,7 @@ from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, check_on_restart
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.launcher import FixedAddresses
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.spread import check_tier, warn_of_shared_machines
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, DeadlineError, ServerError

@@ -26,7 +26,8 @@ from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity, missing_rows, not_rebuilding
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (

@@ -9,7 +9,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from emberkeep.cluster.remote.remote_shard import RemoteShard, Timing
+from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity, Placement
 from emberkeep.erasure.messages import Point, decode_numbers
 from emberkeep.erasure.peers import Peer, PeerMember

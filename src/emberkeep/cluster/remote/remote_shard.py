@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json, Planes
 from emberkeep.blobs import is_shared
-from emberkeep.cluster.base import PATIENCE
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard import State
 from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.codecs import Codec
@@ -62,35 +62,6 @@ _ORDERED = {
 _GREETING = timedelta(seconds=3)
 # A look at figures does not wait longer.
 _LOOK = timedelta(seconds=2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long a cluster waits.
-
-    - `deadline`: for a pull, a push or a small question.
-    - `lease`: how long a server answers without hearing from its coordinator, and how long one that
-      does not answer is waited for where another can take its place. At least `deadline`.
-    - `bulk`: for moving many rows at once.
-    - `patience`: for whatever needs somebody else to act: a server that shall be started again, a
-      recovery that other ranks wait for, a rank whose part of a step is missing. After that the
-      run ends.
-    """
-
-    deadline: timedelta = timedelta(seconds=10)
-    lease: timedelta = timedelta(seconds=15)
-    bulk: timedelta = timedelta(minutes=5)
-    patience: timedelta = PATIENCE
-
-    def __post_init__(self) -> None:
-        for name in ("deadline", "lease", "bulk", "patience"):
-            if getattr(self, name) <= timedelta(0):
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.lease < self.deadline:
-            raise ConfigError(
-                f"lease ({self.lease}) must not be below deadline ({self.deadline}): a server that "
-                "was stopped could answer a request after it was replaced"
-            )
 
 
 class RemoteShard:

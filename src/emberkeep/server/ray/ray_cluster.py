@@ -18,7 +18,7 @@ from typing import Any
 from emberkeep.cluster.base import check_size
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, check_on_restart
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.spread import check_tier, places, warn_of_sharing
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, SecurityError, ServerError

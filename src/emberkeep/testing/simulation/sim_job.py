@@ -12,7 +12,7 @@ from emberkeep._types import Json
 from emberkeep.checkpoint.recovery import NOTHING_TRAINED, Home
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import Timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import EmberkeepError, SaveError, ShardLostError, TableFullError
 from emberkeep.keeper.recoverer import Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
