@@ -39,6 +39,7 @@ from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.stopping import Stop
 from emberkeep.tables import Optimizer, Table, check_tables
 
 _T = TypeVar("_T")
@@ -118,6 +119,8 @@ class Cluster:
         self.lost_since: float | None = None
         """By the clock of the cluster, when the call began that found shards lost; None if all
         serve."""
+        self.stop = Stop(clock)
+        """Ends what waits for shards, when the process is asked to stop."""
         self.losses: list[int] = []
         """The shards whose rows were lost, each time that one was."""
         self._said = SaidLosses()

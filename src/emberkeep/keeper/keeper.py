@@ -31,7 +31,7 @@ from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_report import RunReport
 from emberkeep.keeper.run_saver import Kept, RunSaver, save_first, save_until, version_number
 from emberkeep.keeper.run_state import Captured, RunState, check_reader, warn_of_data
-from emberkeep.keeper.signals import Termination, announce, end
+from emberkeep.keeper.signals import SignalledWaits, Termination, announce, announce_waiting, end
 from emberkeep.keeper.warm_start import Resumed, WarmStart, check_partial, warm_start
 from emberkeep.repository import Manifest
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
@@ -165,9 +165,11 @@ class Keeper(RunReport):
             self._parts.follow(self._ledger.timed) if self._ranks.leads else lambda: None
         )
         self._termination = Termination()
+        self._waits = SignalledWaits(self._termination, self._leave_waiting, grace, clock)
         if isinstance(self._saver, RepositorySaver):
             self._saver.heed(lambda: self._termination.asked, grace)
         for home in homes:
+            home.cluster.stop.heed(self._waits.look)
             home.cluster.tell(name=run_name(self._saver))
 
     # -- the loop --------------------------------------------------------------------------------
@@ -284,7 +286,8 @@ class Keeper(RunReport):
         if error is None:
             self.close()
             return
-        if isinstance(error, KeyboardInterrupt) and self._saver is not None:
+        at_once = isinstance(error, KeyboardInterrupt) and not self._waits.left
+        if at_once and self._saver is not None:
             # At once: what is being written is given up, and nobody waits for it.
             self._saver.cancel()
             if self._store is None:
@@ -293,6 +296,8 @@ class Keeper(RunReport):
             return
         # The step that failed may have changed rows and not the rest: it is not saved.
         try:
+            if self._waits.left and self._saver is not None and not self._saver.join(self._grace):
+                self._saver.cancel()
             self.close(save=False)
         except EmberkeepError as second:
             warnings.warn(f"while {error!r} ended the run: {second}", stacklevel=2)
@@ -547,6 +552,7 @@ class Keeper(RunReport):
     def _stop(self, asked: int) -> NoReturn:
         """Saves within the grace period and ends the process; every rank, together."""
         deadline = self._clock.monotonic() + self._grace.total_seconds()
+        self._waits.deadline = deadline
         if self._planner is not None:
             self._planner.end()
         state = self._capture()
@@ -567,6 +573,11 @@ class Keeper(RunReport):
         self._tell("stopped", {"step": self.steps, "saved_step": saved})
         end(asked)
 
+    def _leave_waiting(self, asked: int, what: str) -> None:
+        if self._saver is not None:
+            announce_waiting(asked, what, self.steps, self._saver.whole)
+        self._tell("stopped", {"step": self.steps, "saved_step": self.durable})
+
     # -- details ---------------------------------------------------------------------------------
 
     def _hear(self, event: str, details: Json) -> None:
@@ -575,23 +586,11 @@ class Keeper(RunReport):
             self._pace.save_again()
         self._tell(event, details)
 
-    def _tell(self, event: str, details: Json) -> None:
-        if self._planner is not None:
-            self._planner.hear(event, details)
-        if event in ("saved", "resumed", "recovered", "planned"):
-            run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
-            if event == "planned":
-                run |= {"plan": details["reason"]}
-            if event == "saved":
-                run |= {"version": details["version"], "version_at": self._clock.now().timestamp()}
-            for home in self._parts.subject.homes():
-                home.cluster.tell(**run)
-        if self._on_event is not None:
-            self._on_event(event, details)
-
     def _release(self) -> None:
         self._closed = True
         self._termination.close()
+        for home in self._parts.subject.homes():
+            home.cluster.stop.heed(None)
         if self._recoverer is not None:
             self._recoverer.release()
         self._unfollow()

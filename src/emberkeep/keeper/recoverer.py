@@ -338,6 +338,9 @@ class Recoverer:
                 "newest version"
             ) from error
         # A server that refuses at once would be asked, or started again, thousands of times.
+        named = ", ".join(map(str, error.shards))
+        for home in self._homes:
+            home.cluster.stop.look(f"shards that are lost again and again, the last time {named}")
         self._clock.sleep(self._pause)
         self._pause = min(_PAUSE_SECONDS[1], 2 * self._pause)
         for home in self._homes:

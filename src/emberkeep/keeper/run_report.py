@@ -1,10 +1,11 @@
-"""What a keeper tells of its run: what is durable, what it costs, whether it goes on."""
+"""What a keeper tells of its run: what is durable, what it costs, whether it goes on; events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.cluster.protected_cluster import tier_use
 from emberkeep.keeper.costs import Costs, Ledger
@@ -12,7 +13,9 @@ from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.recoverer import Recoverer, Recoveries
 from emberkeep.keeper.repository_saver import RepositorySaver, kept_nbytes
+from emberkeep.keeper.run_planner import RunPlanner
 from emberkeep.keeper.run_saver import RunSaver
+from emberkeep.runtime.clock import Clock
 from emberkeep.tiers.tier_use import TierUse
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunReport:
-    """The part of `Keeper` that changes nothing."""
+    """The part of `Keeper` that changes nothing of the run."""
 
     _saver: RunSaver | None
     _store: BlobStore | None
@@ -28,6 +31,9 @@ class RunReport:
     _ledger: Ledger
     _recoverer: Recoverer | None
     _server: MetricsServer | None
+    _planner: RunPlanner | None
+    _on_event: Callable[[str, Json], object] | None
+    _clock: Clock
     _closed: bool
 
     @property
@@ -88,3 +94,17 @@ class RunReport:
     @property
     def metrics_port(self) -> int | None:
         return None if self._server is None else self._server.port
+
+    def _tell(self, event: str, details: Json) -> None:
+        if self._planner is not None:
+            self._planner.hear(event, details)
+        if event in ("saved", "resumed", "recovered", "planned"):
+            run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
+            if event == "planned":
+                run |= {"plan": details["reason"]}
+            if event == "saved":
+                run |= {"version": details["version"], "version_at": self._clock.now().timestamp()}
+            for home in self._parts.subject.homes():
+                home.cluster.tell(**run)
+        if self._on_event is not None:
+            self._on_event(event, details)

@@ -171,6 +171,8 @@ def save_first(
                     f"shards keep being lost before the first version is saved, for {patience} by "
                     f"now, the last time {named}: see why they end, then start the run again"
                 ) from error
+            for cluster in clusters:
+                cluster.stop.look("shards that are lost again and again before the first version")
             clock.sleep(pause)
             pause = min(longest, 2 * pause)
             for cluster in clusters:

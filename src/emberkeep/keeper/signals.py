@@ -6,13 +6,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
+
+from emberkeep.keeper.run_saver import Kept, version_number
+from emberkeep.runtime.clock import Clock
 
 EXIT_CODE = 75
 """Of a process that was asked to stop: "try again later", as `sysexits.h` has it."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HINT = b"\nemberkeep: stopping after this step, with a version; Ctrl-C again to end at once\n"
+
+
+# What was lost for an instant is back by then, and the step ends as after any signal.
+_MOMENT = timedelta(seconds=3)
 
 
 class Termination:
@@ -45,6 +54,62 @@ class Termination:
             number, before = self._before.popitem()
             # None stands for a handler that was not installed from Python: it cannot be put back.
             signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+class SignalledWaits:
+    """Ends the process where a step waits for somebody else, for lost shards say, and a signal was
+    noted: a moment after the wait has met it. Others who train have as long as `grace` to end their
+    step, and so has whatever the last version waits for, until its own `deadline`.
+
+    Nothing of such a step is saved: the model may be recovered by half. `leave` hears once, before
+    the first wait ends, of the signal and of what was waited for.
+    """
+
+    def __init__(
+        self, termination: Termination, leave: Callable[[int, str], object], grace: timedelta,
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        self._termination = termination
+        self._leave = leave
+        self._grace = grace
+        self._clock = clock
+        self._met: float | None = None
+        self.left = False
+        """Whether a wait was ended."""
+        self._lock = threading.Lock()
+        self.deadline = 0.0
+        """Of the last version, by `clock.monotonic`."""
+
+    def look(self, what: str, others: bool) -> None:
+        """Returns if `what` may be waited for; from any thread."""
+        asked = self._termination.asked
+        if not asked:
+            return
+        now = self._clock.monotonic()
+        with self._lock:
+            if self._met is None:
+                self._met = now
+            most = self._grace if others else min(_MOMENT, self._grace)
+            if now < max(self.deadline, self._met + most.total_seconds()):
+                return
+            first, self.left = not self.left, True
+        if first:
+            self._leave(asked, what)
+        end(asked)
+
+
+def announce_waiting(asked: int, what: str, step: int, newest: Kept | None) -> None:
+    """Says on stderr that a signal has ended a wait, and what is left of the run."""
+    if newest is None:
+        kept = "no version of this run was saved: started again, it starts over"
+    else:
+        number = version_number(newest)
+        durable = "the durable step" if number is None else f"version {number} of step"
+        since = f"{durable} {newest.step}"
+        kept = f"nothing was saved since {since}: start the run again to go on from there"
+    name = signal.Signals(asked).name
+    message = f"{name}: stopped after step {step}, waiting for {what}; {kept}"
+    print(f"emberkeep: {message}", file=sys.stderr, flush=True)
 
 
 def announce(asked: int, step: int, saved: int | None) -> None:

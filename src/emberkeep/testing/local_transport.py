@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from emberkeep._types import U8
 from emberkeep.errors import EmberkeepError, ServerError
 from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.stopping import Stop
 from emberkeep.server.epoch import Session
 from emberkeep.server.shard_service import ShardService
 from emberkeep.wire.protocol import APPLY, CHECK, PREFETCH, PULL, PUSH, check_protocol, is_frame
@@ -258,6 +259,7 @@ class LocalServers:
     ) -> None:
         self._network = network
         self._lease = lease
+        self.stop = Stop(network.clock)
         self._addresses = [f"server-{shard}" for shard in range(shards)]
         for address in self._addresses:
             network.start(address)

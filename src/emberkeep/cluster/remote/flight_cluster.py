@@ -312,10 +312,8 @@ class FlightCluster(RemoteCluster):
 
     def _answered(self, number: int) -> dict[int, int]:
         """Who has answered the push under way in an earlier attempt."""
-        before = self._applying
-        same = before is not None and (before.incarnation, before.number) == (
-            self._incarnation, number
-        )  # fmt: skip
+        before, push = self._applying, (self._incarnation, number)
+        same = before is not None and (before.incarnation, before.number) == push
         return before.answered if before is not None and same else {}
 
     def _keep(self, sent: SentPush) -> None:
@@ -370,6 +368,7 @@ class FlightCluster(RemoteCluster):
             except RankError:
                 if self._clock.monotonic() > until:
                     raise
+                self.stop.look("other ranks to take their part in a step", others=True)
 
     def _complete(self, rows: list[F32] | None, replies: Sequence[U8]) -> None:
         """Brings what the push has changed of the prefetched rows into them."""

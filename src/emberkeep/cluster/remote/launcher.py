@@ -8,6 +8,7 @@ from typing import Protocol
 
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.stopping import Stop
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security, split_address
@@ -20,6 +21,9 @@ _STARTING = timedelta(minutes=2)
 
 class Launcher(Protocol):
     """Starts servers. A cluster asks it for addresses, and for replacements."""
+
+    stop: Stop
+    """Of the cluster, which puts it there: ends a wait for a replacement that may be long."""
 
     @property
     def count(self) -> int: ...
@@ -77,6 +81,7 @@ class FixedAddresses:
         self._patience = patience
         self._transport = transport
         self._clock = clock
+        self.stop = Stop(clock)
 
     @property
     def count(self) -> int:
@@ -108,7 +113,7 @@ class FixedAddresses:
                     return address
             finally:
                 connection.close()
-            self._clock.sleep(_POLL_SECONDS)
+            self.stop.pause(_POLL_SECONDS, f"a server of shard {shard} at {address}")
         raise ServerError(
             f"shard {shard} at {address} does not answer, and nobody started it within "
             f"{patience.total_seconds():g} s: start emberkeep serve there"

@@ -32,6 +32,7 @@ from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import Retry, Worker, end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.event_log import last_line, new_log_directory, stderr_beside
+from emberkeep.runtime.stopping import Stop
 from emberkeep.runtime.waiting import Waiting
 from emberkeep.tables import Optimizer, Table, Tier
 from emberkeep.wire.private_socket import own_address
@@ -198,6 +199,7 @@ class ProcessLauncher:
         tier: Tier | None = None, lease: timedelta | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._clock = clock
+        self.stop = Stop(clock)
         self._threads = threads or max(1, pools.default_threads() // shards)
         self._tier = tier
         self.security = Security().with_token()

@@ -26,7 +26,7 @@ from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity, missing_rows, not_rebuilding
-from emberkeep.cluster.remote.remote_shard import RemoteShard
+from emberkeep.cluster.remote.remote_shard import RemoteShard, nobody_there, places
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.spread import refuse_parity
 from emberkeep.erasure.codes import Parity
@@ -60,15 +60,9 @@ _REMINDER_SECONDS = 5.0
 # So often in a row a shard may be lost while parity brings shards back. What dies that often is
 # killed by its own recovery, by its need of memory say, and the repository is asked instead.
 _MOST_LOSSES = 8
+# Between these attempts, twice as long each time.
+_LONGEST_PAUSE_SECONDS = 2.0
 _Pushes = Mapping[int, Mapping[str, int]]
-
-
-def _nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
-    named = ", ".join(f"shard {shard.index} at {shard.address}" for shard in shards)
-    return (
-        f"{named}: silent for {seconds:.0f} s, and no other server was started there; start "
-        "emberkeep serve there, and the run again to resume its newest version"
-    )
 
 
 class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
@@ -113,6 +107,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             for i in range(launcher.count)
         ]
         super().__init__(tables, optimizer, shards, seed=seed, pool=pool, clock=clock)
+        launcher.stop = self.stop
+        for shard in shards:
+            shard.stop = self.stop
         given = [table.name for table in tables if table.tier is not None]
         if given:
             raise ConfigError(
@@ -201,10 +198,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         without = [shard for shard in self.handles if shard.tier is None]
         self._tiered = not without
         if without and len(without) < len(self.handles):
-            named = ", ".join(f"shard {shard.index} at {shard.address}" for shard in without)
             raise ConfigError(
-                f"{named}: has no tier, and others have: start all of them with emberkeep serve "
-                "--tier, or none"
+                f"{places(without)}: has no tier, and others have: start all of them with "
+                "emberkeep serve --tier, or none"
             )
 
     @property
@@ -267,7 +263,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                     f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s: "
                     "the coordinator brings them back with its next call: see that it trains"
                 )
-            self._clock.sleep(_POLL_SECONDS)
+            self.stop.pause(_POLL_SECONDS, "the coordinator to bring lost shards back")
         for shard in self.handles:
             if shard.tables != expected:
                 raise StateError(f"{shard.address} serves other tables than this model has")
@@ -436,8 +432,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
-            left_out=self._leases.left_out,
-            **self._over,
+            left_out=self._leases.left_out, stop=self.stop, **self._over,
         )  # fmt: skip
 
     @surviving
@@ -452,7 +447,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             return False
         with self._push_lock:
             self._drop_ahead()
-            losses = 0
+            losses, pause = 0, _POLL_SECONDS
             while lost := self.lost():
                 # From here on streams are sealed: none of them can be taken back any more.
                 self._give_up(lost)
@@ -475,10 +470,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                             stacklevel=2,
                         )
                         return False
-                    if isinstance(error, PeerError):
-                        # A server that could not reach another is resting before it tries again:
-                        # all attempts would be over before it does.
-                        self._clock.sleep(_POLL_SECONDS)
+                    # Else all attempts would be over before a disk has room again, or a server
+                    # asks another again that it could not reach.
+                    self.stop.pause(pause, f"{places([self.handles[i] for i in lost])} to start")
+                    pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause)
                     self._taken_back(error)
             return True
 
@@ -541,7 +536,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 if (left := start + waits.total_seconds() - now) < 0:
                     if self.launcher.replaceable:
                         return False
-                    raise ServerError(_nobody_there(silent, max(quiet.values()))) from lost
+                    raise ServerError(nobody_there(silent, max(quiet.values()))) from lost
                 if now - said > _REMINDER_SECONDS:
                     said = now
                     for shard in silent:
@@ -549,7 +544,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                             "silent", shard=shard.index, address=shard.address,
                             seconds=quiet[shard.index], until=quiet[shard.index] + left,
                         )  # fmt: skip
-                self._clock.sleep(_POLL_SECONDS)
+                self.stop.pause(_POLL_SECONDS, f"{places(silent)} to answer")
             return not self.lost()
 
     def _give_up(self, shards: Sequence[int]) -> None:
@@ -576,7 +571,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
             if not self._bring_back(ShardLostError(stuck)):
                 raise ShardLostError(stuck) from error
             return True
-        self._clock.sleep(_POLL_SECONDS / 5)
+        self.stop.pause(_POLL_SECONDS / 5, f"servers that do not reach each other ({error})")
         return False
 
     def _settle_writes(self) -> None:

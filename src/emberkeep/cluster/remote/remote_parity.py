@@ -20,6 +20,7 @@ from emberkeep.erasure.stream_frames import pack_point
 from emberkeep.errors import EmberkeepError, PeerError, StreamError
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
+from emberkeep.runtime.stopping import Stop
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
@@ -50,6 +51,7 @@ class RemoteParity:
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
         left_out: Callable[[int], Mapping[int, int]],
+        stop: Stop,
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -62,6 +64,7 @@ class RemoteParity:
         self._stripes = stripes
         self._each = each
         self._left_out = left_out
+        self._stop = stop
         self._transport = transport
         self._clock = clock
         self._peers: dict[int, Peer] = {}
@@ -152,7 +155,7 @@ class RemoteParity:
             except (PeerError, StreamError) as error:
                 if self._clock.monotonic() > until:
                     raise PeerError(f"marks of lost rows are not back: {error}") from None
-            self._clock.sleep(_POLL_SECONDS)
+            self._stop.pause(_POLL_SECONDS, "marks of lost rows to come back from parity")
 
     def start_over(self, shards: Collection[int], renew: Renew) -> None:
         """Puts empty shards in the place of others; their rows will come from a repository."""
@@ -240,7 +243,7 @@ class RemoteParity:
                 ),
                 lambda: f"what {self._incomplete()} have yet to bring back",
             )
-            self._clock.sleep(pause)
+            self._stop.pause(pause, "rows or parity that servers have yet to bring back")
             pause = min(0.2, pause * 1.2)
 
     def _incomplete(self) -> str:

@@ -36,6 +36,7 @@ from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.runtime.fields import Fields
+from emberkeep.runtime.stopping import Stop
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
@@ -89,6 +90,7 @@ class RemoteShard:
         self._incarnation = incarnation
         self._transport = transport
         self._clock = clock
+        self.stop = Stop(clock)
         self._connection: Connection | None = None
         self._awaited: Connection | None = None  # by which a reply is to come
         self._given_up = True
@@ -396,7 +398,7 @@ class RemoteShard:
         header = {
             "url": repository.store.url, "version": str(chain[-1].version), "names": dict(names)
         }  # fmt: skip
-        self._until_done("load", header, threading.Event())
+        self._until_done("load", header)
 
     def extract(
         self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
@@ -453,11 +455,14 @@ class RemoteShard:
             return header
         return {**header, "order": [f"{self._incarnation:x} {way}", next(self._orders)]}
 
-    def _until_done(self, kind: str, header: Json, cancelled: threading.Event) -> Json:
+    def _until_done(
+        self, kind: str, header: Json, cancelled: threading.Event | None = None
+    ) -> Json:
         """Starts long work on the server and asks until it has ended, each time on a deadline.
 
         However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`. Work
-        that was `cancelled` has ended when this does.
+        that was `cancelled` has ended when this does; what cannot be is left when the process is
+        asked to stop.
         """
         header = {**header, "epoch": self.epoch}
         with self.dialed() as connection:
@@ -471,6 +476,7 @@ class RemoteShard:
     ) -> Json:  # fmt: skip
         deadline, began = self._timing.deadline, self._clock.monotonic()
         progress, given_up = Progress(self._timing.bulk, self._clock), False
+        awaited = f"shard {self.index} at {self.address} to {what}"
         while True:
             answer, _ = connection.act("work", header, deadline=deadline)
             if answer["done"] and not given_up:
@@ -481,9 +487,9 @@ class RemoteShard:
                 # It ends soon: until then the server takes no other work.
                 connection.act("cancel", header, deadline=deadline)
                 given_up = True
-            progress.require(
-                answer["progress"], lambda: f"shard {self.index} at {self.address} to {what}"
-            )
+            progress.require(answer["progress"], lambda: awaited)
+            if cancelled is None:
+                self.stop.look(awaited)
             # Work that has ended waits for a tenth of its time at most until that is heard.
             waited = (self._clock.monotonic() - began) / 10
             self._clock.sleep(min(max(_POLL_SECONDS[0], waited), _POLL_SECONDS[1]))
@@ -569,3 +575,16 @@ class RemoteRows:
             ordered = shard._ordered("close", header)
             reply, _ = connection.act("close", ordered, deadline=shard._timing.deadline)
             self.held_seconds = float(reply.get("held_seconds", 0.0))
+
+
+def places(shards: Sequence[RemoteShard]) -> str:
+    """Which shards, and where their servers are."""
+    return ", ".join(f"shard {shard.index} at {shard.address}" for shard in shards)
+
+
+def nobody_there(shards: Sequence[RemoteShard], seconds: float) -> str:
+    """What is to be done about servers that have not answered for so long."""
+    return (
+        f"{places(shards)}: silent for {seconds:.0f} s, and no other server was started there; "
+        "start emberkeep serve there, and the run again to resume its newest version"
+    )

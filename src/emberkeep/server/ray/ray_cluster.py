@@ -25,6 +25,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, SecurityError, ServerE
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.stopping import Stop
 from emberkeep.runtime.waiting import Waiting
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.server.ray.ray_session import (
@@ -410,6 +411,7 @@ class RayLauncher:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
+        self.stop = Stop(clock)
         self._actors = list(actors)
         self._owned = owned
         self._timing = timing or Timing()
@@ -506,7 +508,7 @@ class RayLauncher:
             if not asked_to_end and not made:
                 ray.kill(self._actors[shard], no_restart=False)
                 asked_to_end = True
-            self._clock.sleep(_POLL_SECONDS)
+            self.stop.pause(_POLL_SECONDS, f"Ray to bring shard {shard} back")
         raise ServerError(
             f"Ray did not bring shard {shard} back within {patience:g} s: does it have room for "
             "the server? ray status shows"

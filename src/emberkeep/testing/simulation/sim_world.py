@@ -15,6 +15,7 @@ from emberkeep.blobs.store import as_buffers
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.cluster.remote.launcher import FixedAddresses, Launcher
 from emberkeep.errors import ServerError, StorageError
+from emberkeep.runtime.stopping import Stop
 from emberkeep.server import epoch as epochs
 from emberkeep.testing.simulation.scheduler import Process, Scheduler, current_task
 from emberkeep.testing.simulation.sim_network import SimulatedNetwork
@@ -294,6 +295,7 @@ class _Launcher:
     def __init__(self, world: World, process: Process, *, moves: bool) -> None:
         self._world = world
         self._clock = world.network.clock(process)
+        self.stop = Stop(self._clock)
         self._moves = moves
 
     @property
