@@ -39,6 +39,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("serve --shard ²/4", 2, "--shard is I/N"),
         ("serve --metrics ²", 2, "--metrics is a port"),
         ("serve --tier-exclusive", 2, "--tier-exclusive is for --tier"),
+        ("serve --tier-memory 4GB", 2, "--tier-memory is for --tier"),
+        ("cluster up --shards 2 --tier-memory 4GB", 2, "--tier-memory is for servers with a tier"),
         ("cluster up --shards 2 --parity ²,1", 2, "--parity is K,R"),
         ("cluster status --connect 127.0.0.1:1 --watch -1", 2, "--watch takes seconds above 0"),
         ("cluster status --connect 127.0.0.1:1 --watch nan", 2, "--watch takes seconds above 0"),

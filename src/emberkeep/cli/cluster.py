@@ -67,8 +67,11 @@ def up(
         typer.Option(metavar="PATH", help="Rows live in files below this directory of each node."),
     ] = None,
     tier_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For the hot rows of each server, such as 48GB.")
-    ] = "2GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="For the hot rows of each server, such as 48GB; 2GB if not given."
+        ),
+    ] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     authority: Authority = None,
@@ -85,10 +88,12 @@ def up(
     from emberkeep.wire.security import Security, read_token
 
     code = _code(parity, shards)
-    own_tier = None if tier is None else Tier(tier, memory=tier_memory)
+    own_tier = None if tier is None else Tier(tier, memory=tier_memory or "2GB")
     check_tier(own_tier, code)
     if disk is not None and own_tier is None:
         raise ConfigError("--disk is for servers with a tier: give --tier, or leave it out")
+    if tier_memory is not None and own_tier is None:
+        raise ConfigError("--tier-memory is for servers with a tier: give --tier, or leave it out")
     tier_nbytes = 0 if own_tier is None else own_tier.memory
     resources = ServerResources(
         cpus=cpus, memory=tier_nbytes if memory is None else nbytes_of("--memory", memory),

@@ -53,8 +53,11 @@ def serve(
         ),
     ] = None,
     tier_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For the hot rows of --tier, such as 48GB.")
-    ] = "2GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="For the hot rows of --tier, such as 48GB; 2GB if not given."
+        ),
+    ] = None,
     tier_exclusive: Annotated[
         bool,
         typer.Option(
@@ -113,9 +116,11 @@ def serve(
 
     if tier is None and tier_exclusive:
         raise ConfigError("--tier-exclusive is for --tier: give that too")
+    if tier is None and tier_memory is not None:
+        raise ConfigError("--tier-memory is for --tier: give that too, or leave it out")
     own_tier = None
     if tier is not None:
-        own_tier = Tier(tier, memory=tier_memory, exclusive=tier_exclusive)
+        own_tier = Tier(tier, memory=tier_memory or "2GB", exclusive=tier_exclusive)
     token = read_token(token_file)
     status: dict[str, Any] = {}
     if token is None and is_loopback(host):
