@@ -12,6 +12,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from itertools import product
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +33,16 @@ def _plain_numbers(spec: object, names: Sequence[str]) -> None:
             object.__setattr__(spec, name, float(value))
 
 
+def _floats(spec: object, names: Sequence[str]) -> None:
+    """Makes numbers floats: 1 and 1.0 are written differently, and must not make two specs."""
+    _plain_numbers(spec, names)
+    for name in names:
+        try:
+            object.__setattr__(spec, name, float(getattr(spec, name)))
+        except OverflowError:
+            raise ConfigError(f"{type(spec).__name__}: {name} is too large for a float") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Uniform:
     """Initial weights spread evenly over [low, high)."""
@@ -40,7 +51,7 @@ class Uniform:
     high: float = 0.05
 
     def __post_init__(self) -> None:
-        _plain_numbers(self, ("low", "high"))
+        _floats(self, ("low", "high"))
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
             raise ConfigError(f"Uniform needs finite low <= high, not {self.low} and {self.high}")
 
@@ -53,7 +64,7 @@ class Normal:
     std: float = 0.05
 
     def __post_init__(self) -> None:
-        _plain_numbers(self, ("mean", "std"))
+        _floats(self, ("mean", "std"))
         if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std >= 0):
             raise ConfigError(
                 f"Normal needs a finite mean and std >= 0, not {self.mean}, {self.std}"
@@ -225,7 +236,25 @@ class Table:
 
     def origin(self, seed: int) -> str:
         """Where untrained rows come from: they are stored nowhere, so a load must agree on it."""
-        text = f"{self.key(seed)} {self.init} {self.dynamic}"
+        return self._origin(seed, str(self.init))
+
+    def earlier_origins(self, seed: int) -> frozenset[str]:
+        """What `origin` was in earlier releases for a model that wrote 1 and not 1.0: such states
+        and files are those of this table."""
+        given = asdict(self.init)
+        spellings = [
+            [f"{name}={value}", f"{name}={int(value)}"]
+            if value.is_integer()
+            else [f"{name}={value}"]
+            for name, value in given.items()
+        ]
+        kind = type(self.init).__name__
+        return frozenset(
+            self._origin(seed, f"{kind}({', '.join(spelling)})") for spelling in product(*spellings)
+        ) - {self.origin(seed)}
+
+    def _origin(self, seed: int, init: str) -> str:
+        text = f"{self.key(seed)} {init} {self.dynamic}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def describe_origin(self, seed: int) -> dict[str, Any]:

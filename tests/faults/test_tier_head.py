@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import ConfigError, DamageError, FormatError
-from emberkeep.tables import Adagrad, Table, Tier
+from emberkeep.errors import ConfigError, DamageError, FormatError, StateError
+from emberkeep.tables import Adagrad, Table, Tier, Uniform
 from emberkeep.tiers import durable_open, superblock
 from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
 from tests.contracts.engine import grads_of, state, wanted_of
@@ -61,6 +62,30 @@ def test_any_number_of_tables_is_saved_and_comes_back(tmp_path: Path, count: int
         end(cluster)
     file = tmp_path / "t" / "rows-0-0.tier"
     assert len(superblock.encode(read_head(str(file))[0])) > (count > 330) * SLOT_NBYTES
+
+
+def test_files_of_earlier_releases_open_however_whole_numbers_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(**changes: Any) -> LocalCluster:
+        table = Table(
+            "t", rows=20, dim=2, tier=Tier(tmp_path / "t", memory="4MB"), init=Uniform(-1, 1)
+        )
+        return local(threads=1).open([replace(table, **changes)], OPTIMIZER, seed=0)
+
+    with monkeypatch.context() as release:
+        release.setattr(
+            Table, "origin", lambda table, seed: table._origin(seed, "Uniform(low=-1, high=1)")
+        )
+        cluster = opened()
+        train_all(cluster, 0)
+        before = make_durable(cluster, 1)
+        end(cluster)
+    cluster = opened(init=Uniform(-1.0, 1.0))
+    assert state(cluster) == before
+    end(cluster)
+    with pytest.raises(StateError, match="seed and init"):
+        opened(init=Uniform(-1.0, 1.5))
 
 
 def test_a_long_head_that_is_torn_leaves_the_other_one(tmp_path: Path) -> None:

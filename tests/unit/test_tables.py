@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_a_table_of_other_parts_is_refused_by_its_name(
         (lambda: Momentum(lr=0.1, nesterov="no"), "nesterov is True or False"),
         (lambda: Uniform("a", "b"), "low must be a number"),
         (lambda: Normal(std=None), "std must be a number"),
+        (lambda: Normal(std=10**400), "std is too large for a float"),
         (lambda: Tier("x", memory="1GB", exclusive="no"), "exclusive is True or False"),
         (lambda: Tier(None, memory="1GB"), "path must name a directory"),
         (lambda: Tier("x", memory="9" * 400 + "B"), "memory takes bytes"),
@@ -60,3 +62,37 @@ def test_numbers_of_numpy_are_stored_as_plain_ones() -> None:
     table = Table("users", dim=4, rows=4, init=Uniform(np.float32(-0.5), np.float32(0.5)))
     assert json.loads(json.dumps(table.describe_origin(0)))["low"] == -0.5
     assert table.origin(0) == Table("users", dim=4, rows=4, init=Uniform(-0.5, 0.5)).origin(0)
+
+
+@pytest.mark.parametrize(
+    ("whole", "floats"),
+    [
+        (Uniform(-1, 1), Uniform(-1.0, 1.0)),
+        (Uniform(0, 0.5), Uniform(0.0, 0.5)),
+        (Normal(0, 2), Normal(0.0, 2.0)),
+    ],
+)
+def test_a_whole_number_makes_the_same_rows_however_it_is_written(
+    whole: Uniform | Normal, floats: Uniform | Normal
+) -> None:
+    ours, theirs = (Table("users", dim=4, rows=4, init=init) for init in (whole, floats))
+    assert ours.origin(3) == theirs.origin(3)
+    assert json.dumps(ours.describe_origin(3)) == json.dumps(theirs.describe_origin(3))
+    assert str(ours.init) == str(theirs.init)
+
+
+def test_origins_of_earlier_releases_are_known() -> None:
+    """Those that wrote whole numbers as the model did."""
+    table = Table("users", dim=4, rows=4, init=Uniform(-1, 1))
+
+    def earlier(init: str) -> str:
+        text = f"{table.key(3)} {init} False"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    assert table.origin(3) == earlier("Uniform(low=-1.0, high=1.0)")
+    assert table.earlier_origins(3) == {
+        earlier("Uniform(low=-1, high=1)"),
+        earlier("Uniform(low=-1, high=1.0)"),
+        earlier("Uniform(low=-1.0, high=1)"),
+    }
+    assert not Table("users", dim=4, rows=4, init=Uniform(-0.5, 0.5)).earlier_origins(3)

@@ -438,9 +438,7 @@ class RowModule(nn.Module):
             missing_keys.extend(at + key for key in absent)
             if "weight" in absent:
                 continue
-            if whole and not torch.equal(
-                torch.as_tensor(saved["origin"], device="cpu"), self._origin(table)
-            ):
+            if whole and not self._is_origin(table, torch.as_tensor(saved["origin"], device="cpu")):
                 error_msgs.append(
                     f"table {table.name!r} was saved with another seed, init or kind of rows: its "
                     "untrained rows would change; build the module as it was when it was saved"
@@ -472,7 +470,12 @@ class RowModule(nn.Module):
             raise
 
     def _origin(self, table: Table) -> Tensor:
-        return torch.tensor(int(table.origin(self.cluster.seed), 16) - 2**63, device="cpu")
+        return _as_number(table.origin(self.cluster.seed))
+
+    def _is_origin(self, table: Table, saved: Tensor) -> bool:
+        seed = self.cluster.seed
+        known = (table.origin(seed), *table.earlier_origins(seed))
+        return any(torch.equal(saved, _as_number(origin)) for origin in known)
 
     # -- what torch does to modules --------------------------------------------------------------
 
@@ -544,6 +547,10 @@ class RowModule(nn.Module):
             f"{table.dim}"
             for table in self.tables
         )
+
+
+def _as_number(origin: str) -> Tensor:
+    return torch.tensor(int(origin, 16) - 2**63, device="cpu")
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
@@ -44,6 +44,8 @@ from emberkeep.tiers.tiered_slab import TieredSlab
 # What files are made of; tests put others in their place.
 SEGMENT_NBYTES = 4 * 2**20
 DISK = Disk
+
+_ORIGIN = "seed and init"
 
 _Slab = tuple[int, Optimizer | None]
 """What tables of one tier must share to share a slab."""
@@ -86,12 +88,17 @@ def open_slab(
     files = tier_files(tables, shards, shard if alone else None)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
     wanted = _schema(own_tables, optimizer, shard, shards, seed)
+    respelled = {
+        earlier: table.origin(seed)
+        for table in own_tables
+        for earlier in table.earlier_origins(seed)
+    }
     slab = kind(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory,
         share=Fraction(nbytes[own_slab], sum(nbytes.values()) * (1 if alone else shards)),
         open_log=lambda layout: _open_log(
-            path, files, wanted, layout, tier.exclusive, clock, alone=alone
+            path, files, wanted, respelled, layout, tier.exclusive, clock, alone=alone
         ),
         upkeep=upkeep.run,
     )  # fmt: skip
@@ -147,7 +154,7 @@ def _schema(
             "rows": table.rows,
             "capacity": table.capacity,
             "on_full": table.on_full,
-            "seed and init": table.origin(seed),
+            _ORIGIN: table.origin(seed),
         }
         for table in tables
     }
@@ -157,6 +164,15 @@ def _schema(
         "planes": {"weight": dim, **optimizer.planes(dim)},
         **origins,
     }
+
+
+def _respelled(schema: Json, respelled: Mapping[str, str]) -> Json:
+    found: Json = {}
+    for key, value in schema.items():
+        if isinstance(value, dict) and value.get(_ORIGIN) in respelled:
+            value = {**value, _ORIGIN: respelled[value[_ORIGIN]]}
+        found[key] = value
+    return found
 
 
 def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
@@ -226,11 +242,12 @@ def _decided(
 
 
 def _open_log(
-    path: str, files: Sequence[str], wanted: Json, layout: Layout, exclusive: bool, clock: Clock,
-    *, alone: bool,
+    path: str, files: Sequence[str], wanted: Json, respelled: Mapping[str, str], layout: Layout,
+    exclusive: bool, clock: Clock, *, alone: bool,
 ) -> RowLog:  # fmt: skip
     """The file at `path`, made if need be. One that never had a durable batch is made again; where
-    the tier is a server's, which outlives models, it may be that of another model."""
+    the tier is a server's, which outlives models, it may be that of another model. `respelled` has
+    what earlier releases wrote of where rows come from, and what that is now."""
     disk = DISK()
     with _opening(path):
         claim = directory.claim(path, exclusive=exclusive, disk=disk)
@@ -240,7 +257,7 @@ def _open_log(
                 directory.check_unlocked(path)
                 head, sequence = read_head(path)
                 if not alone or head.committed is not None or head.prepared is not None:
-                    check_schema(path, head.schema, wanted)
+                    check_schema(path, _respelled(head.schema, respelled), wanted)
             if durable_points(os.path.dirname(path), files, disk):
                 _check_length(path, head, layout)
             else:

@@ -390,6 +390,18 @@ def test_state_dict_holds_every_trained_row_with_its_planes() -> None:
     assert trained(target) == trained(source)
 
 
+def test_a_state_of_an_earlier_release_is_known_however_whole_numbers_were_written() -> None:
+    tables = [ek.Table("t", rows=4, dim=2, init=ek.Uniform(-1, 1))]
+    module = ek.EmbeddingBags(tables, optimizer=ek.SGD(lr=0.1))
+    state = module.state_dict()
+    (earlier, *_) = tables[0].earlier_origins(module.cluster.seed)
+    state["rows.t.origin"] = torch.tensor(int(earlier, 16) - 2**63)
+    module.load_state_dict(state)
+    state["rows.t.origin"] += 1
+    with pytest.raises(RuntimeError, match="another seed"):
+        module.load_state_dict(state)
+
+
 def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
     module = bags(ek.Adagrad(lr=0.1))
     module(batch_of(0)).sum().backward()
