@@ -447,6 +447,10 @@ def test_mirror(shell: Shell, root: Path, tmp_path: Path) -> None:
     assert len(shell.json("versions", root)) == 4
     assert shell("mirror", root, root) == 2
     assert "the same place" in shell.err
+    for source, to in ((root, root / "copies"), (copies, copies.parent)):
+        assert shell("mirror", source, to) == 2
+        assert "lies inside" in shell.err
+    assert not (root / "copies").exists()
     other = Run(store=LocalStore(tmp_path / "other"))
     other.save(3)
     assert shell("mirror", root, tmp_path / "other") == 2

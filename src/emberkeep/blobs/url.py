@@ -72,3 +72,24 @@ def _open_remote(text: str, options: dict[str, Any], clock: Clock) -> ObjectStor
 def is_shared(url: str) -> bool:
     """Whether other processes can open that store."""
     return not url.startswith("memory:")
+
+
+def check_apart(one: str, other: str) -> None:
+    """Refuses two stores, by their URLs, of which one lies inside the other: each would take files
+    of the other for strays of its own. Symbolic links are followed."""
+    places = {_place(url): url for url in (one, other) if is_shared(url)}
+    if len(places) < 2:
+        return
+    outer, inner = sorted(places, key=len)
+    if inner.startswith(f"{outer}/"):
+        raise ConfigError(
+            f"{places[inner]} lies inside {places[outer]}: two repositories cannot share a "
+            "place, so nothing was changed; choose another"
+        )
+
+
+def _place(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return f"file://{os.path.realpath(unquote(parts.path)).rstrip('/')}"
+    return url.rstrip("/")

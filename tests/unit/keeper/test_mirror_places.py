@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import MemoryStore, check_apart
 from emberkeep.errors import ConfigError, DamageError, FencedError, NoVersionError
 from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
@@ -71,6 +71,31 @@ def test_the_same_place_under_another_name_is_no_mirror(tmp_path: Path) -> None:
     Life(tmp_path / "run", None).train(2).keeper.close()
     with pytest.raises(ConfigError, match="are the same place"):
         Life(tmp_path / "run", str(tmp_path / "link"))
+
+
+def test_a_mirror_inside_its_source_is_refused_and_so_is_the_source_inside_its_mirror(
+    tmp_path: Path,
+) -> None:
+    run, inside = tmp_path / "run", tmp_path / "run" / "copies"
+    (tmp_path / "link").symlink_to(run)
+    for source, mirror in (
+        (run, inside), (inside, run), (run, tmp_path / "link" / "copies"), (run, inside.as_uri()),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"lies inside .*: two repositories"):
+            Life(source, str(mirror))
+    assert not run.exists()
+    Life(run, str(tmp_path / "run2")).keeper.close()
+
+
+def test_places_in_a_bucket_are_apart() -> None:
+    for one, other in (("s3://b/run", "s3://b/run/copies/"), ("s3://b", "s3://b/run")):
+        with pytest.raises(ConfigError, match="lies inside"):
+            check_apart(one, other)
+        with pytest.raises(ConfigError, match="lies inside"):
+            check_apart(other, one)
+    for other in ("s3://b/run2", "s3://c/run/copies", "gs://b/run/copies", "s3://b/run/"):
+        check_apart("s3://b/run", other)
+    check_apart("memory://a", "memory://a/b")  # two stores
 
 
 def test_a_run_that_must_exist_creates_no_mirror(tmp_path: Path) -> None:
