@@ -406,7 +406,7 @@ class Cluster:
         return 0
 
     def saved_all(self, shard: int) -> bool:
-        """Whether the newest version has every push that this lost shard will not be sent."""
+        """Whether the newest whole version has every push that this lost shard will not be sent."""
         return True
 
     def steps(self, table: str) -> int:

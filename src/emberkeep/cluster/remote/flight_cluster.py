@@ -424,7 +424,7 @@ class FlightCluster(RemoteCluster):
         # others do not, so shards with as many steps may be without different pushes.
         if self.world > 1:
             return True  # no rank is ahead of another then
-        saved = self.handles[shard].saved_pushes
+        saved = self.handles[shard].wholly_saved
         kept = [sent for sent in list(self._unsettled) if shard in sent.missing]
         kept += [] if self._applying is None else [self._applying]
         again = {(f"{sent.incarnation:x}", sent.number) for sent in kept}

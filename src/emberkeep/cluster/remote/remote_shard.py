@@ -34,6 +34,7 @@ from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
 from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
+from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.stopping import Stop
@@ -85,11 +86,9 @@ class RemoteShard:
         self.tables: list[Json] = []
         self.tier: Json | None = None
         """Where the server keeps its rows in files; None where it has no tier."""
-        self._security = security
-        self._timing = timing
+        self._security, self._timing = security, timing
         self._incarnation = incarnation
-        self._transport = transport
-        self._clock = clock
+        self._transport, self._clock = transport, clock
         self.stop = Stop(clock)
         self._connection: Connection | None = None
         self._awaited: Connection | None = None  # by which a reply is to come
@@ -97,6 +96,7 @@ class RemoteShard:
         self._opening = False
         self.saved_pushes: dict[str, int] = {}
         """The last push of each worker that the newest version of this process holds."""
+        self.wholly_saved: dict[str, int] = {}  # by the newest whole one; others lack some rows
         self.began_with: dict[str, int] = {}  # that rows held when they came, but for parity
         self.rows_since = 0  # the epoch in which they came, and pushes may have been lost
         self._orders = itertools.count(1)
@@ -359,7 +359,7 @@ class RemoteShard:
     def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]:
         header = {"since": since, "buffer_nbytes": buffer}
         reply, _ = self._act("freeze", header, serving=True)
-        return Cut([RemoteRows(self, reply["pushes"])], reply["tables"])
+        return Cut([RemoteRows(self, reply["pushes"], since != PRIORITISED)], reply["tables"])
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
@@ -510,13 +510,11 @@ class RemoteShard:
 class RemoteRows:
     """The frozen rows of a server: it writes them to the store itself, or sends them."""
 
-    def __init__(self, shard: RemoteShard, pushes: dict[str, int]) -> None:
-        self._shard = shard
-        self._epoch = shard.epoch
-        self._pushes = pushes
+    def __init__(self, shard: RemoteShard, pushes: dict[str, int], whole: bool) -> None:
+        self._shard, self._epoch = shard, shard.epoch
+        self._pushes, self._whole = pushes, whole
         self._names: dict[str, str] = {}
-        self.held_seconds = 0.0
-        self.core_seconds = 0.0
+        self.held_seconds = self.core_seconds = 0.0
         self.pressed = False  # only the server knows, and its own budget heeds it
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -561,6 +559,8 @@ class RemoteRows:
 
     def took_place(self) -> None:
         self._shard.saved_pushes = self._pushes
+        if self._whole:
+            self._shard.wholly_saved = self._pushes
 
     def close(self, advanced: Collection[str]) -> None:
         shard = self._shard
