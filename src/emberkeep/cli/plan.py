@@ -226,7 +226,7 @@ def plan(
             most_pls=most_pls,
             accuracy_loss=accuracy_loss,
             slopes=slopes,
-            slope_error=slope_error / slopes["cpr"] if slopes.get("cpr") else 0.0,
+            slope_error=_relative_error(slope_error, slopes),
             max_interval=read_time("--max-interval", max_interval) if max_interval else None,
             price=price,
             machines=machines,
@@ -295,6 +295,20 @@ def _slopes(given: list[str] | None) -> dict[str, float]:
                 f"--slope {text!r} is no slope: write 0.018, or cpr_ssu=0.003"
             ) from None
     return found
+
+
+def _relative_error(error: float, slopes: dict[str, float]) -> float:
+    """`--slope-error` as a share of the slope that it is the error of: that without a name, or the
+    only one."""
+    if not error:
+        return 0.0
+    if "cpr" not in slopes and len(slopes) > 1:
+        raise ConfigError(
+            f"--slope-error is that of one slope, and {len(slopes)} are given: give one, or the "
+            "one that it belongs to without a name"
+        )
+    slope = slopes["cpr"] if "cpr" in slopes else next(iter(slopes.values()))
+    return error / slope if slope else 0.0  # a slope of 0 is refused as such
 
 
 def _together(log: FailureLog, shards: int, given: int | None) -> tuple[int, ...]:

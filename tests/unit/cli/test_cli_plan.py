@@ -97,6 +97,22 @@ def test_a_record_of_failures_and_a_page(
     assert "best fit: weibull" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["", "cpr_ssu="])
+def test_the_error_of_a_slope_counts_whichever_strategy_it_is_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """It was passed over where only that of one strategy was given."""
+
+    def error(*more: str) -> float:
+        given = (*PAPER, "--slope", f"{name}0.02", *more, "--jobs", "0", "--json")
+        assert run(monkeypatch, *given) == 0
+        found = json.loads(capsys.readouterr().out)["strategies"]["cpr_ssu"]
+        return float(found["accuracy_error"]) / found["pls"]
+
+    assert error() == 0
+    assert error("--slope-error", "0.004") == pytest.approx(0.004, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -115,10 +131,15 @@ def test_a_record_of_failures_and_a_page(
         ([*PAPER, "--jobs", "-1"], 2, "0 jobs or more"),
         ([*PAPER, "--fail-together", "0"], 2, "1 to 8 can fail together, not 0"),
         ([*PAPER, "--slope-error", "0.1"], 2, "--slope-error is that of --slope"),
+        (
+            [*PAPER, *("--slope", "cpr_ssu=1"), *("--slope", "cpr_mfu=1"), *("--slope-error", "1")],
+            2, "--slope-error is that of one slope, and 2 are given",
+        ),
+        ([*PAPER, *("--slope", "cpr_ssu=0"), *("--slope-error", "1")], 2, "slope must be above 0"),
         ([*PAPER, "--memory-price", "0.1"], 2, "give --table-gb too"),
         ([*PAPER, "--machines", "9"], 2, "--machines is for --price"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
