@@ -256,7 +256,7 @@ def overhead_partial(
         else:
             lost = (1 - total_losses) * _loss_of_one(job, interval, failures, save)
             pls = min(1.0, failures * lost)
-            again = failures * total_losses * _taken_back(job, interval, save)
+            again = failures * total_losses * _taken_back(job, interval, save, total_losses)
         found = (saving + again + restarting) / (1 - restarting)
         if not 0 <= found < _MANY:
             return Partial(overhead=NEVER_ENDS, pls=pls)
@@ -285,18 +285,21 @@ def _loss_of_one(job: Job, interval: timedelta, failures: float, save: float) ->
     return since * _share_left(job, each, failures) * job.failing_together / job.shards
 
 
-def _taken_back(job: Job, interval: timedelta, save: float) -> float:
+def _taken_back(job: Job, interval: timedelta, save: float, fully: float) -> float:
     """The mean work that a full recovery takes back, in jobs."""
     each = np.array([min(interval / job.duration, 1.0)])
     since, weight = _since_version(each, save)
-    return float((since * weight).sum()) * _in_bursts(job, float(each[0]), save)
+    return float((since * weight).sum()) * _in_bursts(job, float(each[0]), save, fully)
 
 
-def _in_bursts(job: Job, each: float, save: float) -> float:
+def _in_bursts(job: Job, each: float, save: float, fully: float) -> float:
     """How much less a failure finds to take back than if it struck at any moment: after one full
-    recovery the next failure of a burst finds little."""
+    recovery the next failure of a burst finds little, and one that strikes while that recovery goes
+    on finds nothing. `fully` is the share of the failures that are recovered fully."""
     cycle = (each + save) * (job.duration / job.mtbf)
-    return 2 * _remainder(job.gaps, cycle, 0.0) / cycle
+    restart = (job.load + job.reschedule) / job.mtbf
+    at_once, after = (_remainder(job.gaps, cycle, start) for start in (0.0, restart))
+    return 2 * ((1 - fully) * at_once + fully * after) / cycle
 
 
 def _spending(
@@ -317,7 +320,8 @@ def _spending(
     again = (since * weight * fully).sum(axis=1)
     # Most lines have the same interval.
     different, place_of = np.unique(each, return_inverse=True)
-    again *= np.array([_in_bursts(job, float(t), save) for t in different])[place_of]
+    often = (weight * fully).sum(axis=1)
+    again *= [_in_bursts(job, float(each[i]), save, float(often[i])) for i in range(_CELLS)]
     counted = np.array([_share_left(job, float(t), failures) for t in different])[place_of]
     after = np.where(over, used[:, None], used[:, None] + since * share * counted[:, None])
     place = after / most_pls * (_CELLS - 1) if most_pls else np.zeros_like(after)

@@ -192,6 +192,22 @@ def test_estimates_predict_the_mean_of_simulated_jobs_and_recommend_well() -> No
     assert np.mean(np.array(regrets) <= 1.0) >= 0.95
 
 
+@pytest.mark.parametrize(("mtbf", "pls"), [(8, 0.02), (8, 0.1), (15, 0.02), (60, 0.02)])
+def test_estimates_hold_where_failures_are_hardly_rarer_than_saves(mtbf: float, pls: float) -> None:
+    """Estimates had a failure that strikes in a full recovery take the same work back again: up to
+    three times of what such a job costs, and full recovery was preferred."""
+    job = Job(
+        duration=56 * HOUR, mtbf=mtbf * MINUTE, shards=8, save=2.7 * MINUTE,
+        load=2.5 * MINUTE, reschedule=2.5 * MINUTE,
+    )  # fmt: skip
+    found = {c.name: c for c in candidates(Question(job=job, pls=pls).wish())}
+    for name in ("full", "cpr", "cpr_ssu"):
+        tactic = found[name].tactic
+        assert tactic is not None
+        simulated = simulate(job, tactic, jobs=40)
+        assert found[name].overhead.total == pytest.approx(simulated.mean, rel=0.16), name
+
+
 def test_a_loss_of_every_shard_is_a_full_recovery_in_estimates_too() -> None:
     """Estimates had partial recovery go on without a single shard: 3.6% instead of 12%."""
     for together, counts in ((8, ()), (3, (1, 1, 1, 8)), (5, (8, 8, 2))):
