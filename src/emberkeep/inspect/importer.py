@@ -100,6 +100,7 @@ class Import:
         why not: somebody may have started to train meanwhile."""
         done = self._done()
         if done is not None:
+            Stage.discard(scratch, self._plan())  # it was killed before it could
             return done
         with Stage.open(scratch) as stage:
             families = self._families()

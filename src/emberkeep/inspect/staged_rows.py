@@ -103,6 +103,25 @@ class Stage:
                     pass
                 yield cls(directory, lock)
 
+    @classmethod
+    def discard(cls, directory: Path, plan: Json) -> None:
+        """Removes what an import with this in its plan has left behind after its commit. What
+        another has left to go on from stays, and so does what is in use."""
+        if not directory.exists():
+            return
+        with suppress(ConfigError, StorageError), cls.open(directory) as stage:
+            if stage._left_by(plan):
+                stage.remove()
+
+    def _left_by(self, plan: Json) -> bool:
+        if {file.name for file in self.directory.iterdir()} <= {_LOCK}:
+            return True
+        try:
+            known = json.loads((self.directory / _JOURNAL).read_text(encoding="utf-8"))["plan"]
+            return all(known.get(key) == value for key, value in plan.items())
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
     def begin(self, plan: Json, families: Sequence[Family]) -> bool:
         """Starts what `plan` says; whether an earlier start of the same goes on instead."""
         self.plan, self.families = plan, list(families)
@@ -210,8 +229,13 @@ class Stage:
             self.directory.rmdir()
 
     def _remove(self, keep: Sequence[str] = ()) -> None:
-        # The lock last: nobody must find a directory without one that is in use.
-        for file in sorted(self.directory.iterdir(), key=lambda file: file.name == _LOCK):
+        # The lock last: nobody must find a directory without one that is in use. The journal just
+        # before it: as long as anything is left, it says whose that is.
+        last = (_JOURNAL, _LOCK)
+        for file in sorted(
+            self.directory.iterdir(),
+            key=lambda file: last.index(file.name) if file.name in last else -1,
+        ):
             if file.name not in keep:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
 

@@ -132,6 +132,45 @@ def test_an_import_goes_on_right_after_the_repository_has_grown(tmp_path: Path) 
     assert set(planes["weight"][np.argsort(ids), 0][:3000].tolist()) == {2.0}
 
 
+@pytest.mark.parametrize("removed", range(4))
+def test_what_an_import_leaves_that_is_killed_after_its_commit_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    """However far it came with tidying up: two buckets, the journal, then the lock."""
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    b = save(tmp_path / "b.safetensors", **items(0, 3000, 2.0))
+    unlink, left = Path.unlink, [removed]
+
+    def killed(file: Path) -> None:
+        if file.parent == scratch:
+            if not left[0]:
+                raise Ended
+            left[0] -= 1
+        unlink(file)
+
+    with monkeypatch.context() as kill:
+        kill.setattr(Path, "unlink", killed)
+        with pytest.raises(Ended):
+            imported(run, b, init=True)
+    assert scratch.exists()
+    assert imported(run, b).again
+    assert not scratch.exists()
+
+
+def test_what_another_import_has_left_to_go_on_from_stays(tmp_path: Path) -> None:
+    run, b = tmp_path / "run", save(tmp_path / "b.safetensors", **items(0, 3000, 2.0))
+    a = save(tmp_path / "a.safetensors", **items(0, 50, 1.0))
+    imported(run, a, init=True)
+
+    def end() -> None:
+        raise Ended
+
+    with pytest.raises(Ended):
+        looked(run, b).run(tmp_path / "scratch", may_write=end)
+    assert imported(run, a).again
+    assert imported(run, b).resumed
+
+
 def test_rows_that_come_in_another_order_are_read_from_the_start(tmp_path: Path) -> None:
     source = Run(store=LocalStore(tmp_path / "from"), layout="grid")
     source.save(4)
