@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import numpy as np
 import pytest
 
 from emberkeep._types import Json
@@ -14,7 +15,7 @@ from emberkeep.testing.local_transport import Rule
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import wanted_of
 from tests.faults.test_recovery_interrupted import saved
-from tests.faults.test_servers_return import CODED, SHARDS, TIMING, World
+from tests.faults.test_servers_return import CODED, DYNAMIC, SHARDS, TIMING, World
 from tests.waiting import until
 
 
@@ -188,3 +189,36 @@ def test_a_worker_that_waits_in_vain_says_who_brings_shards_back() -> None:
         worker.pull(wanted_of(worker, {"fixed": [1]}))
     worker.close()
     world.cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["read", "upsert", "delete"])
+def test_a_server_that_is_silent_to_rows_from_outside_is_noticed_as_by_a_pull(kind: str) -> None:
+    """It was waited for as long as for moving a whole table."""
+    world = World(DYNAMIC)
+    world.push(ids=range(10))
+    ids, began = np.arange(10), world.clock.monotonic()
+    silent = Rule(how="delay", kind=kind, server=world.names[1], at={1}, by=TIMING.bulk)
+    world.network.rules = [silent]
+    for cluster in (world.cluster, world.twin):
+        if kind == "read":
+            cluster.read("dynamic", ids)
+        elif kind == "upsert":
+            cluster.upsert("dynamic", ids, {"weight": np.ones((10, 3), np.float32)})
+        else:
+            cluster.delete("dynamic", ids)
+    assert world.clock.monotonic() - began < 1.5 * TIMING.deadline.total_seconds()
+    world.check()
+
+
+def test_many_rows_may_take_longer() -> None:
+    world = World()
+    world.push()
+    ids, by = np.arange(30_000) % 40, 2 * TIMING.deadline
+    world.network.rules = [Rule(how="delay", kind="read", at={1}, by=by)]
+    planes = world.cluster.read("fixed", ids)
+    assert planes["weight"].tobytes() == world.twin.read("fixed", ids)["weight"].tobytes()
+    assert not world.heard
+    assert [event.outcome for event in world.network.events if event.kind == "read"] == (
+        ["delay"] * SHARDS
+    )
+    world.check()

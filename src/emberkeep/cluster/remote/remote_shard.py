@@ -47,7 +47,11 @@ from emberkeep.wire.transport import Transport
 Arrays = dict[str, npt.NDArray[Any]]
 
 _POLL_SECONDS = (0.005, 0.1)
-_BULK = ("read", "read_all", "touched_ids", "digest", "install", "upsert", "clear", "delete")
+_BULK = ("read_all", "touched_ids", "digest", "install", "clear")
+# These name their rows: they may take as long as a pull does, and so much more for each row, as one
+# may be on a disk that is slow.
+_BY_ROW = ("read", "upsert", "delete")
+_ROW = timedelta(milliseconds=2)
 # What changes a shard other than by pushes, which have numbers of their own. One that was given up
 # may yet be read by the server, long after others have followed it. A save goes its own way beside
 # the others, in a thread of its own.
@@ -437,7 +441,7 @@ class RemoteShard:
             raise ShardLostError((self.index,))
         header = {**(header or {}), "epoch": self.epoch}
         with self._lock:
-            deadline = self._timing.bulk if kind in _BULK else self._timing.deadline
+            deadline = self._deadline(kind, arrays)
             for attempt in (1, 2):
                 try:
                     ordered = self._ordered(kind, header)  # another for each attempt
@@ -447,6 +451,12 @@ class RemoteShard:
                         raise self.lose() from None
                     self._revive()
         raise AssertionError
+
+    def _deadline(self, kind: str, arrays: Mapping[str, npt.NDArray[Any]] | None) -> timedelta:
+        if kind in _BY_ROW and arrays:
+            rows = max(len(array) for array in arrays.values())
+            return min(self._timing.bulk, self._timing.deadline + rows * _ROW)
+        return self._timing.bulk if kind in _BULK else self._timing.deadline
 
     def _ordered(self, kind: str, header: Json) -> Json:
         """With the place of this request among those of this client that change the shard."""
