@@ -234,16 +234,21 @@ class SubSampled(Ranking):
     def _rows_of(self, entries: I32) -> I64:
         """The rows on the lists, ascending: sorted by setting their bits, in linear time."""
         bits: U64 = np.zeros(-(-self._rows // 64), np.uint64)
-        ends = (self._firsts_T + self._buckets_T) * kernels.WAYS
         listed = 0
         for table in self.tables:
-            own = entries[self._firsts_T[table.index] * kernels.WAYS : ends[table.index]]
-            found = own[own > 0].astype(np.int64) - 1 + table.base
+            found = self._listed(entries, table)
             bitmaps.set_bits(bits, found)
             listed += found.size
         rows = np.empty(listed, np.int64)
         bitmaps.list_bits(bits, 0, bits.size, rows)
         return rows
+
+    def _listed(self, entries: I32, table: Span) -> I64:
+        first, count = self._firsts_T[table.index], self._buckets_T[table.index]
+        own = entries[first * kernels.WAYS : (first + count) * kernels.WAYS]
+        # A table has up to 2³² rows: the upper half of them is negative here.
+        found: I64 = own[own != 0].view(np.uint32).astype(np.int64) - 1 + table.base
+        return found
 
     def take(self, rows: I64) -> Any:
         kernels.forget(

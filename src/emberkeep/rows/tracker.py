@@ -41,6 +41,14 @@ def _bits(words: int) -> U64:
     return bits
 
 
+def _each_once(parts: list[I64]) -> list[I64]:
+    """The same ids, which take no more memory the more often they leave: whenever as many have come
+    as there were, those that are there twice are dropped."""
+    if not parts or sum(part.size for part in parts[1:]) < parts[0].size:
+        return parts
+    return [np.unique(np.concatenate(parts))]
+
+
 class Tracker:
     """The cursors over the rows of one slab.
 
@@ -79,7 +87,7 @@ class Tracker:
             np.bitwise_or(back, held.dirty, out=back)
             for table, parts in held.removed.items():
                 later = self._earlier_removed[cursor].get(table, [])
-                self._earlier_removed[cursor][table] = parts + later
+                self._earlier_removed[cursor][table] = _each_once(parts + later)
 
     def changed(self, cursor: str, dirty: U64) -> Frozen:
         """What a freeze would hand to a cursor now."""

@@ -160,6 +160,21 @@ def test_the_list_takes_every_second_push_and_stays_within_its_bound() -> None:
     assert it.nbytes <= 0.25 * 300 * 4
 
 
+def test_rows_beyond_the_reach_of_an_int32_are_listed_too() -> None:
+    """They were never chosen, without a word."""
+    count = 2**32 - 2
+    ranking = SubSampled(
+        Priority(kind="ssu", fraction=1e-7, period=1), [Span(0, 0, count)], POOL,
+        np.zeros(1, np.int64), count,
+    )  # fmt: skip
+    rows = np.array([5, 2**31 - 2, 2**31 - 1, 2**31 + 9, count - 1])
+    ranking.updated(rows, np.array([0, rows.size]))
+    # As `select` has them, without a bitmap of so many rows.
+    assert sorted(ranking._listed(ranking.entries, ranking.tables[0]).tolist()) == rows.tolist()
+    ranking.take(rows[1:])
+    assert ranking._listed(ranking.entries, ranking.tables[0]).tolist() == [5]
+
+
 def test_rows_that_are_used_often_are_likely_to_stay_on_the_list() -> None:
     it = ranked("ssu", 0.1)
     random = np.random.default_rng(1)
