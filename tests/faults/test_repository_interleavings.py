@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -335,6 +336,30 @@ def test_a_commit_in_doubt_is_not_repeated_under_a_name_that_was_freed() -> None
     with pytest.raises(FencedError):
         scene.first.settle()
     assert scene.clean.versions() == (last.version,)
+    assert verify(scene.clean).ok
+
+
+def test_a_commit_is_not_repeated_at_once_under_a_name_that_was_freed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer is lost after a long sleep, in which a successor took over and gc removed it."""
+    scene = Scene()
+    put, taken_over = scene.store.put_if_absent, list[VersionId]()
+
+    def slept(name: str, data: Any) -> bool:
+        created = put(name, data)
+        if not taken_over:
+            new = Writer.open(scene.clean)
+            taken_over.append(save(new, 50).version)
+            collector(new).collect()
+            raise StorageError("the answer was lost")
+        return created
+
+    monkeypatch.setattr(scene.store, "put_if_absent", slept)
+    with pytest.raises(FencedError):
+        save(scene.first, 40)
+    assert scene.clean.versions() == tuple(taken_over)
+    assert VersionId(4, 1).manifest_name not in stored(scene)
     assert verify(scene.clean).ok
 
 

@@ -13,7 +13,7 @@ version and claiming, the predecessor could have committed another one and heard
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -300,16 +300,21 @@ def newest_claim(store: BlobStore, repository: str, listing: Listing, origin: Li
         raise
 
 
-def create_or_read(store: BlobStore, name: str, content: bytes) -> bytes:
+def create_or_read(
+    store: BlobStore, name: str, content: bytes, may_repeat: Callable[[], object] = lambda: None
+) -> bytes:
     """Creates an object, or returns what holds its name already.
 
     The outcome is always read from the store: an answer that was lost is asked for again, and "it
     exists" is resolved by looking at what exists. Raises `StorageError` when the store does not
-    answer; the object may then exist or come to exist.
+    answer; the object may then exist or come to exist. `may_repeat` is called before each attempt
+    but the first, and raises where the object may have been created and removed since.
     """
     failure: StorageError | None = None
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
+            if attempt:
+                may_repeat()
             return content if store.put_if_absent(name, content) else store.get(name)
         except StorageError as error:
             failure = error

@@ -156,12 +156,12 @@ class Writer:
             manifest = self._pending
             if manifest is None:
                 return None
-            content = manifest.encode()
+            store, content = self.repository.store, manifest.encode()
             try:
                 if self._in_doubt:
                     self._check_before_repeating()
                 self._in_doubt = True
-                found = create_or_read(self.repository.store, manifest.name, content)
+                found = create_or_read(store, manifest.name, content, self._check_before_repeating)
             except StorageError as error:
                 raise StorageError(
                     f"whether version {manifest.version} was committed is not known yet: {error}"
