@@ -15,7 +15,7 @@ from emberkeep.blobs.store import (
     read_into,
 )
 from emberkeep.blobs.system_disk import Disk
-from emberkeep.blobs.url import check_apart, is_shared, open_store
+from emberkeep.blobs.url import is_shared, open_store, refuse_nested
 
 __all__ = [
     "BlobInfo",
@@ -30,10 +30,10 @@ __all__ = [
     "Reading",
     "ReadsInto",
     "caller_of",
-    "check_apart",
     "check_name",
     "is_shared",
     "open_store",
     "read_into",
+    "refuse_nested",
     "together",
 ]

@@ -74,7 +74,7 @@ def is_shared(url: str) -> bool:
     return not url.startswith("memory:")
 
 
-def check_apart(one: str, other: str) -> None:
+def refuse_nested(one: str, other: str) -> None:
     """Refuses two stores, by their URLs, of which one lies inside the other: each would take files
     of the other for strays of its own. Symbolic links are followed."""
     places = {_place(url): url for url in (one, other) if is_shared(url)}

@@ -36,7 +36,7 @@ def mirror(
     could not make, or brings a version back from a mirror. The other repository is created if it is
     not there; only its writer may add to it, so a trainer that mirrors to it is stopped.
     """
-    from emberkeep.blobs import check_apart, open_store
+    from emberkeep.blobs import open_store, refuse_nested
     from emberkeep.errors import ConfigError
     from emberkeep.repository import Repository, Writer
     from emberkeep.repository.maintenance.version_copy import (
@@ -53,7 +53,7 @@ def mirror(
     store = WritingStore(open_store(to))
     if store.url == repository.store.url:
         raise ConfigError(f"{to} is the same place: choose another")
-    check_apart(store.url, repository.store.url)
+    refuse_nested(store.url, repository.store.url)
     manifest = repository.manifest(chosen)
     check_copyable(manifest)
     if Repository.exists(store):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobStore, check_apart, open_store
+from emberkeep.blobs import BlobStore, open_store, refuse_nested
 from emberkeep.checkpoint.restore import check_schema
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
@@ -478,7 +478,7 @@ def mirror_of(
     store = open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
     if store is beside or (store is not where and store.url == beside.url):
         raise ConfigError(f"the mirror of {beside.url} is the same place: choose another")
-    check_apart(store.url, beside.url)
+    refuse_nested(store.url, beside.url)
     if strategy.spec.layout == "grid":
         raise ConfigError(
             "a grid cannot be mirrored: its rows move between the files of its versions; choose "

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
-from emberkeep.blobs import MemoryStore, check_apart
+from emberkeep.blobs import MemoryStore, refuse_nested
 from emberkeep.errors import ConfigError, DamageError, FencedError, NoVersionError
 from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
@@ -87,15 +87,15 @@ def test_a_mirror_inside_its_source_is_refused_and_so_is_the_source_inside_its_m
     Life(run, str(tmp_path / "run2")).keeper.close()
 
 
-def test_places_in_a_bucket_are_apart() -> None:
+def test_places_in_a_bucket_are_not_nested() -> None:
     for one, other in (("s3://b/run", "s3://b/run/copies/"), ("s3://b", "s3://b/run")):
         with pytest.raises(ConfigError, match="lies inside"):
-            check_apart(one, other)
+            refuse_nested(one, other)
         with pytest.raises(ConfigError, match="lies inside"):
-            check_apart(other, one)
+            refuse_nested(other, one)
     for other in ("s3://b/run2", "s3://c/run/copies", "gs://b/run/copies", "s3://b/run/"):
-        check_apart("s3://b/run", other)
-    check_apart("memory://a", "memory://a/b")  # two stores
+        refuse_nested("s3://b/run", other)
+    refuse_nested("memory://a", "memory://a/b")  # two stores
 
 
 def test_a_run_that_must_exist_creates_no_mirror(tmp_path: Path) -> None:
