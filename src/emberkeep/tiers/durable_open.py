@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from emberkeep._types import I64, Json
 from emberkeep.blobs.system_disk import Disk
-from emberkeep.errors import ConfigError, DamageError, TierError
+from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
 from emberkeep.rows.slab import Slab
@@ -87,18 +88,21 @@ def open_slab(
         )
     files = tier_files(tables, shards, shard if alone else None)[tier.path]
     path = os.path.join(tier.path, _file(shard, list(nbytes).index(own_slab)))
-    wanted = _schema(own_tables, optimizer, shard, shards, seed)
     respelled = {
-        earlier: table.origin(seed)
-        for table in own_tables
-        for earlier in table.earlier_origins(seed)
+        earlier: table.origin(seed) for table in tables for earlier in table.earlier_origins(seed)
     }
+    wanted = _Model(
+        [table.name for table in tables],
+        [table.name for table in tables if table.tier == tier],
+        _schemas(tables, tier, default, shard, shards, seed),
+        respelled,
+    )
     slab = kind(
         own_tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock,
         memory=tier.memory,
         share=Fraction(nbytes[own_slab], sum(nbytes.values()) * (1 if alone else shards)),
         open_log=lambda layout: _open_log(
-            path, files, wanted, respelled, layout, tier.exclusive, clock, alone=alone
+            path, files, wanted, layout, tier.exclusive, clock, alone=alone
         ),
         upkeep=upkeep.run,
     )  # fmt: skip
@@ -144,6 +148,31 @@ def _file(shard: int, slab: int) -> str:
     return f"rows-{shard}-{slab}.tier"
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What the files of a shard must agree on with the model that opens them."""
+
+    names: Sequence[str]
+    """Of all its tables, in files or in memory."""
+    in_tier: Sequence[str]
+    """Of those in these files."""
+    schemas: Mapping[str, Json]
+    """By file."""
+    respelled: Mapping[str, str]
+    """What earlier releases wrote of where rows come from, and what that is now."""
+
+
+def _schemas(
+    tables: Sequence[Table], tier: Tier, optimizer: Optimizer, shard: int, shards: int, seed: int
+) -> dict[str, Json]:
+    found = {}
+    for number, slab in enumerate(_slabs(tables, tier)):
+        own = [t for t in tables if t.tier == tier and (t.dim, t.optimizer) == slab]
+        trained_by = own[0].trained_by(optimizer)
+        found[_file(shard, number)] = _schema(own, trained_by, shard, shards, seed)
+    return found
+
+
 def _schema(
     tables: Sequence[Table], optimizer: Optimizer, shard: int, shards: int, seed: int
 ) -> Json:
@@ -173,6 +202,44 @@ def _respelled(schema: Json, respelled: Mapping[str, str]) -> Json:
             value = {**value, _ORIGIN: respelled[value[_ORIGIN]]}
         found[key] = value
     return found
+
+
+def _check_model(top: str, wanted: _Model) -> None:
+    """Refuses the files of another model, by all that can be read of them, before one is found
+    missing or damaged: a file that their model never had is not lost.
+
+    Those that never had a batch say nothing here. One that has knows all tables of its shard, also
+    those of other files; before there were decisions that is not certain.
+    """
+    for name, schema in wanted.schemas.items():
+        path = os.path.join(top, name)
+        try:
+            head = read_head(path)[0] if directory.is_there(path) else None
+        except DamageError:
+            continue
+        point = None if head is None else head.committed or head.prepared
+        if head is None or point is None:
+            continue
+        check_schema(path, _respelled(head.schema, wanted.respelled), schema)
+        if not point.nonce:
+            continue
+        added = [table for table in wanted.in_tier if table not in point.tables]
+        removed = [table for table in point.tables if table not in wanted.names]
+        if added or removed:
+            raise StateError(
+                f"{path} belongs to another model: its {len(point.tables)} tables are "
+                f"{_difference(removed, added)}, this model's {len(wanted.names)} are "
+                f"{_difference(added, removed)}; nothing was changed. Name another path, or build "
+                "the model as it was"
+            )
+
+
+def _difference(own: Sequence[str], others: Sequence[str]) -> str:
+    """Which tables are of one model alone, and which of the other."""
+    parts = [("with", own), ("without", others)]
+    return " and ".join(
+        f"{how} {', '.join(map(repr, sorted(names)))}" for how, names in parts if names
+    )
 
 
 def _read_heads(top: str, files: Sequence[str]) -> dict[str, Superblock]:
@@ -242,27 +309,28 @@ def _decided(
 
 
 def _open_log(
-    path: str, files: Sequence[str], wanted: Json, respelled: Mapping[str, str], layout: Layout,
-    exclusive: bool, clock: Clock, *, alone: bool,
+    path: str, files: Sequence[str], wanted: _Model, layout: Layout, exclusive: bool, clock: Clock,
+    *, alone: bool,
 ) -> RowLog:  # fmt: skip
     """The file at `path`, made if need be. One that never had a durable batch is made again; where
-    the tier is a server's, which outlives models, it may be that of another model. `respelled` has
-    what earlier releases wrote of where rows come from, and what that is now."""
+    the tier is a server's, which outlives models, it may be that of another model."""
     disk = DISK()
     with _opening(path):
         claim = directory.claim(path, exclusive=exclusive, disk=disk)
         try:
-            there = directory.is_there(path)
-            if there:
+            top, name = os.path.split(path)
+            schema = wanted.schemas[name]
+            _check_model(top, wanted)
+            if directory.is_there(path):
                 directory.check_unlocked(path)
                 head, sequence = read_head(path)
-                if not alone or head.committed is not None or head.prepared is not None:
-                    check_schema(path, _respelled(head.schema, respelled), wanted)
-            if durable_points(os.path.dirname(path), files, disk):
+                if not alone:
+                    check_schema(path, _respelled(head.schema, wanted.respelled), schema)
+            if durable_points(top, files, disk):
                 _check_length(path, head, layout)
             else:
                 area_nbytes = _segment_nbytes(SEGMENT_NBYTES, layout)
-                head, sequence = create(path, wanted, SEGMENT_NBYTES, area_nbytes, disk)
+                head, sequence = create(path, schema, SEGMENT_NBYTES, area_nbytes, disk)
             return RowLog(path, head, sequence, layout, disk, claim, clock)
         except BaseException:
             claim.release()
