@@ -101,6 +101,19 @@ def test_a_tier_that_is_memory_alone_is_kept_in_a_repository(tmp_path: Path) -> 
     assert run(small(*kept)).digest == plain.digest
 
 
+def test_a_tier_that_is_memory_alone_does_not_begin_with_what_it_was_left(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tiered(tmp_path / "t"), hooks=[Stop(after=4)])
+    alone = [f'tier.path="{tmp_path / "t"}"', 'tier.memory="80KB"']
+    kept = [*alone, f'checkpoint.path="{tmp_path / "r"}"', 'checkpoint.every="4 steps"']
+    for given in (alone, kept):
+        with pytest.raises(StateError, match=r"/t has the rows of step 3, .*tier\.every.*--fresh"):
+            run(small(*given))
+    assert run(small(*kept), fresh=True).digest == run(small()).digest
+    again = run(tiered(tmp_path / "t"))  # the batch was left as it is
+    assert again.resumed_step == 3
+
+
 @pytest.mark.soak  # the next one has the same on servers, with batches
 def test_servers_with_a_tier_give_the_same_bits(tmp_path: Path) -> None:
     on_servers = [

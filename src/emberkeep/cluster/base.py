@@ -29,6 +29,7 @@ from emberkeep.errors import (
     ConfigError,
     PeerError,
     ShardLostError,
+    StateError,
     TableFullError,
 )
 from emberkeep.kernels import hash_index
@@ -123,6 +124,9 @@ class Cluster:
         """Ends what waits for shards, when the process is asked to stop."""
         self.losses: list[int] = []
         """The shards whose rows were lost, each time that one was."""
+        self.found_rows: str | None = None
+        """Where opening has found the rows of which step in files, for as long as nobody has chosen
+        those rows, or others."""
         self._said = SaidLosses()
         self._forgot = False
         self._dynamic = [np.array([self.tables[t].dynamic for t in group]) for group in self.groups]
@@ -224,6 +228,20 @@ class Cluster:
         return [call() for call in calls]
 
     # -- training --------------------------------------------------------------------------------
+
+    def check_rows(self) -> None:
+        """Refuses rows that nobody has asked for."""
+        if self.found_rows is not None:
+            raise StateError(
+                f"{self.found_rows}, which an earlier run has made durable there and this one has "
+                "not asked for; nothing was trained or changed. To go on from them, resume with "
+                "ek.tiered(...) or without a repository (TOML: tier.every); to begin anew, call "
+                "start_over() (--fresh), name another path for the tier, or remove the files"
+            )
+
+    def choose_rows(self) -> None:
+        """The rows are those that are wanted, wherever they have come from."""
+        self.found_rows = None
 
     def pull(self, wanted: Sequence[RowIds]) -> list[F32]:
         """The weights of the wanted rows, slab by slab. Changes nothing, inserts nothing."""
@@ -519,6 +537,7 @@ class Cluster:
         with self._push_lock:
             for shard in self._present():
                 shard.clear()
+        self.choose_rows()
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         """Nothing has changed since the version just loaded; see `Tracker.reset`."""

@@ -1,15 +1,16 @@
-"""A trainer that finds live servers with rows of its run: those stay, all else comes from what is
-saved."""
+"""Rows that a trainer finds when it begins. Those of its run on live servers stay, and all else is
+brought back; those that opening has found in files are for who asks for them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from emberkeep.checkpoint.recovery import steps_of
 from emberkeep.checkpoint.target_view import view_of
 from emberkeep.checkpoint.targets import Subject
+from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 
 STEPS_APPLIED_TWICE = "steps_applied_twice"
@@ -51,6 +52,35 @@ def clear_adopted(subject: Subject) -> None:
     for part in view_of(subject).parts:
         if isinstance(part.target, RemoteCluster) and part.target.adopted is not None:
             part.target.clear()
+
+
+def _with_found(subject: Subject) -> Iterator[Cluster]:
+    for part in view_of(subject).parts:
+        if isinstance(part.target, Cluster) and part.target.found_rows is not None:
+            yield part.target
+
+
+def has_found(subject: Subject) -> bool:
+    """Whether opening has found rows in files that nobody has chosen yet."""
+    return any(True for _ in _with_found(subject))
+
+
+def check_found(subject: Subject) -> None:
+    """Refuses to begin with such rows."""
+    for cluster in _with_found(subject):
+        cluster.check_rows()
+
+
+def choose_found(subject: Subject) -> None:
+    """The run goes on from them."""
+    for cluster in _with_found(subject):
+        cluster.choose_rows()
+
+
+def clear_found(subject: Subject) -> None:
+    """The run begins with initial rows. Files keep their batch until the next one is durable."""
+    for cluster in _with_found(subject):
+        cluster.clear()
 
 
 def steps_ahead(subject: Subject, saved: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
+from emberkeep.keeper.adopted_rows import clear_found
 from emberkeep.keeper.costs import Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
 from emberkeep.keeper.interval import shortest_interval
@@ -441,6 +442,7 @@ class Keeper(RunReport):
                 "model is made to start over"
             )
         self._started = True
+        clear_found(self._parts.subject)
         (beside,) = self._ranks.largest([self._holds_run()])
         if not beside:
             self.resume()  # there is none, so it begins
@@ -467,8 +469,7 @@ class Keeper(RunReport):
             self._recoverer.load(returned.counters)
         if self._planner is not None:
             seconds = self._clock.monotonic() - began
-            another = tell and not self._started
-            self._planner.resumed(returned.counters, seconds, another=another)
+            self._planner.resumed(returned.counters, seconds, another=tell and not self._started)
         if passed_over:
             warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:
@@ -544,8 +545,7 @@ class Keeper(RunReport):
         saver = self._saver
         if saver is not None:
             saver.join()
-            newest = saver.committed_step
-            if newest is not None and saver.exact:
+            if (newest := saver.committed_step) is not None and saver.exact:
                 self._exact_step = newest
         return self._exact_step
 

@@ -24,6 +24,7 @@ from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
 from emberkeep.keeper.adopted_rows import (
     STEPS_APPLIED_TWICE,
+    check_found,
     clear_adopted,
     drop_adopted,
     steps_ahead,
@@ -137,9 +138,11 @@ class RepositorySaver(Checkpointer):
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[Manifest]:
         clear_adopted(self.subject)  # of a run that starts over beside them
+        check_found(self.subject)
         return self.save(step, self._extras(state, counters), whole=whole)
 
     def finish(self, step: int, state: Captured | None, counters: Counters) -> Manifest | None:
+        check_found(self.subject)
         return self.close(step, self._extras(state, counters))
 
     def _extras(self, state: Captured | None, counters: Counters) -> Extras:
@@ -214,11 +217,17 @@ class RepositorySaver(Checkpointer):
             restored = restore(fall_back)
         self._tell_run()
         if restored is None:
+            self._begin_new()
             return None
         described = restored.manifest.described
         if self.spec.accuracy_budget is not None and "widths" in described:
             self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
         return _returned(restored)
+
+    def _begin_new(self) -> None:
+        """There is no version: the run begins with the rows that are there, unless files had
+        them."""
+        check_found(self.subject)
 
     def _beside_adopted(self, fits: Fits) -> Returned | None:
         """All but rows from the newest version, and how far rows are ahead of it."""

@@ -37,6 +37,7 @@ from emberkeep.errors import (
     StorageError,
 )
 from emberkeep.keeper import tier_state
+from emberkeep.keeper.adopted_rows import choose_found
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.plain_state import Packed, pack
 from emberkeep.keeper.run_saver import DurableStep, Hear, Returned
@@ -65,6 +66,8 @@ class Tiers(Protocol):
     def durable_steps(self, cluster: Any) -> Mapping[str, int]: ...
 
     def reopen(self) -> None: ...
+
+    def given_up(self) -> bool: ...
 
     def renew(self, cluster: Any, shards: Sequence[int]) -> tuple[list[int], list[int]]: ...
 
@@ -335,6 +338,7 @@ def tier_saver(
     """The saver of a run that is kept in its tiers alone; anything else is refused."""
     _check_strategy(strategy)
     saver = local_saver(parts, on_event=on_event, clock=clock)
+    choose_found(parts.subject)
     if must_exist and not saver.holds_run():
         raise NoVersionError(
             f"the tier {saver.url} holds no durable step, and this run must exist: nothing was "

@@ -19,10 +19,13 @@ from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.checkpoint.target_view import view_of
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
-from emberkeep.errors import ConfigError, ShardLostError
+from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper.adopted_rows import (
     STEPS_APPLIED_TWICE,
+    choose_found,
+    clear_found,
     drop_adopted,
+    has_found,
     steps_ahead,
     take_adopted,
 )
@@ -62,6 +65,8 @@ class TieredSaver(RepositorySaver):
         self._homes = parts.subject.homes()
         self._stopping = self._batches_ended = self._rows_chosen = False
         self._batch_failure: Exception | None = None
+        if has_found(self.subject) and self._tier.resumable() is not None:
+            choose_found(self.subject)
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -240,13 +245,25 @@ class TieredSaver(RepositorySaver):
         self._count_from(None if restored is None else self._whole)
         return restored
 
+    def _begin_new(self) -> None:
+        """What was given up is nobody's. What some servers have may still come back to all."""
+        if has_found(self.subject) and not self._tier.tiers.given_up():
+            raise StateError(
+                f"not all servers have the step that others have made durable, and {self.url} has "
+                "no version; nothing was changed. Bring the files back (is every disk mounted?), "
+                "or begin anew with start_over() (--fresh)"
+            )
+        clear_found(self.subject)
+        self._tier.forget()
+
     def restore(
         self, version: int | None = None, *, fall_back: bool = False, fits: Fits | None = None
     ) -> Restored | None:
         """The batch is given up once the version is back, and not for one that is refused, is
         damaged or is not there: the run can still go on from it."""
         restored = super().restore(version, fall_back=fall_back, fits=fits)
-        self._tier.forget()
+        if restored is not None:
+            self._tier.forget()
         return restored
 
     def _beside_adopted(self, fits: Callable[[Captured], object]) -> Returned | None:

@@ -14,7 +14,7 @@ from emberkeep.checkpoint.restore import Restored, check_schema, shortened
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.checkpoint.targets import Subject
 from emberkeep.errors import ConfigError, NoVersionError
-from emberkeep.keeper.adopted_rows import clear_adopted
+from emberkeep.keeper.adopted_rows import clear_adopted, clear_found
 from emberkeep.keeper.plain_state import unpack
 from emberkeep.keeper.repository_saver import captured_in
 from emberkeep.keeper.run_saver import Kept
@@ -107,6 +107,7 @@ def warm_start(
         if not partial:
             state.fit(captured_in(found))
         clear_adopted(subject)
+        clear_found(subject)
 
     with Hold(repository, chosen):
         restored, loaded = load_partly(

@@ -268,6 +268,7 @@ class RowModule(nn.Module):
     def _outputs_of(self, pulled: Pulled, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
         (seen,) = self._handles
         seen.check()
+        self.cluster.check_rows()
         handles: Sequence[Tensor] = ()
         if torch.is_grad_enabled() and self.training:
             handles = seen.handles
@@ -422,6 +423,7 @@ class RowModule(nn.Module):
         and is named as missing, so that `strict=False` is needed.
         """
         taken: set[str] = set()
+        replaced = 0
         for table in self.tables:
             at = f"{prefix}rows.{table.name}."
             # No plane has a dot in its name: what goes on after one is of a table with dots.
@@ -452,6 +454,9 @@ class RowModule(nn.Module):
                 error_msgs.append(str(error))
                 continue
             self.cluster.set_steps(table.name, steps, rows=len(ids) if table.dynamic else 0)
+            replaced += 1
+        if replaced == len(self.tables):
+            self.cluster.choose_rows()
         self._drop_gradients()
         if strict:
             unexpected_keys.extend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 from collections import deque
@@ -138,6 +139,10 @@ class LocalCluster(ProtectedCluster[Shard, LocalParity]):
             raise
         super().__init__(tables, optimizer, made, seed=seed, pool=pool, clock=clock)
         self._slabs = slabs
+        durable = [file for file in self.tier_status() if file.batch is not None]
+        if durable:
+            where = os.path.dirname(durable[0].path)
+            self.found_rows = f"{where} has the rows of step {durable[0].batch}"
         self.failures: list[Failure] = []
         """Those that are still to come."""
         self._push_numbers = itertools.count(1)

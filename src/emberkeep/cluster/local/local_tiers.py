@@ -104,6 +104,10 @@ class LocalTiers:
         """Has shards answer that are back at the durable batch."""
         cluster.serve(*shards)
 
+    def given_up(self) -> bool:
+        """Whether the run has gone back behind what files hold: nothing belongs to their rows."""
+        return self.durable_state() not in self._states()
+
     def forget(self) -> None:
         """The run goes back behind the durable batch: it must never come back, nor one that was
         decided and not every file could record."""

@@ -1,12 +1,14 @@
-"""What a trainer that is started again does with live servers of the one before."""
+"""What a trainer that is started again finds on servers: live rows of the one before, or files."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from emberkeep._types import Json
+from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 
@@ -41,4 +43,14 @@ def adoptable(statuses: Sequence[Json], about: Json) -> str | None:
             "goes back to its newest version",
             stacklevel=7,
         )
+    return None
+
+
+def rows_in_files(shards: Sequence[RemoteShard], replies: Sequence[Json]) -> str | None:
+    """Which shard has come back with the rows of a batch, by what servers say of their points; None
+    if none has."""
+    for shard, reply in zip(shards, replies, strict=True):
+        if (point := reply["point"]) is not None and shard.tier is not None:
+            where = os.path.join(shard.tier["path"], f"shard-{shard.index}")
+            return f"at {shard.address} {where} has the rows of step {point['batch']}"
     return None

@@ -22,7 +22,7 @@ from emberkeep._types import Json
 from emberkeep.blobs import is_shared
 from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
-from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable
+from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable, rows_in_files
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import RemoteParity, missing_rows, not_rebuilding
@@ -192,6 +192,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 waiting.say(f"waiting for servers, {left:.0f} s more at most: {error}")
                 self._clock.sleep(_POLL_SECONDS)
         self._each([shard.serve for shard in self.handles])
+        if self._tiered and self.adopted is None:
+            self.found_rows = rows_in_files(self.handles, self.ask_tiers({"ask": "points"}))
 
     def _check_tiers(self) -> None:
         """Rows of all servers live in files, or those of none."""
@@ -372,7 +374,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         """Every server reads its own rows of a version, all at once; the coordinator sees to it."""
         if not self.coordinates:
             return
-        self.adopted = None
+        self.adopted = self.found_rows = None
         self._drop_ahead()
         self._present()
         self._each(

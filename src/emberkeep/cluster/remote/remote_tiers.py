@@ -65,6 +65,7 @@ class RemoteTiers:
         self._pending: _Batch | None = None
         self._durable: _Batch | None = None
         self._outdated: set[str] = set()
+        self._given_up = False
         self._look()
         for cluster in clusters:
             cluster.keeps_batches = True
@@ -76,6 +77,8 @@ class RemoteTiers:
         if first is not None and all(point == first for point in points):
             self._durable = _Batch(int(first["batch"]), str(first["nonce"]))
         listed = [info.name for info in self._store.list(RUN_DIRECTORY.rstrip("/"))]
+        found = [_Batch(int(p["batch"]), str(p["nonce"])) for p in points if p is not None]
+        self._given_up = not any(batch.state_name in listed for batch in found)
         kept = None if self._durable is None else self._durable.state_name
         # Servers that are there have recorded whatever was decided before they were admitted.
         self._outdated = {name for name in listed if name != kept}
@@ -153,6 +156,11 @@ class RemoteTiers:
         assert self._durable is not None
         number, pushes = self._clusters.index(cluster), self._durable.pushes
         cluster.serve(*shards, pushes={i: pushes.get((number, i), {}) for i in shards})
+
+    def given_up(self) -> bool:
+        """Whether the run had gone back behind what files held when they were opened: nothing
+        belongs to their rows."""
+        return self._given_up
 
     def forget(self) -> None:
         """The run goes back behind the durable batch: it must never come back, nor one that some
