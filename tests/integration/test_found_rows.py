@@ -112,7 +112,7 @@ def test_a_version_takes_their_place(place: Place) -> None:
     run.end()
 
 
-def test_a_batch_that_was_given_up_is_not_begun_with(place: Place) -> None:
+def test_a_batch_that_was_given_up_does_not_come_back(place: Place) -> None:
     back = place.start(BATCHES)
     back.keeper._saver._tier.forget()  # the beginning of starting over, which is cut off here
     back.end()
@@ -123,7 +123,7 @@ def test_a_batch_that_was_given_up_is_not_begun_with(place: Place) -> None:
     run.end()
 
 
-def test_a_batch_that_not_all_servers_have_is_not_begun_with(farm: Farm, tmp_path: Path) -> None:
+def test_a_batch_that_not_all_servers_have_does_not_come_back(farm: Farm, tmp_path: Path) -> None:
     servers = FarmLauncher(farm, SHARDS, tier=Tier(tmp_path / "t", memory=40_000))
     place, files, away = Place(tmp_path, servers), tmp_path / "t" / "shard-1", tmp_path / "away"
     place.train(8, BATCHES)

@@ -235,7 +235,7 @@ class Cluster:
             raise StateError(
                 f"{self.found_rows}, which an earlier run has made durable there and this one has "
                 "not asked for; nothing was trained or changed. To go on from them, resume with "
-                "ek.tiered(...) or without a repository (TOML: tier.every); to begin anew, call "
+                "ek.tiered(...) or without a repository (TOML: tier.every); to start over, call "
                 "start_over() (--fresh), name another path for the tier, or remove the files"
             )
 

@@ -251,7 +251,7 @@ class TieredSaver(RepositorySaver):
             raise StateError(
                 f"not all servers have the step that others have made durable, and {self.url} has "
                 "no version; nothing was changed. Bring the files back (is every disk mounted?), "
-                "or begin anew with start_over() (--fresh)"
+                "or start over with start_over() (--fresh)"
             )
         clear_found(self.subject)
         self._tier.forget()
