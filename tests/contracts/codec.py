@@ -63,6 +63,16 @@ class CodecContract:
         changed = np.abs(self.back(codec, rows).astype(np.float64) - rows)
         assert (changed <= self.bound(codec, rows)).all()
 
+    @pytest.mark.parametrize("width", WIDTHS[1:])
+    def test_constant_rows_come_back_exactly(self, codec: Codec, width: int) -> None:
+        """Rows that nothing was trained in are constant as a rule: zeros, or what an accumulator
+        begins with. Those of one value alone may be rounded."""
+        float32 = np.finfo(np.float32)
+        odd = [0.0, -0.0, -1.5, float32.max, float32.tiny, float32.smallest_subnormal]
+        values = np.concatenate([np.array(odd, np.float32), self.rows(60, 1)[:, 0]])
+        rows = np.repeat(values[:, None], width, axis=1)
+        assert self.back(codec, rows).tobytes() == rows.tobytes()
+
     @pytest.mark.parametrize("width", WIDTHS)
     def test_a_row_depends_on_nothing_but_itself(self, codec: Codec, width: int) -> None:
         """Not on its block, not on the number of threads: versions written in other pieces, or on

@@ -112,22 +112,26 @@ def _rows(ids: Any, planes: Any) -> Iterator[tuple[int, bytes]]:
 
 def check_parity(rebuilder: Rebuilder[Any]) -> None:
     """Every parity row of every host is the code of the rows as they are."""
-    place = rebuilder.placement
     for member in rebuilder.members:
-        host = member.host
-        assert host.complete
-        assert host.unprotected_stripes == 0
-        for slab, stripes in enumerate(host.stripes):
-            for p in range(place.r):
-                group = place.group_on(host.index, p)
-                part = slice(p * stripes, (p + 1) * stripes)
-                for layer, parity in (("records", host._records), ("marks", host._marks)):
-                    total = np.zeros_like(parity[slab][part]).view(np.uint8)
-                    for slot, index in enumerate(place.members(group)):
-                        rows = np.arange(stripes) * place.k + slot
-                        values = rebuilder.members[index].rows.values(slab, layer, rows)
-                        total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
-                    assert np.array_equal(parity[slab][part].view(np.uint8), total)
+        assert member.host.complete
+        assert member.host.unprotected_stripes == 0
+        check_parity_of(rebuilder, member)
+
+
+def check_parity_of(rebuilder: Rebuilder[Any], member: Any) -> None:
+    """Every parity row of one host is the code of the rows as they are."""
+    place, host = rebuilder.placement, member.host
+    for slab, stripes in enumerate(host.stripes):
+        for p in range(place.r):
+            group = place.group_on(host.index, p)
+            part = slice(p * stripes, (p + 1) * stripes)
+            for layer, parity in (("records", host._records), ("marks", host._marks)):
+                total = np.zeros_like(parity[slab][part]).view(np.uint8)
+                for slot, index in enumerate(place.members(group)):
+                    rows = np.arange(stripes) * place.k + slot
+                    values = rebuilder.members[index].rows.values(slab, layer, rows)
+                    total ^= products(host.code.coefficients[p][slot])[values.view(np.uint8)]
+                assert np.array_equal(parity[slab][part].view(np.uint8), total)
 
 
 class ParityContract:

@@ -17,6 +17,7 @@ from emberkeep.cluster.local import local_parity
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.cluster.local.mail import Mail
 from emberkeep.cluster.shard import Shard
+from emberkeep.erasure import messages
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError
 from emberkeep.tables import Adagrad, Optimizer, Table
@@ -69,10 +70,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Histories:
     return histories
 
 
+@pytest.mark.parametrize("message_nbytes", [messages.MESSAGE_NBYTES, 64])
 @pytest.mark.parametrize(("shards", "k", "r"), [(3, 2, 1), (5, 3, 2)])
 def test_in_the_background_no_push_is_lost_and_none_applied_twice(
-    monkeypatch: pytest.MonkeyPatch, shards: int, k: int, r: int
+    monkeypatch: pytest.MonkeyPatch, shards: int, k: int, r: int, message_nbytes: int
 ) -> None:
+    monkeypatch.setattr(messages, "MESSAGE_NBYTES", message_nbytes)
     monkeypatch.setattr(local_parity, "Mail", SlowMail)
     SlowMail.random = random = Random(7)
     histories = recorded(monkeypatch)

@@ -331,7 +331,8 @@ class ParityProtocol(RuleBasedStateMachine):
     @rule()
     def ask_for_marks(self) -> None:
         if self.mark_decodes is None and any(self.rows(s).blind for s in range(self.place.n)):
-            self.mark_decodes = self.rebuilder.start_marks()
+            marks = self.rebuilder.lost_marks(self.rebuilder.blind())
+            self.mark_decodes = self.rebuilder.start_all(list(marks))
 
     @precondition(lambda self: not self.dead)
     @rule()

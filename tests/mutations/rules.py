@@ -285,9 +285,9 @@ MUTATIONS = (
     ),
     Mutation(
         "T4", "records that the committed batch needs are let go",
-        LOG,
-        "dead = stamps <= self.horizon",
-        "dead = stamps >= 0",
+        "tiers/superseded.py",
+        "dying = stamps <= self._boundary",
+        "dying = stamps >= 0",
         "test_tier_power.py",
     ),
     Mutation(

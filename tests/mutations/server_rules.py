@@ -71,7 +71,7 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S3-roll", "hosts do not undo what others do not hold", HOST,
-        "            while stream.retained and stream.retained[-1][0].number > number:\n",
+        "            while _newest(stream) > number:\n",
         "            while False:\n", SIMULATOR,
     ),
     Mutation(
@@ -86,7 +86,7 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S4-flight", "a decode does not follow differences that are in flight", HOST,
-        "                if self._decodes:\n", "                if False:\n", SIMULATOR,
+        "            if follow and self._decodes:\n", "            if False:\n", SIMULATOR,
     ),
     Mutation(
         "S4-discard", "a decode that began before a loss is finished", REBUILDER,

@@ -22,7 +22,7 @@ from emberkeep.cluster.failure_schedule import When
 from emberkeep.cluster.outage import SaidLosses, surviving
 from emberkeep.cluster.shard import State, plane_shapes, slab_groups
 from emberkeep.cluster.shard_handle import ShardHandle
-from emberkeep.cluster.table_states import Edit, holds, joined, of_shard
+from emberkeep.cluster.table_states import Edit, holds, joined, of_shard, rows_of_shards
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.status import ParityStatus
 from emberkeep.errors import (
@@ -272,7 +272,10 @@ class Cluster:
     def push(
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: Rates, finite: bool = False
     ) -> None:
-        """Updates each wanted row once. On any error no row on any shard has changed.
+        """Updates each wanted row once. On any error of Emberkeep's no row on any shard has
+        changed, but for what `ShardLostError` says of servers. An error of the system half-way,
+        such as `MemoryError`, leaves rows of this process with a part of the update: recover, or
+        resume a version. A server lets its rows go then, and is recovered as a lost shard.
 
         `finite` says that the gradients are known to be finite and need not be looked at; `lr` is
         that of all slabs, or of each.
@@ -503,7 +506,7 @@ class Cluster:
         state, before any of them is there."""
         count = len(self.handles)
         for table in self.tables:
-            rows_S = state.get(table.name, {}).get("rows")
+            rows_S = rows_of_shards(state, table.name)
             if rows_S is None or table.on_full == "evict_oldest":
                 continue
             enough = table.slots
@@ -522,11 +525,12 @@ class Cluster:
         held_S = [
             shard.load_table_state(of_shard(state, shard.index, count)) for shard in self._present()
         ]
-        for name, table in state.items():
-            gone = sum(table.get("rows", ())) - sum(held.get(name, 0) for held in held_S)
+        for name in state:
+            rows = sum(rows_of_shards(state, name) or ())
+            gone = rows - sum(held.get(name, 0) for held in held_S)
             if gone > 0:
                 warnings.warn(
-                    f"table {name!r}: {gone} of {sum(table['rows'])} rows had no room and were "
+                    f"table {name!r}: {gone} of {rows} rows had no room and were "
                     "evicted, those trained least recently; raise capacity= to keep all",
                     RuntimeWarning,
                     stacklevel=2,

@@ -15,7 +15,7 @@ from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.rebuilder import Rebuilder
 from emberkeep.erasure.status import ParityStatus
-from emberkeep.errors import ConfigError, ParityLossError
+from emberkeep.errors import ConfigError, ParityLossError, RecoveryError
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
@@ -48,6 +48,10 @@ class Protection(Protocol):
     def status(self) -> ParityStatus: ...
 
 
+# Losses of shards in one write that is no push.
+_MOST_ATTEMPTS = 8
+
+_T = TypeVar("_T")
 _Shard = TypeVar("_Shard", bound=ShardHandle)
 _Protection = TypeVar("_Protection", bound=Protection)
 
@@ -173,19 +177,29 @@ class ProtectedCluster(Cluster, Generic[_Shard, _Protection]):
         if self._protection is not None:
             self._protection.flush()
 
+    def _until_settled(self, write: Callable[[], _T]) -> _T:
+        """Makes a write that is no push, again where a shard was lost before parity held all of it:
+        it comes back without it. Returns what the first attempt did."""
+        found: list[_T] = []
+        for _ in range(_MOST_ATTEMPTS):
+            epochs = [shard.epoch for shard in self.handles]
+            found.append(write())
+            self._settle_writes()
+            if [shard.epoch for shard in self.handles] == epochs:
+                return found[0]
+        raise RecoveryError(
+            f"shards were lost {_MOST_ATTEMPTS} times before parity held what was written to them: "
+            "see why they end, then start the run again to resume its newest version"
+        )
+
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
-        super().install(table, ids, planes)
-        self._settle_writes()
+        self._until_settled(partial(super().install, table, ids, planes))
 
     def delete(self, table: str, ids: I64) -> int:
-        count = super().delete(table, ids)
-        self._settle_writes()
-        return count
+        return self._until_settled(partial(super().delete, table, ids))
 
     def load_table_state(self, state: Json) -> None:
-        super().load_table_state(state)
-        self._settle_writes()
+        self._until_settled(partial(super().load_table_state, state))
 
     def clear(self) -> None:
-        super().clear()
-        self._settle_writes()
+        self._until_settled(super().clear)

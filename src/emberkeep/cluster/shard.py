@@ -15,7 +15,7 @@ from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
 from emberkeep.erasure.messages import PushNumber
-from emberkeep.errors import ShardLostError
+from emberkeep.errors import EmberkeepError, ShardLostError
 from emberkeep.kernels import batch_rows
 from emberkeep.rows import upsert as upserts
 from emberkeep.rows.changed_rows import changed_ids, forget_rewound
@@ -136,6 +136,11 @@ class Shard:
         """Called before a write that is not a push, with no lock held: waits while too much is on
         its way to parity. A push waits when it is done."""
         self._recorders: list[Recorder] = []
+        self.lost_with_writes = False
+        """Whether a write that ends half-way loses the shard, for those who send again what was not
+        answered: no row has the half of an update then, and parity hears nothing of it."""
+        self.torn = ""
+        """The error with which a write has ended half-way, where the shard is lost with it."""
 
     @property
     def lock(self) -> ForkLock:
@@ -158,17 +163,32 @@ class Shard:
         """Sends what a write has changed; the number of that message. With the lock held."""
         if self.member is None:
             return 0
-        parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
-        return self.member.record(parts, push, state_of(self.slabs))
+        try:
+            parts = [part for recorder in self._recorders if (part := recorder.take()) is not None]
+            return self.member.record(parts, push, state_of(self.slabs))
+        except BaseException as error:
+            if self.lost_with_writes:
+                self.tear(error)
+            raise
 
     @contextmanager
-    def _recording_at_least(self) -> Iterator[None]:
-        """Parity learns of rows that were changed also where a write ends half-way."""
+    def _recording_at_least(self, *, checked: bool = False) -> Iterator[None]:
+        """Parity learns of rows that were changed also where a write ends half-way, unless the
+        shard is lost with it. An error of emberkeep's is a refusal, but of what was `checked`."""
         try:
             yield
-        except BaseException:
-            self._record()
+        except BaseException as error:
+            if self.lost_with_writes and (checked or not isinstance(error, EmberkeepError)):
+                self.tear(error)
+            else:
+                self._record()
             raise
+
+    def tear(self, error: BaseException) -> None:
+        """A write has ended half-way: the shard is lost."""
+        with self._lock:
+            self.torn = self.torn or repr(error)
+            self.kill()
 
     def _need(self, wanted: Sequence[RowIds], *, push: bool = False) -> None:
         """Brings back what a call is about to look at; with no lock held.
@@ -313,8 +333,8 @@ class Shard:
                 slab.snapshot.wait_for_room()
         with self._lock:
             self._must_serve()
-            with self._recording_at_least():
-                rates = [lr] * len(pushes) if isinstance(lr, float | int) else lr
+            rates = [lr] * len(pushes) if isinstance(lr, float | int) else lr
+            with self._recording_at_least(checked=True):
                 for slab, push, rate in zip(self.slabs, pushes, rates, strict=True):
                     slab.push(push, rate)
             return self._record(push_number)
@@ -357,8 +377,9 @@ class Shard:
         with self._lock:
             self._must_live()
             slab, t = self._places[table]
+            rows = slab.newest_of(slab.one_table(t, ids), planes)
             with self._recording_at_least():
-                slab.install(*slab.newest_of(slab.one_table(t, ids), planes))
+                slab.install(*rows)
             self._record()
 
     def install_scattered(
@@ -563,8 +584,9 @@ class Shard:
                     self.delete(name, ids[start : start + _CLEAR_ROWS])
         with self._lock:
             self._must_live()
-            for slab in self.slabs:
-                slab.clear()
+            with self._recording_at_least():
+                for slab in self.slabs:
+                    slab.clear()
             self._record()
 
     def clear_with_parity(self) -> None:

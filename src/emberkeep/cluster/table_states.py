@@ -53,6 +53,12 @@ class Edit(NamedTuple):
 NO_EDIT = Edit()
 
 
+def edit_of(header: Json) -> Edit:
+    """The edit that a request is, or is part of."""
+    stamp, call = header.get("edit", NO_EDIT)
+    return Edit(int(stamp), int(call))
+
+
 def joined(states: Sequence[Json]) -> Json:
     """The state of tables from that of their shards: each push counts on all of them, while
     every shard has ticks of its own."""
@@ -70,6 +76,12 @@ def joined(states: Sequence[Json]) -> Json:
 
 def edits_of(states: Sequence[Json], name: str) -> list[int]:
     return [int(state[name].get("edits", 0)) for state in states]
+
+
+def rows_of_shards(state: Json, name: str) -> list[int] | None:
+    """How many rows each shard had of a table, where a state says so."""
+    table = Fields("a version", state.get(name, {}), f"tables.{name}.")
+    return table.list_of("rows", int) if "rows" in table else None
 
 
 def of_shard(state: Json, shard: int, count: int) -> Json:

@@ -23,6 +23,8 @@ _ID_NBYTES = 8
 _LEAST_ROWS = 512
 # Parts of a rebuild for each thread: one that was kept from its core has less to catch up with.
 _PARTS = 4
+# Rows whose marks are looked at a time: what is made of them takes many times their bytes.
+_REVEAL_ROWS = 2**20
 # Words of a bitmap looked at a time for rows that are not back.
 _SCAN_WORDS = 4096
 
@@ -387,14 +389,20 @@ class SlabRows:
         followed was lost with the shard."""
         assert self._returned is not None
         for g, (slab, marks) in enumerate(zip(self._slabs, self._returned, strict=True)):
-            trained = np.flatnonzero(marks[:, 0])
-            batch_rows.set_bits(slab.touched, trained)
-            batch_rows.set_bits(slab.dirty, trained)
+            self._missing_GK[g] = 0
+            for first in range(0, len(marks), _REVEAL_ROWS):
+                some = marks[first : first + _REVEAL_ROWS]
+                trained = np.flatnonzero(some[:, 0])
+                ids = some[trained, 1:]
+                trained += first
+                batch_rows.set_bits(slab.touched, trained)
+                batch_rows.set_bits(slab.dirty, trained)
+                if slab.slots:
+                    slab.ids[trained] = ids.copy().view(np.int64)[:, 0]
+                self._missing_GK[g] += np.bincount(trained % self._k, minlength=self._k)
             if slab.slots:
-                slab.ids[trained] = marks[trained, 1:].copy().view(np.int64)[:, 0]
                 slab.restore_slots()
             self._lost[g] = slab.touched.copy()
-            self._missing_GK[g] = np.bincount(trained % self._k, minlength=self._k)
         self._returned = None
 
     def next_missing(self, limit: int) -> tuple[int, I64] | None:

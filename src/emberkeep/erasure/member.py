@@ -24,6 +24,7 @@ from emberkeep.erasure.messages import (
     State,
     Values,
     Wanted,
+    of_write,
 )
 from emberkeep.erasure.source import Source
 
@@ -87,8 +88,10 @@ class ParityMember:
         return self.source.index
 
     def record(self, parts: Sequence[Changed], push: PushNumber | None, state: State) -> int:
-        """Sends what a write changed; returns its number. The caller holds the lock."""
-        return self._send(Differences(tuple(parts), push, state))
+        """Sends what a write changed; returns the number of its last message. The caller holds the
+        lock."""
+        said = of_write(parts, push, state)  # all of it first: a write that began also ends
+        return [self._send(body) for body in said][-1]
 
     def _send(self, body: Differences | Values | Fill) -> int:
         message = self.source.message(body)
@@ -143,10 +146,13 @@ class ParityMember:
             every = np.arange(start, stop) * self.placement.k + slot
             if any(self.rows.unknown(slab, layer, every).any() for layer in LAYERS):
                 return False
-            stripes = self.rows.trained(slab, slot, start, stop)
-            rows = stripes * self.placement.k + slot
-            records, marks = (self.rows.values(slab, layer, rows) for layer in LAYERS)
-            self._send(Fill(host, p, slab, slot, start, stop, stripes, records, marks))
+            most = self.host.shapes[slab].message_rows
+            for first in range(start, stop, most):
+                last = min(first + most, stop)
+                stripes = self.rows.trained(slab, slot, first, last)
+                rows = stripes * self.placement.k + slot
+                records, marks = (self.rows.values(slab, layer, rows) for layer in LAYERS)
+                self._send(Fill(host, p, slab, slot, first, last, stripes, records, marks))
             return True
 
     def install(self, slab: int, layer: Layer, rows: I64, values: Words) -> None:

@@ -3,23 +3,35 @@
 Every message goes to every host of its source, whether it concerns that host or not: the number
 of the last one that a host holds then says exactly which changes it has seen, and all hosts see
 whatever the source says at the same point of its history.
+
+A write that is too large for one message is cut into several, next to each other in the stream. It
+is settled as a whole, and undone as a whole. The alternative, one message in several frames that a
+host puts together, would leave streams as they were, but take room for all of it twice on either
+side, and be one wait for all of it: as messages, each part that a host holds is progress.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from emberkeep._types import I64, U8, U32, Bools, Words
+from emberkeep.wire.protocol import FRAME_NBYTES
 
 Layer: TypeAlias = Literal["records", "marks"]
 LAYERS: tuple[Layer, Layer] = ("records", "marks")
 State: TypeAlias = tuple[int, ...]
 PushNumber: TypeAlias = tuple[str, int]
 
+MESSAGE_NBYTES = FRAME_NBYTES
+"""What changes or fills more bytes of rows than this goes in several messages."""
+
+_ROW_NUMBER_NBYTES = 8
 _DECODE_BITS = 20
 
 
@@ -35,6 +47,12 @@ class Shape:
     """The most rows that any shard has in this slab."""
     words: int
     mark_nbytes: int
+
+    @property
+    def message_rows(self) -> int:
+        """How many rows a message has room for."""
+        row_nbytes = _ROW_NUMBER_NBYTES + 4 * self.words + self.mark_nbytes
+        return max(1, MESSAGE_NBYTES // row_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +81,62 @@ class Changed:
     def nbytes(self) -> int:
         return self.records.nbytes + self.stripes.nbytes + self.marks.nbytes + self.marked.nbytes
 
+    def pieces(self) -> Iterator[Changed]:
+        """The same in pieces that have about as much in them as a message may."""
+        count = -(-self.nbytes // MESSAGE_NBYTES)
+        rows, marks = (-(-where.size // max(1, count)) for where in (self.stripes, self.marked))
+        for i in range(count):
+            bounds, of_rows = _within(self.bounds, i * rows, rows)
+            marked_bounds, of_marks = _within(self.marked_bounds, i * marks, marks)
+            yield Changed(
+                self.slab, self.stripes[of_rows], bounds, self.records[of_rows],
+                self.marked[of_marks], marked_bounds, self.marks[of_marks],
+            )  # fmt: skip
+
+
+def _within(bounds: I64, first: int, count: int) -> tuple[I64, slice]:
+    """Bounds of some of the rows alone, and which those are."""
+    return np.clip(bounds - first, 0, count), slice(first, first + count)
+
 
 @dataclass(frozen=True, slots=True)
 class Differences:
     """What one write changed; `push` names the worker's push that it was, if it was one.
 
     `state` is what the shard knows beside its rows, after the write.
+
+    A large write is in several messages (`of_write`): all but the last have `more`, and name no
+    push. Where a stream ends after one of those, it is taken back to before the first.
     """
 
     parts: tuple[Changed, ...]
     push: PushNumber | None
     state: State
+    more: bool = False
+    """Whether the next message goes on with the same write."""
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+def of_write(parts: Sequence[Changed], push: PushNumber | None, state: State) -> list[Differences]:
+    """What is said of a write: one message, or several where it changed much."""
+    if sum(part.nbytes for part in parts) <= MESSAGE_NBYTES:
+        return [Differences(tuple(parts), push, state)]
+    cut: list[list[Changed]] = [[]]
+    nbytes = 0
+    for piece in (piece for part in parts for piece in part.pieces()):
+        if cut[-1] and nbytes + piece.nbytes > MESSAGE_NBYTES:
+            cut.append([])
+            nbytes = 0
+        cut[-1].append(piece)
+        nbytes += piece.nbytes
+    *some, last = map(tuple, cut)
+    return [
+        *(Differences(pieces, None, state, more=True) for pieces in some),
+        Differences(last, push, state),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

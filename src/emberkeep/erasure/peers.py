@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, Bools, Json, Words
-from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
+from emberkeep.erasure.messages import Layer, Point, Shape, Standing, Syndrome, Wanted
 from emberkeep.erasure.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.wire.connection import Connection
@@ -182,6 +182,10 @@ class PeerHost:
     def __init__(self, member: PeerMember, stripes: Sequence[int]) -> None:
         self.stripes = list(stripes)
         self._member = member
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        raise NotImplementedError("a server brings its own rows back")
 
     def seal(self, source: int) -> int:
         return int(self._member.ask("seal", {"source": source})[0]["last"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -21,13 +21,19 @@ import numpy as np
 
 from emberkeep._types import I64, Bools, Words
 from emberkeep.erasure.codes import Code, Placement, products
-from emberkeep.erasure.messages import Layer, Point, Standing, Syndrome, Wanted
+from emberkeep.erasure.messages import Layer, Point, Shape, Standing, Syndrome, Wanted
 from emberkeep.errors import ParityLossError, ShardLostError, StreamError
 from emberkeep.kernels import galois
 from emberkeep.runtime.pool import ForkLock
 
-# Stripes whose marks are decoded at a time: a few bytes each.
+# Stripes whose marks are one decode, and the most bytes that the marks of a row have.
 _MARK_STRIPES = 2**18
+_MARK_NBYTES = 9
+# What is decoded in one round takes about so many bytes in any one frame, a quarter of what a frame
+# may have, and in the memory of any one member.
+_ROUND_NBYTES = 2**26
+# Of a stripe: its number, and that of the row that comes back.
+_NUMBERS_NBYTES = 16
 
 
 class HostSide(Protocol):
@@ -35,6 +41,9 @@ class HostSide(Protocol):
 
     @property
     def stripes(self) -> Sequence[int]: ...
+
+    @property
+    def shapes(self) -> Sequence[Shape]: ...
 
     def seal(self, source: int) -> int: ...
 
@@ -400,24 +409,23 @@ class Rebuilder(Generic[AnyMember]):
     def recover_marks(self) -> None:
         """Finds out which rows replacements have lost; until then they cannot serve."""
         with self.lock:
-            self._complete(self.start_marks())
-            for member in self._blind():
+            blind = self.blind()
+            for some in self._rounds(self.lost_marks(blind), _MARK_NBYTES):
+                self._complete(self.start_all(some))
+            for member in blind:
                 member.reveal()
 
-    def start_marks(self) -> list[Decode]:
-        """Has everybody say what is needed to find out which rows replacements have lost."""
-        blind = {member.index for member in self._blind()}
-        return self.start_all(
-            [
-                (group, slab, "marks", np.arange(first, min(first + _MARK_STRIPES, count)))
-                for group in range(self.placement.n)
-                if blind.intersection(self.placement.members(group))
-                for slab, count in enumerate(self.members[0].host.stripes)
-                for first in range(0, count, _MARK_STRIPES)
-            ]
-        )
+    def lost_marks(self, blind: Collection[AnyMember]) -> Iterator[LostStripes]:
+        """All that is to be decoded to find out which rows replacements have lost."""
+        lost = {member.index for member in blind}
+        for group in range(self.placement.n):
+            if lost.intersection(self.placement.members(group)):
+                for slab, count in enumerate(self.members[0].host.stripes):
+                    for first in range(0, count, _MARK_STRIPES):
+                        stripes = np.arange(first, min(first + _MARK_STRIPES, count))
+                        yield group, slab, "marks", stripes
 
-    def _blind(self) -> list[AnyMember]:
+    def blind(self) -> list[AnyMember]:
         """The members of replacements whose marks are not back."""
         standings = self._standings()
         return [member for member in self.members if standings[member.index].blind]
@@ -439,8 +447,30 @@ class Rebuilder(Generic[AnyMember]):
                 if lost.size:
                     parts.append((group, slab, "records", lost))
             if parts:
-                self._recover_parts(parts)
+                words = self.members[shard].host.shapes[slab].words
+                for some in self._rounds(parts, 4 * words):
+                    self._recover_parts(some)
             return int(missing.size)
+
+    def _rounds(self, parts: Iterable[LostStripes], row_nbytes: int) -> Iterator[list[LostStripes]]:
+        """What is decoded one after the other, so that whatever is said of it fits into a frame:
+        the questions, and the answers."""
+        # A host says of every member whether it has the row.
+        nbytes = row_nbytes + _NUMBERS_NBYTES + self.placement.k
+        most = room = max(1, _ROUND_NBYTES // nbytes)
+        some: list[LostStripes] = []
+        for group, slab, layer, stripes in parts:
+            at = 0
+            while at < stripes.size:
+                now = stripes[at : at + room]
+                some.append((group, slab, layer, now))
+                at += now.size
+                room -= now.size
+                if not room:
+                    yield some
+                    some, room = [], most
+        if some:
+            yield some
 
     def _recover_parts(self, parts: Sequence[LostStripes]) -> None:
         self._complete(self.start_all(parts))

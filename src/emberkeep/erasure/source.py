@@ -34,6 +34,8 @@ class Source:
         # Hosts that are left out, by the number of the first message that says so.
         self._leaving: dict[int, int] = {}
         self._known: set[int] = set()
+        # Messages that the next one goes on with the write of: what is undone is undone whole.
+        self._more: set[int] = set()
 
     @property
     def hosts(self) -> list[int]:
@@ -43,13 +45,22 @@ class Source:
 
     @property
     def settled(self) -> int:
-        """Up to here every live host holds the stream: no single loss can take it away."""
+        """Up to here every live host holds the stream: no single loss can take it away. A write is
+        settled when all its messages are."""
         with self._lock:
-            return min(self._held.values(), default=self.number)
+            number = min(self._held.values(), default=self.number)
+            if self._more:
+                while number in self._more:
+                    number -= 1
+                self._more = {later for later in self._more if later > number}
+            return number
 
     def message(self, body: Differences | Values | Fill) -> Message:
         """The next message of the stream."""
         settled = self.settled
+        if isinstance(body, Differences) and body.more:
+            with self._lock:
+                self._more.add(self.number + 1)
         self.number += 1
         if isinstance(body, Differences):
             self.state = body.state

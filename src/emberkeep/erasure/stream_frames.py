@@ -23,7 +23,7 @@ from emberkeep.erasure.messages import (
     Wanted,
 )
 from emberkeep.errors import ProtocolError
-from emberkeep.wire.protocol import pack_frame
+from emberkeep.wire.protocol import MAX_FRAME_NBYTES, pack_frame
 
 Arrays = dict[str, npt.NDArray[Any]]
 _NO_ROWS: I64 = np.empty(0, np.int64)
@@ -45,7 +45,9 @@ def pack_messages(
         if isinstance(body, Differences):
             slots = [slot for _, slot in placement.slots_on(message.source, host)]
             parts = [_of_slots(part, slots) for part in body.parts]
-            about |= {"kind": "differences", "push": body.push, "state": body.state}
+            about |= {
+                "kind": "differences", "push": body.push, "state": body.state, "more": body.more
+            }  # fmt: skip
             about["slabs"] = [part.slab for part in parts]
             for j, part in enumerate(parts):
                 arrays |= {f"{i}.{j}.{name}": getattr(part, name) for name in _CHANGED}
@@ -102,6 +104,7 @@ def unpack_messages(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> lis
                 parts,
                 None if push is None else (str(push[0]), int(push[1])),
                 tuple(map(int, about["state"])),
+                bool(about["more"]),
             )
         elif kind == "values":
             unknown = arrays.get(f"{i}.unknown", np.empty(0, np.uint8))
@@ -131,15 +134,35 @@ def unpack_messages(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> lis
 
 
 def pack_wanted(wanted: Sequence[Wanted]) -> tuple[Json, Arrays]:
-    names = [[decode.number, decode.group, decode.slab, decode.layer] for decode in wanted]
-    return {"wanted": names}, {str(i): decode.stripes for i, decode in enumerate(wanted)}
+    """Decodes; stripes that follow each other, as those of marks do, are named by their ends."""
+    names = []
+    arrays: Arrays = {}
+    for i, decode in enumerate(wanted):
+        ends = None
+        if decode.stripes.size:
+            first, last = int(decode.stripes[0]), int(decode.stripes[-1])
+            if last - first == decode.stripes.size - 1:
+                ends = [first, last + 1]
+        if ends is None:
+            arrays[str(i)] = decode.stripes
+        names.append([decode.number, decode.group, decode.slab, decode.layer, ends])
+    return {"wanted": names}, arrays
 
 
 def unpack_wanted(header: Json, arrays: Mapping[str, npt.NDArray[Any]]) -> list[Wanted]:
-    return [
-        Wanted(int(number), int(group), int(slab), layer_of(layer), arrays[str(i)])
-        for i, (number, group, slab, layer) in enumerate(header["wanted"])
-    ]
+    wanted = []
+    room = MAX_FRAME_NBYTES // 8  # of stripes that a frame could name one by one
+    for i, (number, group, slab, layer, ends) in enumerate(header["wanted"]):
+        if ends is None:
+            stripes = arrays[str(i)]
+        else:
+            first, last = map(int, ends)
+            room -= last - first
+            if first < 0 or last < first or room < 0:
+                raise ProtocolError(f"stripes {first} to {last} are more than a question may name")
+            stripes = np.arange(first, last)
+        wanted.append(Wanted(int(number), int(group), int(slab), layer_of(layer), stripes))
+    return wanted
 
 
 def layer_of(name: str) -> Layer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -15,17 +15,26 @@ LEAST_ROWS = 2048
 """Fewer rows are not worth a thread of their own."""
 
 
+class Later(Protocol):
+    """The rest of a taking. It is called once, without the lock, or else ended: what it needs is
+    kept until then. To end it afterwards does nothing."""
+
+    def __call__(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class RowSource(Protocol):
     """Where a snapshot copies rows from."""
 
     beside_writers: bool
     """Whether rows can be taken without the lock; those that are written meanwhile may be torn."""
 
-    def take(self, rows: I64, out: Planes, pool: Pool | None = None) -> Callable[[], None] | None:
+    def take(self, rows: I64, out: Planes, pool: Pool | None = None) -> Later | None:
         """Fills `out` with the planes of rows as they are now; with the threads of a pool, if one
         is given: then rows need not ascend.
 
-        What takes longer may be left to a function, to be called once without the lock.
+        What takes longer may be left for later.
         """
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -370,35 +370,38 @@ class Snapshot:
         count = 0
         while word < last and count + _SLICE_ROWS <= limit:
             asked = self._room.clock.monotonic()
-            with self.holder.lock:
-                began = self._room.clock.monotonic()
-                # After a long wait for training the copy may delay it a little longer: else the
-                # snapshot would last for as many steps as it has slices.
-                until = began + (began - asked) * _SHARE_OF_WAIT
-                later = []
-                while True:
-                    self._check_lost()
-                    taken, word = row_copies.list_slice(
-                        self._first, self._second, self._touched, self._copied, word,
-                        min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows[count:], present[count:],
-                    )  # fmt: skip
-                    part = slice(count, count + taken)
-                    row_copies.claim(rows[part], self._copied, claimed)
-                    some = {name: values[part] for name, values in planes.items()}
-                    copy = self._source.take(rows[part], some)
-                    if copy is not None:
-                        later.append(copy)
-                    if ids is not None:  # of the owners that slots have now
-                        ids[part] = table.ids_of(rows[part])
-                    count += taken
-                    if (
-                        word >= last
-                        or count + _SLICE_ROWS > limit
-                        or self._room.clock.monotonic() >= until
-                    ):
-                        break
-            for copy in later:
-                copy()
+            with ExitStack() as taken_rows:  # an error leaves none of them waiting to be read
+                with self.holder.lock:
+                    began = self._room.clock.monotonic()
+                    # After a long wait for training the copy may delay it a little longer: else the
+                    # snapshot would last for as many steps as it has slices.
+                    until = began + (began - asked) * _SHARE_OF_WAIT
+                    later = []
+                    while True:
+                        self._check_lost()
+                        taken, word = row_copies.list_slice(
+                            self._first, self._second, self._touched, self._copied, word,
+                            min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows[count:],
+                            present[count:],
+                        )  # fmt: skip
+                        part = slice(count, count + taken)
+                        row_copies.claim(rows[part], self._copied, claimed)
+                        some = {name: values[part] for name, values in planes.items()}
+                        copy = self._source.take(rows[part], some)
+                        if copy is not None:
+                            taken_rows.callback(copy.end)
+                            later.append(copy)
+                        if ids is not None:  # of the owners that slots have now
+                            ids[part] = table.ids_of(rows[part])
+                        count += taken
+                        if (
+                            word >= last
+                            or count + _SLICE_ROWS > limit
+                            or self._room.clock.monotonic() >= until
+                        ):
+                            break
+                for copy in later:
+                    copy()
         copied = table.ids_of(rows[:count]) if ids is None else ids[:count]
         some = {name: values[:count] for name, values in planes.items()}
         return CopiedRows(present[:count], copied, some), word

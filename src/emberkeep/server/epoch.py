@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import Edit
-from emberkeep.errors import EpochError, ProtocolError, SecurityError, ServerError, ShardLostError
+from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, SecurityError, ServerError
 from emberkeep.kernels import batch_rows, hash_index
 from emberkeep.repository import VersionId
 from emberkeep.rows.lookup import unique_ids
@@ -24,6 +24,7 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.kept_rows import CursorVersions, KeptRows
+from emberkeep.server.lost_shard import GoneShard, or_lost
 from emberkeep.server.parity_service import ParityService
 from emberkeep.server.pushes import Ledger, Meeting, RowGradients, join
 from emberkeep.wire.protocol import (
@@ -75,31 +76,6 @@ class Checked:
     """Those that have applied it, of a push that is several ranks'."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Gone:
-    """In the place of a shard that another epoch has."""
-
-    index: int
-    state: ClassVar[str] = "lost"
-
-    def held(self) -> tuple[int, int]:
-        return 0, 0
-
-    def nothing(self) -> int:
-        return 0
-
-    dirty_rows = steps = nothing
-
-    def tier_status(self) -> list[Any]:
-        return []
-
-    def kill(self) -> None:
-        """Not this epoch's any more."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ShardLostError((self.index,))
-
-
 class Epoch:
     """A shard from the moment that a coordinator gave it an epoch until it gets the next one.
 
@@ -117,6 +93,7 @@ class Epoch:
         """The epoch in which the rows came: pushes that were answered before may be lost."""
         self.tables = tables
         self.shard = shard
+        shard.lost_with_writes = True  # clients send again what was not answered
         self.shards = shards
         self.tiered = any(table.tier is not None for table in shard.tables)
         self.coordinator = coordinator
@@ -174,7 +151,7 @@ class Epoch:
         with self._push_lock:
             if not self.whole:
                 raise ServerError(f"the rows of shard {self.shard.index} are nobody's")
-            shard, self.shard = self.shard, cast(Shard, _Gone(self.shard.index))
+            shard, self.shard = self.shard, cast(Shard, GoneShard(self.shard.index))
             return shard
 
     @property
@@ -349,13 +326,13 @@ class Epoch:
         if request.kind == CHECK:
             session.prefetched = prefetched
         elif pushed is not None and prefetched is not None:
-            with self._push_lock:
-                changed = self._changed(prefetched, pushed[0])
-            if prefetched.writes != self._writes:
-                changed = []  # somebody has written meanwhile: the client pulls them again
+            changed = self._changed_by(prefetched, pushed[0])
         # A process that was stopped in here must not tell of rows that are somebody else's by now.
         self.check_serving(request.epoch)
-        return self._done(request, changed)
+        try:
+            return self._done(request, changed)
+        except MemoryError:
+            return self._done(request, ())
 
     def _done(self, request: Request, changed: Sequence[Changed]) -> U8:
         """The answer to a push, once its parity is settled."""
@@ -435,13 +412,16 @@ class Epoch:
             part = held.part
         if not together or request.number > self._applied_together:
             # Others may have pushed since the check.
-            push = (_worker(request), request.number)
-            number = self.shard.apply(self.shard.check(*part), request.lr, push)
-            self.whole = True
+            push, checked = (_worker(request), request.number), self.shard.check(*part)
             self.drop_aside()
-            if self.parity_service is not None:
-                self.parity_service.note(*push, number)
-            self._applied_together = request.number if together else 0
+            with or_lost(self.shard):
+                number = self.shard.apply(checked, request.lr, push)
+            with or_lost(self.shard, changed=True):
+                if self.parity_service is not None:
+                    self.parity_service.note(*push, number)
+                self._applied_together = request.number if together else 0
+                self._ledger.note(request.incarnation, request.number)
+            self.whole = True
         if held is not None:
             held.ranks.add(request.rank)
             if len(held.ranks) == request.world:
@@ -476,7 +456,8 @@ class Epoch:
         self.drop_aside()
         self._count_write()
         try:
-            yield
+            with or_lost(self.shard):
+                yield
         finally:
             self._count_write()
 
@@ -569,10 +550,18 @@ class Epoch:
             if unique_ids(ids.ids, ids.offsets, self.pool)[0].ids.size != ids.ids.size:
                 raise ProtocolError("a push names every row once")
 
-    def _changed(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
-        """The prefetched rows that a push has changed: updated, evicted, or given a place."""
-        with self.shard.lock:  # deletions and loads do not wait for pushes
-            return self._changed_now(prefetched, pushed)
+    def _changed_by(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
+        """The prefetched rows that a push has changed: updated, evicted, or given a place. None
+        where that cannot be said: the client pulls them again."""
+        try:
+            # The second lock: deletions and loads do not wait for pushes.
+            with self._push_lock, self.shard.lock:
+                changed = self._changed_now(prefetched, pushed)
+        except EmberkeepError:
+            raise
+        except Exception:  # no memory, say: the push is applied, and its client must not doubt it
+            return []
+        return changed if prefetched.writes == self._writes else []
 
     def _changed_now(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
         if not self._scratch:

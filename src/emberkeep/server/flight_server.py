@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from emberkeep._types import U8
 from emberkeep.errors import ProtocolError, SecurityError, ServerError
 from emberkeep.server.epoch import Session
 from emberkeep.server.server_events import ServerEvents
@@ -28,6 +29,9 @@ from emberkeep.wire.security import HEADER, Security, read_pem
 
 MAX_STREAMS = 256
 MAX_ACTIONS = 64
+# Each of these is bounded alone: whatever other actions wait for, leases are renewed and let go,
+# and a server that answers is known to be alive.
+_OWN_BOUND = ("renew", "status", "release")
 _MAX_COMMAND_NBYTES = 4096
 
 
@@ -59,6 +63,7 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
         self._socket = socket
         self._streams = threading.BoundedSemaphore(max_streams)
         self._actions = threading.BoundedSemaphore(MAX_ACTIONS)
+        self._urgent = {kind: threading.BoundedSemaphore(MAX_ACTIONS) for kind in _OWN_BOUND}
         at = f"{host}:{port}" if socket is None else str(socket.path)
         scheme = "grpc+tls" if self.tls else "grpc+tcp"
         try:
@@ -126,20 +131,31 @@ class ShardServer(flight.FlightServerBase):  # type: ignore[misc]
                 self.served.failed(error)
                 reply, last = refusal(error, 0), True
             try:
-                writer.write_metadata(pa.py_buffer(reply))
+                _write(writer, reply)
             except pa.ArrowException:
                 return  # the client is gone; it will ask again
             if last:
                 return
 
     def do_action(self, context: Any, action: Any) -> Iterator[Any]:
-        if not self._actions.acquire(blocking=False):
+        actions = self._urgent.get(action.type, self._actions)
+        if not actions.acquire(blocking=False):
             raise flight.FlightUnavailableError("too many actions are under way on this server")
         try:
             for frame in self.served.answer_action(action.type, action.body):
                 yield flight.Result(frame)
         finally:
-            self._actions.release()
+            actions.release()
+
+
+def _write(writer: Any, reply: U8) -> None:
+    """Sends a reply; one that Flight cannot carry is refused in its place, not left out: its client
+    would take this server for dead, and ask the next one."""
+    try:
+        writer.write_metadata(pa.py_buffer(reply))
+    except pa.ArrowCapacityError as error:
+        too_large = ProtocolError(f"a reply of {reply.size} bytes cannot be sent: {error}")
+        writer.write_metadata(pa.py_buffer(refusal(too_large, 0)))
 
 
 def _tls_options(security: Security) -> dict[str, Any]:

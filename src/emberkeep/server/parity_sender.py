@@ -19,8 +19,10 @@ from emberkeep.wire.protocol import error_from, unpack_frame
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
-# Messages that wait travel together, up to about so many bytes.
+# Messages that wait travel together, up to about so many bytes of rows, and up to so many: one
+# without rows still names the state of all tables.
 _BATCH_NBYTES = 2**23
+_BATCH_MESSAGES = 256
 # So often a host that is left out is asked whether it answers.
 _PROBE_SECONDS = 1.0
 # A message that could not be sent is sent again: a host takes each of them once.
@@ -168,7 +170,7 @@ class Sender:
             for message in self._queue:
                 batch.append(message)
                 nbytes += message.body.nbytes
-                if nbytes > _BATCH_NBYTES:
+                if nbytes > _BATCH_NBYTES or len(batch) == _BATCH_MESSAGES:
                     break
             return batch
 

@@ -171,7 +171,8 @@ class ParityService:
     # -- streams ---------------------------------------------------------------------------------
 
     def receive(self, blob: U8, epoch: int) -> U8:
-        """Messages of another shard's stream, and the answer to them."""
+        """Messages of another shard's stream, and the answer to them. If one fails that may have
+        been added in part, what it codes is not whole, and is filled again."""
         header, arrays = unpack_frame(blob)
         try:
             if int(header["host_epoch"]) != epoch:
@@ -182,8 +183,13 @@ class ParityService:
             held = 0
             for message in unpack_messages(header, arrays):
                 held = self._host.receive(message)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"messages are not complete: {error!r}") from error
+        except EmberkeepError:
+            raise
+        except Exception as error:
+            self._sweep()
+            if isinstance(error, KeyError | TypeError | ValueError | IndexError):
+                raise ProtocolError(f"messages are not complete: {error!r}") from error
+            raise
         return np.frombuffer(pack_frame({"held": held}), np.uint8)
 
     # -- pushes ----------------------------------------------------------------------------------

@@ -142,6 +142,10 @@ class Meeting(Generic[_T]):
             self._last = max(numbers)
         except EmberkeepError as error:
             step.error = error
-        step.over = True
-        self._step = _Step()
-        self._changed.notify_all()
+        except BaseException as error:  # of this rank's own; the others must not wait in vain
+            step.error = EmberkeepError(f"the server failed: {error!r}")
+            raise
+        finally:
+            step.over = True
+            self._step = _Step()
+            self._changed.notify_all()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from emberkeep._types import Json
 from emberkeep.errors import EpochError
 
 
-@dataclass(slots=True, eq=False)
 class _Way:
     """Requests of one client, one after the other."""
 
-    last: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.last = 0
+        self.lock = threading.Lock()
 
 
 class RequestOrder:

@@ -3,6 +3,7 @@ background threads that fail."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -11,6 +12,7 @@ from emberkeep._types import Json
 from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.background_failures import ThreadFailures, background_failures
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.system_calls import lives
 from emberkeep.server.epoch import Epoch
 from emberkeep.server.shard_service import ShardService
 
@@ -30,13 +32,30 @@ class _Seen:
     missing_since: float | None = None
 
 
+class Parent:
+    """The process that has started this one, by its id: when it is gone, this one has another.
+
+    It is the process that counts, not its thread which has forked. Where something stands between
+    the two, a wrapper of the interpreter say, that is watched instead. Process 1 is never gone:
+    its container ends with it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._now = os.getppid()
+        self._gone_before = self._now != pid and not lives(pid)
+
+    @property
+    def gone(self) -> bool:
+        return self._gone_before or os.getppid() != self._now
+
+
 class ServerWatch:
     """Looks at a server four times while a lease lasts, once a second at least.
 
     Events: "lease_expired" and "lease_resumed"; "unprotected" and "protected"; "recovering" and
     "recovered" with the scope "parity"; "background_failed"; "rows_dropped", when no coordinator
     was heard of for `keep_rows_for` (None: rows stay), after which `on_dropped` is called. `upkeep`
-    is called at each look.
+    is called at each look, also at one that fails.
     """
 
     def __init__(
@@ -63,8 +82,10 @@ class ServerWatch:
         self._worker.close()
 
     def _look(self) -> float:
-        self.look()
-        self._upkeep()
+        try:
+            self.look()
+        finally:
+            self._upkeep()
         epoch = self._served.epoch
         return _MOST_SECONDS if epoch is None else min(_MOST_SECONDS, epoch.lease_seconds / 4)
 

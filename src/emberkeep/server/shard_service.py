@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from emberkeep._types import U8, Json
 from emberkeep.cluster.shard import Shard
-from emberkeep.cluster.table_states import NO_EDIT, Edit
+from emberkeep.cluster.table_states import edit_of
 from emberkeep.errors import (
     DamageError,
     EmberkeepError,
@@ -27,7 +27,6 @@ from emberkeep.errors import (
     ProtocolError,
     ServerError,
 )
-from emberkeep.repository import Repository
 from emberkeep.rows.snapshot import FrozenRows
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
@@ -41,13 +40,13 @@ from emberkeep.server.request_order import RequestOrder
 from emberkeep.server.server_events import OnEvent, ServerEvents
 from emberkeep.server.server_metrics import Metrics
 from emberkeep.server.server_page import ServerPage
+from emberkeep.server.store_looks import StoreLooks
 from emberkeep.tables import Optimizer, Table, Tier, optimizer_from
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.protocol import (
     APPLY,
     CHECK,
     FETCH,
-    FRAME_NBYTES,
     PREFETCH,
     PROTOCOL,
     PULL,
@@ -57,6 +56,7 @@ from emberkeep.wire.protocol import (
     is_frame,
     pack_frame,
     refusal,
+    row_parts,
     table_from,
     unpack_frame,
     unpack_request,
@@ -104,9 +104,10 @@ class ShardService:
         self._order = RequestOrder()
         self._snapshots: Sequence[FrozenRows] = ()
         self._snapshot_epoch, self._snapshot_versions = 0, CursorVersions()
+        self._freezes = self._handed_out = 0
         self._cancelled = threading.Event()
         self._writing = ("", self._cancelled)
-        self._requests = Requests(clock)
+        self._requests, self._looks = Requests(clock), StoreLooks(clock)
         self.long_work = LongWork(self.events, self._requests.working, clock)
         # Beside the other work: a save must not wait for a round.
         self.rounds = LongWork(self.events, self._requests.working, clock, nice=_NICE)
@@ -170,8 +171,13 @@ class ShardService:
 
     def _met(self, error: EmberkeepError) -> EmberkeepError:
         """What is answered. Rows that cannot be read from a file of the tier are lost with their
-        shard: the next admission opens its files again, and knows what to do about them."""
+        shard: the next admission opens its files again, and knows what to do about them. So are
+        rows that a write has changed half-way."""
         epoch, tier = self._epoch, self._tier
+        if epoch is not None and epoch.shard.torn:
+            self._tell("failed", {"error": str(error)})
+            self.let_go(epoch)
+            return error
         if epoch is None or tier is None or not isinstance(error, DamageError):
             return error
         if not tier.holds(epoch.index, error.name):
@@ -188,7 +194,9 @@ class ShardService:
                     raise EpochError("this server holds no parity: it was given none, or replaced")
                 epoch.check(epoch.number)
                 return epoch.parity_service.receive(blob, epoch.number)
-        except EmberkeepError as error:
+        except Exception as error:  # the sender expects a frame, and sends it again
+            if not isinstance(error, EmberkeepError):
+                self.failed(error)
             return np.frombuffer(pack_frame(describe_error(error)), np.uint8)
 
     def failed(self, error: BaseException) -> None:
@@ -401,22 +409,16 @@ class ShardService:
         yield {"rows": self._checked(header).shard.load_table_state(header["tables"])}, _NONE
 
     def _read(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        shard = self._owned(header, arrays["ids"])
-        yield {}, shard.read(header["table"], arrays["ids"])
+        planes = self._owned(header, arrays["ids"]).read(header["table"], arrays["ids"])
+        yield from (({}, part) for part in row_parts(planes))
 
     def _read_all(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         ids, planes = self._checked(header).shard.read_all(header["table"])
-        row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values())
-        step = max(1, FRAME_NBYTES // row_nbytes)
-        for start in range(0, max(1, ids.size), step):
-            part = slice(start, start + step)
-            yield {}, {"": ids[part], **{name: v[part] for name, v in planes.items()}}
+        yield from (({}, part) for part in row_parts({"": ids, **planes}))
 
     def _touched_ids(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         ids = self._checked(header).shard.touched_ids(header["table"])
-        step = FRAME_NBYTES // 8
-        for start in range(0, max(1, ids.size), step):
-            yield {}, {"ids": ids[start : start + step]}
+        yield from (({}, part) for part in row_parts({"ids": ids}))
 
     def _digest(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         digest = self._checked(header).shard.digest(header["table"])
@@ -438,13 +440,13 @@ class ShardService:
         self._owned(header, arrays[""])
         after = tuple(int(header[name]) for name in ("incarnation", "number", "world"))
         planes = {name: values for name, values in arrays.items() if name != ""}
-        self._checked(header).upsert(header["table"], arrays[""], planes, _edit(header), after)
+        self._checked(header).upsert(header["table"], arrays[""], planes, edit_of(header), after)
         yield {}, _NONE
 
     def _delete(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._owned(header, arrays["ids"])
         with (epoch := self._checked(header)).writing_alone():
-            deleted = epoch.shard.delete(header["table"], arrays["ids"], _edit(header))
+            deleted = epoch.shard.delete(header["table"], arrays["ids"], edit_of(header))
         yield {"deleted": deleted}, _NONE
 
     def _clear(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -476,11 +478,18 @@ class ShardService:
             self._snapshots = cut
             self._snapshot_epoch, self._snapshot_versions = epoch.number, epoch.versions
             self._cancelled = threading.Event()
-        yield {"tables": cut.tables, "pushes": pushes}, _NONE
+            self._freezes += 1
+        yield {"tables": cut.tables, "pushes": pushes, "freeze": self._freezes}, _NONE
 
     def _chunks(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        """The frozen rows themselves, for a coordinator whose store is its own."""
-        for snapshot in self._frozen(header):
+        """The frozen rows themselves, for a coordinator whose store is its own: of the freeze that
+        it means, and once. A request that comes late or twice would take some of them away."""
+        with self._lock:
+            snapshots, freeze = self._frozen(header), int(header["freeze"])
+            if freeze != self._freezes or freeze == self._handed_out:
+                raise EpochError("these rows were handed out, or frozen again since: this is late")
+            self._handed_out = freeze
+        for snapshot in snapshots:
             for chunk in snapshot.chunks(int(header["rows"]), self._cancelled):
                 planes = {} if chunk.planes is None else chunk.planes
                 about = {"table": chunk.table, "tombstones": chunk.planes is None}
@@ -492,9 +501,7 @@ class ShardService:
         Not every path is the same directory on every machine.
         """
         epoch = self._checked(header)
-        store, found = epoch.store(header["url"]), None
-        if Repository.exists(store):
-            found = Repository.open(store, clock=self._clock).id
+        found = self._looks.repository_at(epoch.store(header["url"]))
         epoch.versions.repository = found
         yield {"repository": found}, _NONE
 
@@ -588,8 +595,3 @@ class ShardService:
             raise ProtocolError("ids are one column of int64")
         epoch.check_rows(header["table"], ids)
         return epoch.shard
-
-
-def _edit(header: Json) -> Edit:
-    stamp, call = header.get("edit", NO_EDIT)
-    return Edit(int(stamp), int(call))

@@ -4,6 +4,7 @@ run makes durable there."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -19,7 +20,7 @@ from emberkeep.tiers.decisions import took_place
 from emberkeep.tiers.directory import claim, make_directory
 from emberkeep.tiers.durable_open import DISK
 from emberkeep.tiers.tier_use import TierUse
-from emberkeep.tiers.tiered_slab import TieredSlab
+from emberkeep.tiers.tiered_slab import Saving, TieredSlab
 
 _POLL_SECONDS = 0.1
 _Outcome = tuple[TieredSlab, str, bool]  # a file, the nonce of a batch, whether it took place
@@ -50,10 +51,12 @@ class ServerTier:
         return [replace(table, tier=own) for table in tables]
 
     def holds(self, shard: int, name: str | None) -> bool:
-        """Whether what a damage is of is a file of a shard; by its path, or by its name there."""
+        """Whether what a damage is of is a file with rows of a shard; by its path, or by its name
+        there. Objects of a store have names without a directory, too."""
         here = os.path.realpath(self.directory(shard))
-        path = os.path.realpath(os.path.join(here, name or ""))
-        return os.path.dirname(path) == here
+        top, file = os.path.split(os.path.join(here, name or ""))
+        row_file = re.fullmatch(rf"rows-{shard}-[0-9]+\.tier", file)
+        return row_file is not None and os.path.realpath(top) == here
 
     def move_damaged(self, shard: int) -> str:
         """Moves the files of a shard to a directory beside them, in the place of what was moved
@@ -230,17 +233,32 @@ def _under_way(slabs: Sequence[TieredSlab], nonce: str) -> Mapping[str, int] | N
 
 
 def _prepared(epoch: Epoch, header: Json) -> Json:
-    """Whether every file could come back to the batch; raises why one cannot."""
-    progress, done = 0, True
-    for slab in epoch.shard.tier_slabs():
-        saving = slab.saving
-        if saving is None or saving.nonce != header["nonce"]:
-            raise CancelledError(f"batch {header['batch']} was given up")
-        if saving.prepared.done():
-            saving.prepared.result()
-        else:
-            progress, done = progress + saving.word, False
-    return {"prepared": done, "progress": progress}
+    """Whether every file could come back to the batch; raises why one cannot, also once it was
+    given up for that."""
+    slabs = epoch.shard.tier_slabs()
+    under_way, waiting = 0, list[Saving]()
+    faults = list[BaseException]()
+    for slab in slabs:
+        # In this order: what is given up in between is found there.
+        saving, given_up = slab.saving, slab.given_up
+        found = _of_batch(saving, header) or _of_batch(given_up, header)
+        under_way += found is not None and found is saving
+        if found is None:
+            continue
+        if not found.prepared.done():
+            waiting.append(found)
+        elif (error := found.prepared.exception()) is not None:
+            faults.append(error)
+    # Files that had no fault may have given it up for that of another.
+    for error in sorted(faults, key=lambda error: isinstance(error, CancelledError)):
+        raise error
+    if under_way < len(slabs):
+        raise CancelledError(f"batch {header['batch']} was given up")
+    return {"prepared": not waiting, "progress": sum(saving.word for saving in waiting)}
+
+
+def _of_batch(saving: Saving | None, header: Json) -> Saving | None:
+    return saving if saving is not None and saving.nonce == header["nonce"] else None
 
 
 def _record(epoch: Epoch, header: Json) -> Json:

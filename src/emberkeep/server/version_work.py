@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.version_files import write_held
@@ -65,9 +64,15 @@ def to_load(
     epoch: Epoch, header: Json, *, pool: Pool, advance: Callable[[], object], clock: Clock
 ) -> Work:
     """Replaces all rows by the shard's part of a version."""
-    repository = Repository.open(epoch.store(header["url"]), clock=clock)
-    version = VersionId.parse(header["version"])
-    return partial(load_rows, epoch, repository, version, header["names"], pool, advance)
+    store, version = epoch.store(header["url"]), VersionId.parse(header["version"])
+    names = header["names"]
+
+    def load() -> Json:
+        # Not before: a store that hangs would keep a thread of those that answer.
+        repository = Repository.open(store, clock=clock)
+        return load_rows(epoch, repository, version, names, pool, advance)
+
+    return load
 
 
 class GridWork:

@@ -110,11 +110,13 @@ class FlightChannel:
         import pyarrow.flight as flight
 
         try:
-            self._writer, self._reader = self._client.do_exchange(
+            writer, reader = self._client.do_exchange(
                 flight.FlightDescriptor.for_command(command), self._call_options(None)
             )
         except pa.ArrowException as error:
             raise self._failed("opening a stream", error) from None
+        # In this order: another thread that closes what it finds can end the wait of this one.
+        self._reader, self._writer = reader, writer
 
     def send(self, blob: U8, deadline: timedelta) -> None:
         import pyarrow as pa
@@ -125,6 +127,12 @@ class FlightChannel:
         self._due = self._clock.monotonic() + deadline.total_seconds()
         try:
             writer.write_metadata(pa.py_buffer(blob))
+        except pa.ArrowCapacityError:
+            # Nobody is dead, and to send it again would fail again.
+            raise ProtocolError(
+                f"a message of {blob.size} bytes to {self._address} cannot be sent, as Flight "
+                "carries less than 2 GiB; nothing was done: use smaller batches"
+            ) from None
         except pa.ArrowException as error:
             raise self._failed("sending", error) from None
 
@@ -164,9 +172,10 @@ class FlightChannel:
         writer, reader = self._writer, self._reader
         self._writer = self._reader = self._due = None
         try:
-            if writer is not None:
-                with suppress(pa.ArrowException):
+            with suppress(pa.ArrowException):
+                if reader is not None:
                     reader.cancel()
+                if writer is not None:
                     writer.close()
         finally:
             with suppress(pa.ArrowException):

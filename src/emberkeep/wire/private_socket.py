@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from emberkeep.errors import SecurityError, ServerError
+from emberkeep.runtime.system_calls import lives
 from emberkeep.wire.security import is_loopback, split_address
 
 SCHEME = "grpc+unix"
@@ -69,20 +70,10 @@ def own_socket() -> PrivateSocket:
     for left in _home().glob(f"{prefix}*"):
         pid = left.name.removeprefix(prefix)
         # A process that lives may have made its directory, and not locked it yet.
-        if pid.isdigit() and not _lives(int(pid)):
+        if pid.isdigit() and not lives(int(pid)):
             with suppress(ServerError, SecurityError):
                 PrivateSocket(left / _SOCKET).remove()
     return PrivateSocket(_home() / f"{prefix}{os.getpid()}" / _SOCKET)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
 
 
 def own_address(address: str) -> str:

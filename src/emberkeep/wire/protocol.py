@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,11 @@ MAX_ROWS = 2**24
 MAX_FRAME_NBYTES = 2**28
 FRAME_NBYTES = 2**24
 """Rows that are moved in bulk travel in frames of about this size."""
+MAX_IDS = (MAX_FRAME_NBYTES - 2**16) // 8
+"""Ids that one frame holds, beside its header."""
+MAX_MESSAGE_NBYTES = 2**31 - 2**20
+"""Of a pull, a push or the reply to one. Flight carries no message of 2 GiB, its own part of it
+included."""
 
 # Kinds of requests and replies.
 PULL, PREFETCH, PUSH, CHECK, APPLY, FETCH = 1, 2, 3, 4, 5, 6
@@ -180,6 +185,11 @@ class _Reader:
 def rows_reply(epoch: int, rows_G: Sequence[int], dims_G: Sequence[int]) -> tuple[U8, list[F32]]:
     """An empty reply to a pull, and the parts of it that the rows are to be written into."""
     sizes = [rows * dim * 4 for rows, dim in zip(rows_G, dims_G, strict=True)]
+    if (nbytes := _HEADER.size + sum(sizes)) > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(
+            f"{sum(rows_G)} rows would take {nbytes} bytes, and a message holds at most "
+            f"{MAX_MESSAGE_NBYTES}; nothing was read: pull fewer rows at a time"
+        )
     blob = np.empty(_HEADER.size + sum(sizes), np.uint8)
     _HEADER.pack_into(blob.data, 0, _MAGIC, ROWS, 0, len(sizes), 0, 1, epoch, 0, 0, 0.0)
     out, at = [], _HEADER.size
@@ -316,6 +326,15 @@ def pack_frame(header: Json, arrays: Mapping[str, npt.NDArray[Any]] | None = Non
         parts += [b"\0" * gap, content]
         at += gap + len(content)
     return b"".join(parts)
+
+
+def row_parts(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Rows that arrays hold together, as many at a time as a frame is for; one part at least."""
+    rows = max(len(values) for values in arrays.values())
+    row_nbytes = sum(values[:1].nbytes for values in arrays.values())
+    step = max(1, FRAME_NBYTES // max(1, row_nbytes))
+    for start in range(0, max(1, rows), step):
+        yield {name: values[start : start + step] for name, values in arrays.items()}
 
 
 def unpack_frame(content: Any) -> tuple[Json, dict[str, npt.NDArray[Any]]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from emberkeep._types import RowIds
-from emberkeep.erasure.coded_slabs import Recorder, marks_of
+from emberkeep.erasure import coded_slabs
+from emberkeep.erasure.coded_slabs import Recorder, SlabRows, marks_of
+from emberkeep.erasure.codes import Placement
 from emberkeep.erasure.messages import Changed
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.pool import Pool
@@ -112,3 +115,35 @@ def test_a_push_that_is_interrupted(
     assert same(add(before, recorder.take()), after)
     push(slab, np.random.default_rng(3))
     assert same(add(after, recorder.take()), coded(slab))
+
+
+def test_marks_of_many_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded_slabs, "_REVEAL_ROWS", 64, raising=False)
+    lost, slab = (slab_of(Adagrad(lr=0.1), dynamic=True) for _ in range(2))
+    push(lost, np.random.default_rng(3))
+    _, marks = coded(lost)
+    rows = SlabRows([slab], Placement(4, K, 1), lost=True)
+    rows.install(0, "marks", np.arange(slab.rows), marks)
+    rows.reveal()
+    assert np.array_equal(marks_of(slab, np.arange(slab.rows)), marks)
+    assert np.array_equal(rows.unknown(0, "records", np.arange(slab.rows)), marks[:, 0] != 0)
+    assert rows.missing_rows == int(marks[:, 0].sum()) == 180
+    assert slab.slots[2].count == 60
+
+
+def test_what_marks_take_of_memory_does_not_grow_with_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coded_slabs, "_REVEAL_ROWS", 2**12, raising=False)
+    count = 2**19
+    slab = Slab([Table("a", rows=count, dim=1)], Adagrad(lr=0.1), pool=Pool(1))
+    rows = SlabRows([slab], Placement(4, K, 1), lost=True)
+    rows.install(0, "marks", np.arange(count), np.ones((count, 1), np.uint8))
+    tracemalloc.start()
+    try:
+        rows.reveal()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rows.missing_rows == count
+    assert peak < count

@@ -99,3 +99,27 @@ def test_a_step_that_one_rank_sends_again_and_another_checks_is_applied_when_the
         epoch.push(request(kind, 20, rank), Session())
     assert np.array_equal(epoch.shard.read("t", np.arange(3))["accumulator"], expected)
     assert not epoch._held
+
+
+def test_ranks_hear_why_a_step_failed_whatever_the_error(
+    epoch: Epoch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They heard that a rank was missing, and not which."""
+
+    def no_memory(*_: object) -> Any:
+        raise MemoryError("no room to join")
+
+    monkeypatch.setattr("emberkeep.server.epoch.join", no_memory)
+    with pytest.raises(RankError):
+        epoch.push(request(PUSH, 20, 0), Session())  # its part stays
+    waits = epoch._meeting_of(2)._step
+    with pytest.raises(MemoryError):
+        epoch.push(request(PUSH, 20, 1), Session())
+    assert waits.over
+    assert "no room to join" in str(waits.error)
+    monkeypatch.undo()
+    with pytest.raises(RankError):
+        epoch.push(request(PUSH, 20, 0), Session())
+    epoch.push(request(PUSH, 20, 1), Session())
+    expected = np.ones((3, 2), np.float32)
+    assert np.array_equal(epoch.shard.read("t", np.arange(3))["accumulator"], expected)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from emberkeep.errors import ServerError
+from emberkeep.cli import app
+from emberkeep.errors import ConfigError, ServerError
 from emberkeep.server.ray import local_ray
 
 
@@ -44,3 +47,31 @@ def test_a_note_that_cannot_be_read_starts_and_stops_nothing(
             call()
     assert note.exists()
     assert not started
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_where_ray_is_not_installed_the_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, elsewhere: bool
+) -> None:
+    """A command of another environment is of no use: this interpreter could not speak to it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if elsewhere:
+        (tmp_path / "ray").write_text("#!/bin/sh\n")
+        (tmp_path / "ray").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setitem(sys.modules, "ray", None)  # type: ignore[arg-type]
+    ended = CliRunner().invoke(app, ["cluster", "up", "--shards", "1"])
+    assert ended.exit_code == ConfigError.exit_code == 2
+    assert "Ray is not installed: run pip install 'emberkeep[ray]'" in ended.output
+    assert not (tmp_path / "state" / "emberkeep" / "ray.json").exists()
+
+
+def test_without_its_command_ray_is_started_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert local_ray._program() == [str(tmp_path / "python"), "-m", "ray.scripts.scripts"]
+    (tmp_path / "ray").touch()
+    assert local_ray._program() == [str(tmp_path / "ray")]

@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep._types import Json
 from emberkeep.runtime.background_failures import background_failures
-from emberkeep.server.server_watch import ServerWatch
+from emberkeep.server.server_watch import Parent, ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table
 from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.wire.protocol import PROTOCOL, describe_table
+from tests.waiting import until
 
 RUN = "0123456789abcdef"
 
@@ -208,3 +209,47 @@ def test_parity_that_is_behind_is_logged_once_with_its_end(server: Server) -> No
     server.watch.look()
     ((event, details),) = server.events
     assert (event, details["unprotected_seconds"]) == ("protected", 9)  # not when it was seen
+
+
+def test_upkeep_is_done_also_where_looking_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it a server finds out that it is to end."""
+    server, done = Server(), list[bool]()
+    watch = ServerWatch(server.served, server.clock, upkeep=lambda: done.append(True))
+
+    def fail() -> None:
+        raise OSError("no status")
+
+    monkeypatch.setattr(watch, "look", fail)
+    watch.start()
+    until(lambda: done, "upkeep")
+    watch.close()
+
+
+# -- the process that has started a server -----------------------------------------------------
+
+NOBODY = 2**22 + 1  # beyond what Linux hands out
+
+
+def test_a_parent_is_gone_when_this_process_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = Parent(os.getppid())
+    assert not parent.gone
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert parent.gone
+
+
+def test_a_parent_that_was_gone_before_it_was_looked_at_is_noticed() -> None:
+    assert Parent(NOBODY).gone
+
+
+def test_what_stands_between_a_server_and_its_trainer_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parent = Parent(os.getpid())  # alive, and not what has forked this process
+    assert not parent.gone
+    monkeypatch.setattr(os, "getppid", lambda: NOBODY)
+    assert parent.gone
+
+
+def test_process_1_of_a_container_is_a_parent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not Parent(1).gone

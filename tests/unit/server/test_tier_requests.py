@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import EpochError, ShardLostError
+from emberkeep.errors import CancelledError, EpochError, ShardLostError, TierError
 from emberkeep.runtime.pool import Pool
 from emberkeep.server import tier_service
 from emberkeep.server.epoch import Epoch
@@ -179,3 +179,50 @@ def test_files_record_the_outcome_of_the_batch_that_is_meant_and_no_other(server
     assert server.slab.commit("a")
     assert not server.slab.commit("a")
     assert server.slab.log.prepared is None
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_a_batch_that_a_file_has_no_room_for_is_no_batch_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: int
+) -> None:
+    """Upkeep lets go of it at once; the coordinator, which asks later, hears why: it would take a
+    batch that was given up for one that made room for newer work, and raise nothing."""
+    tier = Tier(tmp_path / "t", memory=10_000)
+    dims = range(2, 2 + tables)
+    shard = Shard(
+        [Table(f"t{dim}", rows=10, dim=dim, tier=tier) for dim in dims], Adagrad(lr=0.1),
+        pool=Pool(1),
+    )  # fmt: skip
+    shard.serve()
+    server = Server(epoch_of(1, shard), f"file://{tmp_path}/r", monkeypatch)
+    slab = shard.tier_slabs()[-1]
+
+    def full(*_: object, **__: object) -> None:
+        raise TierError("the file cannot grow")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab.log, "reserve_head", full)
+        server.prepare(1, "a")
+        until(lambda: slab.saving is None, "upkeep to give it up")
+        for _ in range(2):  # the answer may get lost
+            with pytest.raises(TierError, match="cannot grow"):
+                server.await_prepared(1, "a")
+    server.outcomes["a"] = False
+    server.prepare(2, "b")
+    with pytest.raises(TierError, match="cannot grow"):
+        server.await_prepared(1, "a")
+    server.await_prepared(2, "b")
+    assert server.record("b", committed=True)
+    shard.kill()
+
+
+def test_a_batch_that_made_room_for_the_next_was_given_up(server: Server) -> None:
+    server.push()
+    server.prepare(1, "a")
+    server.outcomes["a"] = False
+    server.prepare(2, "b")
+    with pytest.raises(CancelledError, match="batch 1 was given up"):
+        server.await_prepared(1, "a")
+    with pytest.raises(CancelledError, match="batch 7 was given up"):  # of which nothing is known
+        server.await_prepared(7, "x")
+    server.await_prepared(2, "b")

@@ -27,14 +27,13 @@ from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
+from emberkeep.cluster.remote.row_requests import check_push, check_rows, packed, pull_parts
 from emberkeep.cluster.remote.sent_pushes import Ahead, SentPush, same_ids
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.cluster.table_states import Edit
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
-from emberkeep.kernels import batch_rows as row_kernels
-from emberkeep.rows.push import not_finite, outside
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
@@ -48,7 +47,6 @@ from emberkeep.wire.protocol import (
     PULL,
     PUSH,
     Request,
-    pack_request,
     settled_of,
     take_rows,
     unpack_done,
@@ -110,9 +108,8 @@ class FlightCluster(RemoteCluster):
         self._trained: Sequence[RowIds] = ()
         self._applying: SentPush | None = None
         self._dims = tuple(self.tables[group[0]].dim for group in self.groups)
-        self._limits_G = [
-            np.array([self.tables[t].rows or -1 for t in group], np.int64) for group in self.groups
-        ]
+        self._tables_G = [[self.tables[t] for t in group] for group in self.groups]
+        self._limits_G = [np.array([t.rows or -1 for t in own], np.int64) for own in self._tables_G]
         self._reader = transport.executor(1, "emberkeep-prefetch")
         # A rank that follows is answered sooner than the one that coordinates, at times. If a shard
         # is lost in between, the step is not over there: so such a rank keeps its last one. So does
@@ -146,8 +143,11 @@ class FlightCluster(RemoteCluster):
             routed = self._routed(wanted)
             trained, self._trained = self._trained, ()
             kind = FETCH if same_ids(wanted, trained) else PULL
-            replies = self._exchange(self._requests(kind, routed), self.timing.deadline)
-            return self._rows(wanted, routed, replies)
+            out = self._no_rows(wanted)
+            for part in pull_parts(routed, self._dims):
+                replies = self._exchange(self._requests(kind, part), self.timing.deadline)
+                self._take(part, replies, out)
+            return out
 
     def prefetch(self, wanted: Sequence[RowIds]) -> None:
         """Begins to pull rows that will be wanted after the next push.
@@ -161,6 +161,8 @@ class FlightCluster(RemoteCluster):
             try:
                 self._serving()
                 routed = self._routed(wanted)
+                if len(pull_parts(routed, self._dims)) > 1:
+                    return  # a stream knows of one at a time
                 blobs = self._requests(PREFETCH, routed)
                 for shard, blob in zip(self.handles, blobs, strict=True):
                     shard.send(blob, self.timing.deadline)
@@ -182,7 +184,8 @@ class FlightCluster(RemoteCluster):
 
     def _receive_ahead(self, wanted: Sequence[RowIds], routed: Routed) -> list[F32]:
         replies = [shard.receive() for shard in self.handles]
-        return self._rows(wanted, routed, replies)
+        self._take(routed, replies, out := self._no_rows(wanted))
+        return out
 
     def _take_ahead(self, wanted: Sequence[RowIds]) -> list[F32] | None:
         ahead = self._ahead
@@ -217,14 +220,15 @@ class FlightCluster(RemoteCluster):
         self._await_ahead()
         self._ahead = None
 
-    def _rows(self, wanted: Sequence[RowIds], routed: Routed, replies: Sequence[U8]) -> list[F32]:
-        out: list[F32] = [
+    def _no_rows(self, wanted: Sequence[RowIds]) -> list[F32]:
+        return [
             np.empty((ids.ids.size, dim), np.float32)
             for ids, dim in zip(wanted, self._dims, strict=True)
         ]
+
+    def _take(self, routed: Routed, replies: Sequence[U8], out: Sequence[F32]) -> None:
         for s, blob in enumerate(replies):
             take_rows(blob, [parts[s][1] for parts in routed], self._dims, out)
-        return out
 
     # -- pushes ----------------------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class FlightCluster(RemoteCluster):
         self, wanted: Sequence[RowIds], grads: Sequence[F32], *, lr: Rates, finite: bool = False
     ) -> None:
         """Updates each wanted row once, on all shards at once."""
-        self._check(wanted, grads, finite=finite)
+        check_rows(self._tables_G, self._limits_G, wanted, grads, finite=finite)
         with self._turn:
             self._applying = None
             try:
@@ -251,6 +255,7 @@ class FlightCluster(RemoteCluster):
             rows = self._await_ahead()
             self._serving()
             routed = self._routed(wanted)
+            check_push(routed, self._dims)
             kind = CHECK if self._refusable else PUSH
             blobs = self._requests(kind, routed, grads, number=number, lr=lr)
             if self._refusable:
@@ -384,22 +389,6 @@ class FlightCluster(RemoteCluster):
                 rows_UD[parts[s][1][part.positions]] = part.rows_UD
         ahead.complete = True
 
-    def _check(self, wanted: Sequence[RowIds], grads: Sequence[F32], *, finite: bool) -> None:
-        """Refuses what one shard would refuse after others have applied it."""
-        for g, ids in enumerate(wanted):
-            limits_T = self._limits_G[g]
-            scratch = np.empty(ids.ids.size, np.int64)
-            bases_T = np.zeros(limits_T.size, np.int64)
-            bad = row_kernels.fixed_rows(ids.ids, ids.offsets, limits_T, bases_T, 1, scratch)
-            if bad >= 0:
-                table = self.tables[self.groups[g][ids.table_of(bad)]]
-                raise outside(table, int(ids.ids[bad]))
-            if not finite:
-                bad = row_kernels.first_nonfinite(0, grads[g].shape[0], grads[g])
-                if bad >= 0:
-                    table = self.tables[self.groups[g][ids.table_of(bad)]]
-                    raise not_finite(table, int(ids.ids[bad]))
-
     def _start_round(self) -> None:
         self._number = (self._number // _ROUND + 1) * _ROUND
         self._incarnation = secrets.randbits(63)
@@ -532,23 +521,11 @@ class FlightCluster(RemoteCluster):
         incarnation: int | None = None,
     ) -> list[U8]:
         """One request for each shard, or for one of them."""
-        blobs = []
-        for s, shard in enumerate(self.handles):
-            if only not in (None, s):
-                continue
-            request = Request(
-                kind=kind,
-                epoch=shard.epoch,
-                incarnation=self._incarnation if incarnation is None else incarnation,
-                number=number,
-                rank=self.rank,
-                world=self.world,
-                lr=lr,
-                wanted=[] if kind == APPLY else [parts[s][0] for parts in routed],
-                grads=grads,
-            )
-            blobs.append(pack_request(request, [parts[s][1] for parts in routed]))
-        return blobs
+        request = Request(
+            kind=kind, epoch=0, number=number, rank=self.rank, world=self.world, lr=lr, grads=grads,
+            incarnation=self._incarnation if incarnation is None else incarnation,
+        )  # fmt: skip
+        return packed(request, routed, self.handles if only is None else [self.handles[only]])
 
     def _exchange(
         self, blobs: Sequence[U8], deadline: timedelta, sent: SentPush | None = None

@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -199,6 +200,7 @@ class ProcessLauncher:
         tier: Tier | None = None, lease: timedelta | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._clock = clock
+        self._pid = os.getpid()
         self.stop = Stop(clock)
         self._threads = threads or max(1, pools.default_threads() // shards)
         self._tier = tier
@@ -328,6 +330,8 @@ class ProcessLauncher:
             )
 
     def close(self) -> None:
+        if self._pid != os.getpid():  # a forked child: the servers are its parent's
+            return
         with self._lock:
             self._closed = True
             processes = [*self._servers, *self._spares]
@@ -385,8 +389,9 @@ class _Process:
                 [
                     sys.executable, "-m", "emberkeep.cli", "serve", "--threads", str(threads),
                     "--socket", f"{self._directory}/socket", "--until-stdin-closes",
-                    "--metrics", "0", *([] if self.log is None else ["--log", str(self.log)]),
-                    *_tier_options(tier),
+                    # Without it, a child that was forked here would keep their input open.
+                    "--parent", str(os.getpid()), "--metrics", "0",
+                    *([] if self.log is None else ["--log", str(self.log)]), *_tier_options(tier),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -462,8 +467,13 @@ class _Process:
             ) from None
 
     def ask_to_end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """In words: closing alone is not heard while a forked child has the same pipe."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        if not stdin.closed:
+            with suppress(OSError):  # it has ended
+                os.write(stdin.fileno(), b"end\n")
+            stdin.close()
 
     def end(self, seconds: float) -> None:
         try:

@@ -25,7 +25,12 @@ from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable, rows_in_files
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
-from emberkeep.cluster.remote.remote_parity import RemoteParity, missing_rows, not_rebuilding
+from emberkeep.cluster.remote.remote_parity import (
+    RemoteParity,
+    missing_rows,
+    not_from_parity,
+    not_rebuilding,
+)
 from emberkeep.cluster.remote.remote_shard import RemoteShard, nobody_there, places
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.spread import refuse_parity
@@ -377,10 +382,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self.adopted = self.found_rows = None
         self._drop_ahead()
         self._present()
-        self._each(
-            [partial(shard.load_version, repository, chain, names) for shard in self.handles]
-        )
-        self._settle_writes()
+        loads = [partial(shard.load_version, repository, chain, names) for shard in self.handles]
+        self._until_settled(partial(self._each, loads))
 
     def extract(
         self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
@@ -434,7 +437,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return RemoteParity(
             parity, self.handles, security=self.security, timing=self.timing,
             stripes=[-(-count // parity.k) for count in rows], each=self._each,
-            left_out=self._leases.left_out, stop=self.stop, **self._over,
+            left_out=self._leases.left_out, give_up=self._give_up, stop=self.stop, **self._over,
         )  # fmt: skip
 
     @surviving
@@ -456,7 +459,9 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 try:
                     if not self._recovered(protection, lost):
                         return False
-                except (ShardLostError, PeerError) as error:
+                except ServerError:  # nobody can take its place, or somebody else coordinates
+                    raise
+                except Exception as error:
                     # The recovery of all that are not whole starts over. Who did not answer is
                     # not given up for that: no stream of it is sealed, and it may have its rows.
                     self._give_up(lost)
@@ -464,13 +469,8 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                         if shard.state != "lost":
                             shard.alive()
                     losses += 1
-                    if losses == _MOST_LOSSES:
-                        warnings.warn(
-                            f"shards were lost {losses} times while parity brought others back "
-                            f"(the last: {error}): recover from the repository, and look at what "
-                            "the servers say",
-                            stacklevel=2,
-                        )
+                    if losses == _MOST_LOSSES or not isinstance(error, ShardLostError | PeerError):
+                        warnings.warn(not_from_parity(lost, error, losses), stacklevel=2)
                         return False
                     # Else all attempts would be over before a disk has room again, or a server
                     # asks another again that it could not reach.

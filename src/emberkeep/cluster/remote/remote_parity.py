@@ -17,7 +17,13 @@ from emberkeep.erasure.peers import Peer, PeerMember
 from emberkeep.erasure.rebuilder import Calls, Rebuilder
 from emberkeep.erasure.status import ParityStatus, earliest
 from emberkeep.erasure.stream_frames import pack_point
-from emberkeep.errors import EmberkeepError, PeerError, StreamError
+from emberkeep.errors import (
+    DeadlineError,
+    EmberkeepError,
+    PeerError,
+    ShardLostError,
+    StreamError,
+)
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
 from emberkeep.runtime.stopping import Stop
@@ -28,6 +34,9 @@ from emberkeep.wire.transport import Transport
 Renew = Callable[[int], object]
 
 _POLL_SECONDS = 0.02
+# Rows that are missing for so many deadlines, and of which not one comes back, are lost, as for a
+# pull: a host of their parity is out of reach, or has nothing of theirs any more.
+_DEADLINES_WITHOUT_A_ROW = 4
 
 
 class RemoteParity:
@@ -51,6 +60,7 @@ class RemoteParity:
         stripes: Sequence[int],
         each: Callable[[Calls], list[Any]],
         left_out: Callable[[int], Mapping[int, int]],
+        give_up: Callable[[Sequence[int]], object],
         stop: Stop,
         transport: Transport = FLIGHT,
         clock: Clock = SYSTEM_CLOCK,
@@ -64,6 +74,7 @@ class RemoteParity:
         self._stripes = stripes
         self._each = each
         self._left_out = left_out
+        self._give_up = give_up
         self._stop = stop
         self._transport = transport
         self._clock = clock
@@ -225,14 +236,25 @@ class RemoteParity:
 
     def wait(self, enough: Callable[[ParityStatus], bool]) -> None:
         """Returns when servers have brought enough back, which they hurry to do; `DeadlineError`
-        if they bring nothing back for as long as `bulk`."""
+        if they bring nothing back for as long as `bulk`. Rows that do not come back are lost:
+        `ShardLostError`, and nobody takes their servers back."""
         pause = _POLL_SECONDS
         progress = Progress(self._timing.bulk, self._clock)
+        rows = Progress(_DEADLINES_WITHOUT_A_ROW * self._timing.deadline, self._clock)
         while True:  # asking again finds out that a server has given up
             self._each([partial(member.ask, "hurry") for member in self.rebuilder.members])
             status = self.status()
             if enough(status):
                 return
+            try:
+                rows.require(
+                    (status.missing_rows, status.rebuilt_rows) if status.missing_rows else object(),
+                    lambda: f"rows of {self._incomplete()}",
+                )
+            except DeadlineError as error:
+                lost = [index for index, known in self._known.items() if known["missing_rows"]]
+                self._give_up(lost)
+                raise ShardLostError(lost) from error
             progress.require(
                 (
                     status.missing_rows,
@@ -298,6 +320,19 @@ class RemoteParity:
             ),
             left_out_hosts=sum(map(len, left_out)),
         )
+
+
+def not_from_parity(lost: Sequence[int], error: Exception, attempts: int) -> str:
+    """Says that lost shards do not come back from parity, and why."""
+    if isinstance(error, ShardLostError | PeerError):
+        return (
+            f"shards were lost {attempts} times while parity brought others back (the last: "
+            f"{error}): recover from the repository, and look at what the servers say"
+        )
+    return (
+        f"parity cannot bring shards {', '.join(map(str, lost))} back "
+        f"({type(error).__name__}: {error}): recover from the repository, and report this"
+    )
 
 
 def missing_rows(shards: Sequence[RemoteShard]) -> list[int]:

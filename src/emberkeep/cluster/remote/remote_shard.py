@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from emberkeep._types import I64, U8, Json, Planes
 from emberkeep.blobs import is_shared
+from emberkeep.cluster.remote.remote_rows import RemoteRows
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard import State
 from emberkeep.cluster.table_states import NO_EDIT, Edit
-from emberkeep.codecs import Codec
 from emberkeep.errors import (
     CancelledError,
     ConfigError,
@@ -28,19 +28,17 @@ from emberkeep.errors import (
     ServerError,
     ShardLostError,
 )
-from emberkeep.repository import Draft, Manifest, Repository
+from emberkeep.repository import Manifest, Repository
 from emberkeep.repository.grid.shard_extraction import RoundOrder, ShardRound
-from emberkeep.repository.manifest import FileRef
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
-from emberkeep.rows.snapshot import Chunk, Cut, FrozenRows
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
-from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.stopping import Stop
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
-from emberkeep.wire.protocol import FRAME_NBYTES, check_reply
+from emberkeep.wire.protocol import MAX_IDS, check_reply, row_parts
 from emberkeep.wire.security import Security
 from emberkeep.wire.transport import Transport
 
@@ -52,6 +50,8 @@ _BULK = ("read_all", "touched_ids", "digest", "install", "clear")
 # may be on a disk that is slow.
 _BY_ROW = ("read", "upsert", "delete")
 _ROW = timedelta(milliseconds=2)
+# Rows that are read at a time, whatever their width: a server holds them all for the answer.
+_READ_ROWS = 2**16
 # What changes a shard other than by pushes, which have numbers of their own. One that was given up
 # may yet be read by the server, long after others have followed it. A save goes its own way beside
 # the others, in a thread of its own.
@@ -90,7 +90,7 @@ class RemoteShard:
         self.tables: list[Json] = []
         self.tier: Json | None = None
         """Where the server keeps its rows in files; None where it has no tier."""
-        self._security, self._timing = security, timing
+        self._security, self.timing = security, timing
         self._incarnation = incarnation
         self._transport, self._clock = transport, clock
         self.stop = Stop(clock)
@@ -114,11 +114,13 @@ class RemoteShard:
         """A new connection; returns what the server says of itself."""
         self.disconnect()
         self.address = address or self.address
-        self._connection = self._dial(self._incarnation)
+        # Not read from `self` again: another thread may count the server as lost meanwhile.
+        connection = self._connection = self._dial(self._incarnation)
         try:
-            status = self._connection.open(min(self._timing.deadline, _GREETING))
+            status = connection.open(min(self.timing.deadline, _GREETING))
         except BaseException:
-            self.disconnect()
+            connection.close()
+            self._forget(connection)
             raise
         self.tier = status.get("tier")
         return status
@@ -130,6 +132,10 @@ class RemoteShard:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+    def _forget(self, connection: Connection) -> None:
+        if self._connection is connection:
+            self._connection = None
 
     def follow(self, status: Json) -> None:
         """Takes the server as it says it is."""
@@ -143,7 +149,7 @@ class RemoteShard:
         """Begins an epoch on the server that is connected: empty, refusing to serve. One with a
         tier then opens its files: `await_open`."""
         header = {**about, "epoch": epoch, "shard": self.index}
-        answer, _ = self._open().act("admit", header, deadline=self._timing.deadline)
+        answer, _ = self._open().act("admit", header, deadline=self.timing.deadline)
         self.life, self.epoch, self.state = answer["life"], epoch, "recovering"
         self._given_up, self._opening = False, bool(answer.get("opening"))
         self._coordinator = str(about["coordinator"])
@@ -210,7 +216,7 @@ class RemoteShard:
         """Whether the server still is what it was; a shard that is not is lost."""
         with self._lock:
             try:
-                deadline = min(self._timing.deadline, _GREETING)
+                deadline = min(self.timing.deadline, _GREETING)
                 status, _ = self._open().act("status", deadline=deadline)
                 same = bool(status["life"] == self.life and status["epoch"] == self.epoch)
             except ServerError:
@@ -236,10 +242,13 @@ class RemoteShard:
             self._open().act("release", header, deadline=timedelta(seconds=2))
 
     def _open(self) -> Connection:
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             self.connect()
-        assert self._connection is not None
-        return self._connection
+            connection = self._connection
+        if connection is None:
+            raise ServerError(f"{self.address}: another thread has given the connection up")
+        return connection
 
     def _revive(self) -> None:
         """After a failure: connects again if the server is still the same; else it is lost."""
@@ -260,8 +269,8 @@ class RemoteShard:
     # -- pulls and pushes ------------------------------------------------------------------------
 
     def send(self, blob: U8, deadline: timedelta) -> None:
-        self._awaited = self._open()
-        self._awaited.send(blob, deadline)
+        connection = self._awaited = self._open()
+        connection.send(blob, deadline)
 
     def receive(self) -> U8:
         """The reply. What the server refuses comes out as its error."""
@@ -294,28 +303,37 @@ class RemoteShard:
         """A stream with a reply that nobody took is of no use any more."""
         if (awaited := self._awaited) is not None:
             awaited.close()
-            self._connection = None if awaited is self._connection else self._connection
+            self._forget(awaited)
             self._awaited = None
 
     # -- rows ------------------------------------------------------------------------------------
 
     def read(self, table: str, ids: I64) -> Planes:
-        return self._act("read", {"table": table}, {"ids": ids}, serving=True)[1]
+        frames = []
+        for start in range(0, max(1, ids.size), _READ_ROWS):
+            some = {"ids": ids[start : start + _READ_ROWS]}
+            frames += self._all("read", {"table": table}, some)
+        return _joined(frames)
 
     def read_all(self, table: str) -> tuple[I64, Planes]:
-        frames = self._all("read_all", {"table": table})
-        planes = {name: np.concatenate([frame[name] for frame in frames]) for name in frames[0]}
+        planes = _joined(self._all("read_all", {"table": table}))
         return planes.pop(""), planes
 
     def touched_ids(self, table: str) -> I64:
-        frames = self._all("touched_ids", {"table": table})
-        return np.concatenate([frame["ids"] for frame in frames])
+        return _joined(self._all("touched_ids", {"table": table}))["ids"]
 
     def digest(self, table: str) -> RowDigest:
         reply, _ = self._act("digest", {"table": table}, serving=True)
         return RowDigest(int(reply["rows"]), int(reply["low"], 16), int(reply["high"], 16))
 
     def check_upsert(self, table: str, ids: I64) -> None:
+        """Not cut into parts: whether there is room is known of all of them together alone."""
+        if ids.size > MAX_IDS:
+            raise ConfigError(
+                f"an upsert of table {table!r} brings {ids.size} rows to shard {self.index}, and "
+                f"room is made for at most {MAX_IDS} at once; no row was changed: upsert fewer "
+                "rows at a time"
+            )
         self._act("check_upsert", {"table": table}, {"": ids}, serving=True)
 
     def upsert(
@@ -334,17 +352,21 @@ class RemoteShard:
         serving: bool = False,
     ) -> None:  # fmt: skip
         """Sends rows, as many at a time as a frame holds."""
-        row_nbytes = 8 + sum(v.itemsize * v.shape[1] for v in planes.values() if v.ndim == 2)
-        step = max(1, FRAME_NBYTES // row_nbytes)
-        for start in range(0, max(1, ids.size), step):
-            part = slice(start, start + step)
-            rows = {"": ids[part], **{name: values[part] for name, values in planes.items()}}
-            last = start + step >= ids.size
-            self._act(kind, header if last else {**header, "edit": NO_EDIT}, rows, serving=serving)
+        self._in_parts(kind, header, {"": ids, **planes}, serving=serving)
 
     def delete(self, table: str, ids: I64, edit: Edit = NO_EDIT) -> int:
-        reply, _ = self._act("delete", {"table": table, "edit": edit}, {"ids": ids})
-        return int(reply["deleted"])
+        replies = self._in_parts("delete", {"table": table, "edit": edit}, {"ids": ids})
+        return sum(int(reply["deleted"]) for reply in replies)
+
+    def _in_parts(
+        self, kind: str, header: Json, arrays: Mapping[str, npt.NDArray[Any]], *,
+        serving: bool = False,
+    ) -> list[Json]:  # fmt: skip
+        """Asks for rows, as many at a time as a frame holds. An edit counts with the last."""
+        *parts, last = row_parts(arrays)
+        unfinished = {**header, "edit": NO_EDIT}
+        asked = [(unfinished, part) for part in parts] + [(header, last)]
+        return [self._act(kind, about, part, serving=serving)[0] for about, part in asked]
 
     def table_state(self) -> Json:
         state: Json = self._act("table_state", serving=True)[0]["tables"]
@@ -363,7 +385,8 @@ class RemoteShard:
     def freeze(self, since: str | None, buffer: int) -> Cut[FrozenRows]:
         header = {"since": since, "buffer_nbytes": buffer}
         reply, _ = self._act("freeze", header, serving=True)
-        return Cut([RemoteRows(self, reply["pushes"], since != PRIORITISED)], reply["tables"])
+        rows = RemoteRows(self, int(reply["freeze"]), reply["pushes"], whole=since != PRIORITISED)
+        return Cut([rows], reply["tables"])
 
     def forget_changes(self, *, keep_since_baseline: bool) -> None:
         self._act("forget_changes", {"keep_since_baseline": keep_since_baseline})
@@ -385,7 +408,7 @@ class RemoteShard:
         may be another directory on its machine."""
         with self.dialed() as connection:
             reply, _ = connection.act(
-                "repository", {"epoch": self.epoch, "url": url}, deadline=self._timing.bulk
+                "repository", {"epoch": self.epoch, "url": url}, deadline=self.timing.bulk
             )
         if reply["repository"] != repository:
             raise ConfigError(
@@ -402,7 +425,7 @@ class RemoteShard:
         header = {
             "url": repository.store.url, "version": str(chain[-1].version), "names": dict(names)
         }  # fmt: skip
-        self._until_done("load", header)
+        self.until_done("load", header)
 
     def extract(
         self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
@@ -412,7 +435,7 @@ class RemoteShard:
             "url": url, "version": str(order.grid), "order_of_round": order.to_json(),
             "most_mb_per_second": most_mb_per_second, "of": "extract",
         }  # fmt: skip
-        answer = self._until_done("extract", header, threading.Event())
+        answer = self.until_done("extract", header, threading.Event())
         return ShardRound.from_json(answer["round"], order.grid)
 
     # -- details ---------------------------------------------------------------------------------
@@ -430,8 +453,10 @@ class RemoteShard:
             raise ProtocolError(f"{kind} was answered by {len(answers)} frames")
         return answers[0]
 
-    def _all(self, kind: str, header: Json) -> list[Arrays]:
-        return [arrays for _, arrays in self._answers(kind, header, None, True)]
+    def _all(
+        self, kind: str, header: Json, arrays: Mapping[str, npt.NDArray[Any]] | None = None
+    ) -> list[Arrays]:
+        return [answer for _, answer in self._answers(kind, header, arrays, True)]
 
     def _answers(
         self, kind: str, header: Json | None, arrays: Mapping[str, npt.NDArray[Any]] | None,
@@ -444,7 +469,7 @@ class RemoteShard:
             deadline = self._deadline(kind, arrays)
             for attempt in (1, 2):
                 try:
-                    ordered = self._ordered(kind, header)  # another for each attempt
+                    ordered = self.ordered(kind, header)  # another for each attempt
                     return list(self._open().stream(kind, ordered, arrays, deadline=deadline))
                 except ServerError:
                     if attempt == 2:  # whether it is dead is found out by who survives the loss
@@ -455,19 +480,17 @@ class RemoteShard:
     def _deadline(self, kind: str, arrays: Mapping[str, npt.NDArray[Any]] | None) -> timedelta:
         if kind in _BY_ROW and arrays:
             rows = max(len(array) for array in arrays.values())
-            return min(self._timing.bulk, self._timing.deadline + rows * _ROW)
-        return self._timing.bulk if kind in _BULK else self._timing.deadline
+            return min(self.timing.bulk, self.timing.deadline + rows * _ROW)
+        return self.timing.bulk if kind in _BULK else self.timing.deadline
 
-    def _ordered(self, kind: str, header: Json) -> Json:
+    def ordered(self, kind: str, header: Json) -> Json:
         """With the place of this request among those of this client that change the shard."""
         way = _ORDERED.get(kind)
         if way is None:
             return header
         return {**header, "order": [f"{self._incarnation:x} {way}", next(self._orders)]}
 
-    def _until_done(
-        self, kind: str, header: Json, cancelled: threading.Event | None = None
-    ) -> Json:
+    def until_done(self, kind: str, header: Json, cancelled: threading.Event | None = None) -> Json:
         """Starts long work on the server and asks until it has ended, each time on a deadline.
 
         However long it takes, `DeadlineError` if it makes no progress for as long as `bulk`. Work
@@ -476,7 +499,7 @@ class RemoteShard:
         """
         header = {**header, "epoch": self.epoch}
         with self.dialed() as connection:
-            connection.act(kind, self._ordered(kind, header), deadline=self._timing.deadline)
+            connection.act(kind, self.ordered(kind, header), deadline=self.timing.deadline)
             what = f"{kind} version {header['version']}"
             return self._await_work(connection, header, what, cancelled)
 
@@ -484,8 +507,8 @@ class RemoteShard:
         self, connection: Connection, header: Json, what: str,
         cancelled: threading.Event | None = None,
     ) -> Json:  # fmt: skip
-        deadline, began = self._timing.deadline, self._clock.monotonic()
-        progress, given_up = Progress(self._timing.bulk, self._clock), False
+        deadline, began = self.timing.deadline, self._clock.monotonic()
+        progress, given_up = Progress(self.timing.bulk, self._clock), False
         awaited = f"shard {self.index} at {self.address} to {what}"
         while True:
             answer, _ = connection.act("work", header, deadline=deadline)
@@ -517,74 +540,9 @@ class RemoteShard:
             connection.close()
 
 
-class RemoteRows:
-    """The frozen rows of a server: it writes them to the store itself, or sends them."""
-
-    def __init__(self, shard: RemoteShard, pushes: dict[str, int], whole: bool) -> None:
-        self._shard, self._epoch = shard, shard.epoch
-        self._pushes, self._whole = pushes, whole
-        self._names: dict[str, str] = {}
-        self.held_seconds = self.core_seconds = 0.0
-        self.pressed = False  # only the server knows, and its own budget heeds it
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        self._names = dict(names)
-
-    def reaches(self, url: str) -> bool:
-        """Whether a server can write there itself."""
-        return is_shared(url)
-
-    def write(
-        self, draft: Draft, codecs: Mapping[str, Codec], *, threads: int, nice: int,
-        piece_nbytes: int, cancelled: threading.Event, most_mb_per_second: float | None = None,
-        background_share: float | None = None,
-        grid: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
-        """Returns when the server has written its rows, and their files are part of the draft."""
-        header = {
-            "url": draft.url, "version": str(draft.version), "nonce": draft.nonce,
-            "part": draft.next_part(), "block_nbytes": draft.block_nbytes, "names": self._names,
-            "threads": threads, "nice": nice, "piece_nbytes": piece_nbytes,
-            "most_mb_per_second": most_mb_per_second, "background_share": background_share,
-            "codecs": {plane: codec.to_dict() for plane, codec in codecs.items()},
-            "grid": grid,
-        }  # fmt: skip
-        answer = self._shard._until_done("write", header, cancelled)
-        files = (Fields("the answer of a server", file) for file in answer["files"])
-        draft.adopt([FileRef.of(file) for file in files])
-        self.core_seconds = float(answer.get("core_seconds", 0.0))
-
-    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
-        header = {"epoch": self._epoch, "rows": rows}
-        shard = self._shard
-        if shard.epoch != self._epoch:
-            raise ShardLostError((shard.index,))
-        with shard.dialed() as connection:
-            for about, arrays in connection.stream("chunks", header, deadline=shard._timing.bulk):
-                if cancelled is not None and cancelled.is_set():
-                    raise CancelledError("the snapshot was cancelled for a newer one")
-                ids = arrays.pop("")
-                table = str(self._names.get(about["table"], about["table"]))
-                yield Chunk(table, ids, None if about["tombstones"] else arrays)
-
-    def took_place(self) -> None:
-        self._shard.saved_pushes = self._pushes
-        if self._whole:
-            self._shard.wholly_saved = self._pushes
-
-    def close(self, advanced: Collection[str]) -> None:
-        shard = self._shard
-        if advanced:  # the version is there, whatever has become of the server
-            self.took_place()
-        if shard.epoch != self._epoch or shard.state == "lost":
-            return
-        header = {"epoch": self._epoch, "advanced": list(advanced)}
-        # A server that does not answer is gone, and its cursors with it, or the next freeze puts
-        # the rows back: a row that is saved once too often is no harm.
-        with suppress(ShardLostError), shard.dialed() as connection:
-            ordered = shard._ordered("close", header)
-            reply, _ = connection.act("close", ordered, deadline=shard._timing.deadline)
-            self.held_seconds = float(reply.get("held_seconds", 0.0))
+def _joined(frames: Sequence[Arrays]) -> Arrays:
+    """The rows that came in these frames, plane by plane."""
+    return {name: np.concatenate([frame[name] for frame in frames]) for name in frames[0]}
 
 
 def places(shards: Sequence[RemoteShard]) -> str:

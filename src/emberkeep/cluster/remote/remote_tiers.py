@@ -289,7 +289,7 @@ class RemoteTiers:
             raise ShardLostError((shard.index,))
         about = {**header, "epoch": shard.epoch if epoch is None else epoch}
         if header["ask"] not in _QUESTIONS:
-            about = shard._ordered("tier", about)
+            about = shard.ordered("tier", about)
         try:
             with shard.dialed() as connection:
                 deadline = self._clusters[0].timing.deadline

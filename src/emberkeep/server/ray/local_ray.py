@@ -15,14 +15,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
-from emberkeep.errors import ServerError
+from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.event_log import state_directory
 from emberkeep.runtime.system_calls import command_line
 from emberkeep.runtime.waiting import LOGGER
 
+NOT_INSTALLED = "Ray is not installed: run pip install 'emberkeep[ray]'"
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 3.0
 _AUTH_MODE = "RAY_AUTH_MODE"
@@ -77,14 +79,16 @@ def _locked(handle: int, directory: Path) -> bool:
 
 
 def start_local(clock: Clock = SYSTEM_CLOCK) -> bool:
-    """Starts Ray on this machine unless the one that was started here is up; whether it did."""
+    """Starts Ray on this machine unless the one that was started here is up; whether it did.
+    `ConfigError` where Ray is not installed for this interpreter: it could use none."""
     if local_address() is not None:
         return False
-    program = Path(sys.executable).parent / "ray"
+    if find_spec("ray") is None:
+        raise ConfigError(NOT_INSTALLED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(program) if program.exists() else (shutil.which("ray") or "ray")]
-    command += ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command = [*_program(), "start", "--head", "--block"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={port}"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     _note().parent.mkdir(parents=True, exist_ok=True)
     LOGGER.info("starting Ray on this machine")
@@ -108,7 +112,15 @@ def start_local(clock: Clock = SYSTEM_CLOCK) -> bool:
         stop_local(clock)
         raise
     stop_local(clock)
-    raise ServerError(f"Ray did not start on this machine: try {' '.join(command[:3])}")
+    shown = " ".join(command[: command.index("--block")])
+    raise ServerError(f"Ray did not start on this machine: try {shown}")
+
+
+def _program() -> list[str]:
+    """What starts Ray: its command, else its module."""
+    beside = Path(sys.executable).parent / "ray"
+    found = str(beside) if beside.exists() else shutil.which("ray")
+    return [sys.executable, "-m", "ray.scripts.scripts"] if found is None else [found]
 
 
 def stop_local(clock: Clock = SYSTEM_CLOCK) -> bool:

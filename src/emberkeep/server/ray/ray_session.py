@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.errors import ConfigError, ServerError, StateError
-from emberkeep.server.ray.local_ray import bring_token, reachable
+from emberkeep.server.ray.local_ray import NOT_INSTALLED, bring_token, reachable
 
 NAMESPACE = "emberkeep"
 _RUN = "EMBERKEEP_RUN"
@@ -112,7 +112,7 @@ def _load(address: str | None) -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError("Ray is not installed: run pip install 'emberkeep[ray]'") from None
+        raise ConfigError(NOT_INSTALLED) from None
     if loaded_before and brought:  # by the user's own program, without the token
         _read_settings_again()
     return ray

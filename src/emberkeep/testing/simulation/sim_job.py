@@ -171,9 +171,11 @@ class Leader:
         job, step = self.job, self.steps + 1
         wanted, grads = job.model.batch(step)
         began = self._clock.monotonic()
+        ahead = self.cluster._ahead is not None  # read before, and taken without asking anybody
         pulled = self.cluster.pull(wanted)
         if not self._leads:
-            self._refuse("pulled", began)
+            if not ahead:
+                self._refuse("pulled", began)
         elif job.options.workers != "asynchronous":
             job.model.check_pull(wanted, pulled)
         if job.options.prefetches and step < job.options.steps:

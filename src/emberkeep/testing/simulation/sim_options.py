@@ -8,6 +8,7 @@ from random import Random
 from typing import Literal, get_args
 
 from emberkeep.erasure.codes import Parity
+from emberkeep.erasure.messages import MESSAGE_NBYTES
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table, Uniform
 
 Recovers = Literal["full", "partial", "parity"]
@@ -119,6 +120,11 @@ class Options:
     """Whether another thread of the trainer looks at the tables all the time."""
     scenario: str = ""
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def message_nbytes(self) -> int:
+        """How much of a write one message of parity holds: every second run cuts most of them."""
+        return 64 if self.seed % 2 else MESSAGE_NBYTES
 
     @property
     def own_steps(self) -> int:

@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 from emberkeep.checkpoint import restore
 from emberkeep.cluster.local.local_cluster import local
+from emberkeep.erasure import messages
 from emberkeep.errors import EmberkeepError, FencedError, ProtocolError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.pool import Pool
@@ -75,7 +78,7 @@ def run_options(options: Options) -> Outcome:
             warnings.simplefilter("ignore")
             world = World(options, scheduler)
             job = Job(world, model)
-            with stores_of(world):
+            with stores_of(world), _attribute(messages, "MESSAGE_NBYTES", options.message_nbytes):
                 try:
                     scheduler.run(lambda: _main(job), world.harness)
                 except (SimulationError, EmberkeepError, AssertionError) as error:
@@ -191,13 +194,19 @@ def _main(job: Job) -> None:
 def _at_once() -> Iterator[None]:
     """A version is read without a thread that reads ahead: nothing can come in between any more,
     and turns cost more than the reading."""
-    before = getattr(restore, "ahead_of")  # noqa: B009
-    setattr(restore, "ahead_of", iter)  # noqa: B010
+    with _attribute(restore, "ahead_of", iter), undisturbed():
+        yield
+
+
+@contextmanager
+def _attribute(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Something else in a module, as long as the body lasts."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
-        with undisturbed():
-            yield
+        yield
     finally:
-        setattr(restore, "ahead_of", before)  # noqa: B010
+        setattr(module, name, before)
 
 
 def _verify(job: Job) -> None:
