@@ -17,9 +17,13 @@ import weakref
 
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import TierError, TierInUseError
+from emberkeep.runtime.system_calls import read_at
+from emberkeep.tiers.record_layout import BLOCK, aligned, bytes_of
 
 _LOCK = "lock"
 _STATE = "state"
+# How file systems say that they have no direct access.
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 
 
@@ -192,3 +196,25 @@ def states(path: str) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(name for name in found if name.startswith(("decision-", "step-")))
+
+
+def open_file(path: str, disk: Disk, claim: Claim) -> tuple[int, bool]:
+    """A file of rows, and whether it is read and written directly: past the page cache."""
+    if hasattr(os, "O_DIRECT"):
+        try:
+            handle = disk.open(path, direct=True)
+            try:
+                read_at(handle, bytes_of(aligned(BLOCK)), 0)
+            except BaseException:
+                os.close(handle)
+                raise
+            return handle, True
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+            claim.warn_once(
+                f"the file system of {path} has no direct reads and writes "
+                f"({error.strerror}): rows also take memory of the page cache, and reads are "
+                "slower; keep tiers on a local disk"
+            )
+    return disk.open(path, direct=False), False

@@ -22,8 +22,10 @@ LOADING, FLUSHING, HELD = 1, 2, 4
 
 # A use counts half after 28 turns: 14 batches, each of which is read ahead and pulled.
 _FADING = 0.025
-# At each refill the least worthy 1/32 of the frames is queued.
+# A refill queues what is among the least worthy 1/32 of all frames, by a sample, and stands in the
+# next of so many frames: it takes a few milliseconds, however many there are.
 _QUEUE_SHARE = 32
+_WINDOW = 2**18
 _QUEUE_LEAST = 256
 _SAMPLE = 4096
 
@@ -57,6 +59,7 @@ class Frames:
         self._held: I64 = np.empty(0, np.int64)
         self._queue: I64 = np.empty(0, np.int64)
         self._queue_used: I64 = np.empty(0, np.int64)
+        self._next = 0  # where the next refill goes on
 
     @property
     def free(self) -> int:
@@ -110,13 +113,11 @@ class Frames:
         return self.are(self.unsaved, frames) | self.are(self.frozen, frames)
 
     def least(self, count: int, before: int) -> I64:
-        """Up to so many frames that can be given away, those of the least worth first.
-
-        Only such as were last used before that turn.
-        """
+        """Up to so many frames that can be given away, such as were last used before that turn;
+        fewer only if there are no more. Those of little worth go first, about in its order."""
         still = self._still_idle(before)
         if still.size < count:
-            self._refill(count, before)
+            self._refill(self._queue[still], count, before)
             still = self._still_idle(before)
         cut = self._queue.size if still.size < count else int(still[count - 1]) + 1
         taken = self._queue[still[:count]]
@@ -132,7 +133,8 @@ class Frames:
             & (self._queue_used < before)
         )
 
-    def _refill(self, least: int, before: int) -> None:
+    def _refill(self, queued: I64, least: int, before: int) -> None:
+        """Queues frames beside those that still are: window after window, until it is enough."""
         share = max(_QUEUE_LEAST, self.count // _QUEUE_SHARE, least)
         most = np.inf
         if share * 2 < self.count:
@@ -141,16 +143,26 @@ class Frames:
             sample = np.sort(self.worth[::every][idle])
             if sample.size:
                 most = sample[min(sample.size - 1, share // every + 1)]
-        out = np.empty(self.count, np.int64)
-        found = self._list_idle(most, before, out)
-        if found < least and most < np.inf:
-            found = self._list_idle(np.inf, before, out)
-        candidates = out[:found]
+        candidates = self._list_idle(queued, least, most, before)
+        if candidates.size < least and most < np.inf:
+            candidates = self._list_idle(queued, least, np.inf, before)
         order = np.argsort(self.worth[candidates], kind="stable")
         self._queue = candidates[order]
         self._queue_used = self.used[self._queue]
 
-    def _list_idle(self, most: float, before: int, out: I64) -> int:
-        return int(
-            kernels.list_idle(self.worth, most, self.used, before, self.row_of, self.busy, out)
-        )
+    def _list_idle(self, queued: I64, least: int, most: float, before: int) -> I64:
+        """The queued frames and what the next windows have, each looked at once."""
+        listed, looked_at, total = [queued], 0, 0
+        while looked_at < self.count and total < least:
+            start = self._next
+            stop = min(start + _WINDOW, start + self.count - looked_at, self.count)
+            some = slice(start, stop)
+            out = np.empty(stop - start, np.int64)
+            found = kernels.list_idle(
+                self.worth[some], most, self.used[some], before, self.row_of[some],
+                self.busy[some], out,
+            )  # fmt: skip
+            listed.append(start + out[:found])
+            looked_at, total = looked_at + stop - start, total + found
+            self._next = stop % self.count
+        return np.unique(np.concatenate(listed))

@@ -23,7 +23,7 @@ class Load:
     records: I64
     rows: I64
     frames: I64
-    turn: int
+    turn: int | None
     done: Event
     error: BaseException | None = None
     settled: bool = False
@@ -64,10 +64,11 @@ class Loads:
 
     def begin(self, missing: I64) -> Load:
         """Gives rows that have none frames, for which the caller has made room."""
-        frames = self._frames.bind(missing)
-        self._frames.busy[frames] |= LOADING
+        # First whatever may find no memory: a frame that no load fills would look like its row.
         records = self._positions[missing].astype(np.int64) - 1
         done = Event(self._log.clock)
+        frames = self._frames.bind(missing)
+        self._frames.busy[frames] |= LOADING
         load = Load(records, missing, frames, self._log.begin_reading(), done)
         self._under_way.append(load)
         return load
@@ -95,16 +96,23 @@ class Loads:
             load = self._reading = self._left.pop(0)
         self.perform(load)
         with self._lock:
-            if not load.settled and load.error is None:
+            if load.error is not None:  # for who needs the rows, if anybody ever does
+                self._end_reading(load)
+            elif not load.settled:
                 self.settle(load)
         return 0
+
+    def _end_reading(self, load: Load) -> None:
+        turn, load.turn = load.turn, None
+        if turn is not None:
+            self._log.end_reading(turn)
 
     def settle(self, load: Load) -> None:
         """Once the load is done: its rows are in their frames, or it raises."""
         if not load.settled:
             load.settled = True
             self._under_way.remove(load)
-            self._log.end_reading(load.turn)
+            self._end_reading(load)
             if load.error is not None:
                 self._frames.unbind(load.frames)
             else:

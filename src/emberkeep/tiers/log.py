@@ -5,14 +5,13 @@ from its start, sealed when it is full, and used again under its next *generatio
 records is needed. A record carries the life that wrote it, a *stamp* (the number of the write that
 made the row what it is) and its block's sequence number. Of the records of a row, the one with the
 highest stamp is the row. A record that was superseded is kept until its successor's stamp is
-committed: until then the committed batch still needs it.
+committed: until then the committed batch still needs it, unless it is of none; see `superseded`.
 
 Nothing here looks at rows: which of them move where, and when, is the slab's business.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +42,11 @@ from emberkeep.tiers.superblock import (
     pack_bits,
     slot,
 )
+from emberkeep.tiers.superseded import Superseded
 
 _FREE, _ACTIVE, _SEALED, _AREA = 0, 1, 2, 3
 # Room that a head has for what changes until it is written: a few numbers.
 _SPARE = 4096
-# How file systems say that they have no direct access.
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOST_RECORDS = 2**32 - 2
 MOST_ROWS = _MOST_RECORDS // 2
 """Rows of one file: until a batch is committed, its records stand beside those of the last one."""
@@ -106,12 +104,12 @@ class RowLog:
         self.segment_blocks = layout.segment_blocks(head.segment_nbytes)
         self.slots = self.segment_blocks * self.per_block
         self.salt = np.uint64(head.salt)
-        self.handle, self.direct = self._open()
+        self.handle, self.direct = directory.open_file(path, disk, claim)
         self.generations: I64
         self.live: I64
-        self.undecided: I64
         self._unwritten: I64
         self.states: U8
+        self._superseded: Superseded
         self.resize(head.segments)
         self._free: list[int] = []
         self._limbo: list[tuple[int, int]] = []  # segments that readers may still look at
@@ -123,33 +121,12 @@ class RowLog:
         self._filled = 0
         self._promised = 0
         self.sequence = 1
-        self._deaths: list[tuple[I64, I64]] = []
         self.horizon: int | None = None
         self.changed = True  # which segments are dead or worth cleaning
         self.reads = 0
         self.appended = 0
 
     # -- opening ---------------------------------------------------------------------------------
-
-    def _open(self) -> tuple[int, bool]:
-        if hasattr(os, "O_DIRECT"):
-            try:
-                handle = self.disk.open(self.path, direct=True)
-                try:
-                    read_at(handle, bytes_of(aligned(BLOCK)), 0)
-                except BaseException:
-                    os.close(handle)
-                    raise
-                return handle, True
-            except OSError as error:
-                if error.errno not in _NOT_DIRECT:
-                    raise
-                self._claim.warn_once(
-                    f"the file system of {self.path} has no direct reads and writes "
-                    f"({error.strerror}): rows also take memory of the page cache, and reads are "
-                    "slower; keep tiers on a local disk"
-                )
-        return self.disk.open(self.path, direct=False), False
 
     def close(self) -> None:
         """Waits for reads and writes under way, refuses later ones, and lets the file go.
@@ -206,6 +183,7 @@ class RowLog:
             self._active = self._free.pop()
             self.states[self._active] = _ACTIVE
             self.generations[self._active] += 1
+            self._superseded.begin_segment(self._active)
             self._filled = 0
         wanted = -(-records // self.per_block)
         blocks = min(wanted, self.segment_blocks - self._filled)
@@ -252,16 +230,18 @@ class RowLog:
                 "space and go on, or save checkpoints more often: space of superseded rows is used "
                 "again once a checkpoint is committed"
             ) from None
-        for name in ("generations", "live", "undecided", "_unwritten"):
+        for name in ("generations", "live", "_unwritten"):
             setattr(self, name, np.append(getattr(self, name), 0))
         self.states = np.append(self.states, np.uint8(_FREE))
+        self._superseded.add_segment()
         self._free.append(number)
 
     def resize(self, segments: int) -> None:
         """Takes so many segments into account, those of a file that was just opened."""
-        for name in ("generations", "live", "undecided", "_unwritten"):
+        for name in ("generations", "live", "_unwritten"):
             setattr(self, name, np.zeros(segments, np.int64))
         self.states = np.zeros(segments, np.uint8)
+        self._superseded = Superseded(segments)
         for area in self.head.areas:
             self.states[list(area)] = _AREA
 
@@ -287,22 +267,30 @@ class RowLog:
         if self.horizon is None:
             np.subtract.at(self.live, segments, 1)
             return
-        np.add.at(self.undecided, segments, 1)
-        self._deaths.append((segments, stamps))
+        np.subtract.at(self.live, self._superseded.note(segments, stamps), 1)
+
+    def clear(self) -> None:
+        """All rows were superseded, and no batch is under way: until one begins, none needs what
+        is written from now on, and its space is used again without one."""
+        self._superseded.clear()
+
+    @property
+    def undecided(self) -> I64:
+        """By segment: superseded records that wait for a batch to be committed."""
+        return self._superseded.undecided
+
+    def begin_batch(self, stamp: int) -> None:
+        """A batch of all that was written up to now, with that stamp, is about to be prepared."""
+        if self.horizon is None:
+            self.horizon = stamp
+        self._superseded.begin_batch(stamp)
 
     def decide(self) -> None:
         """Lets go of what neither the committed batch nor a later one needs."""
         if self.horizon is None:
             return
         self.changed = True
-        kept = []
-        for segments, stamps in self._deaths:
-            dead = stamps <= self.horizon
-            np.subtract.at(self.live, segments[dead], 1)
-            np.subtract.at(self.undecided, segments[dead], 1)
-            if not dead.all():
-                kept.append((segments[~dead], stamps[~dead]))
-        self._deaths = kept
+        self.live -= self._superseded.decide(self.horizon)
 
     def release(self, segment: int) -> None:
         """A sealed segment without needed records may be used again, once its readers are gone.
@@ -336,8 +324,11 @@ class RowLog:
         oldest = min(self._readers, default=self._turn)
         idle = [segment for segment, turn in self._limbo if turn < oldest]
         # Once there is something to come back to, the head says first that a segment's blocks are
-        # not needed: torn by a new use of it, they would look like damage.
-        (self._free if self.horizon is None else self._unlisted).extend(idle)
+        # not needed: torn by a new use of it, they would look like damage. It has never said
+        # anything else of loose ones.
+        for segment in idle:
+            listed = self.horizon is None or self._superseded.is_loose(segment)
+            (self._free if listed else self._unlisted).append(segment)
         self._limbo = [entry for entry in self._limbo if entry[1] >= oldest]
 
     def reconsider(self) -> int | None:

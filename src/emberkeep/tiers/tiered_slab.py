@@ -35,6 +35,7 @@ from emberkeep.tiers.flushes import Flushes
 from emberkeep.tiers.frames import Frames
 from emberkeep.tiers.loads import Loads
 from emberkeep.tiers.log import RowLog
+from emberkeep.tiers.reading import Reading
 from emberkeep.tiers.record_layout import Layout, layout_of
 from emberkeep.tiers.superblock import Point
 from emberkeep.tiers.tier_use import TierStatus
@@ -43,6 +44,8 @@ from emberkeep.tiers.tier_use import TierStatus
 _FRAME_NBYTES = 48
 # Rows that are read or written at a time where there may be any number of them.
 _SLICE = 16384
+# Rows, or frames, that are cleared at a time.
+_CLEAR_SLICE = 2**18
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +109,7 @@ class TieredSlab(Slab):
         self.missed = 0  # of these, what was read for them
         self._waited = 0.0
         self.saving: Saving | None = None
+        self.given_up: Saving | None = None  # the last that was: it knows why
         self.reserve = 0
         self._lacking = 0
         self._fetched = False
@@ -238,7 +242,7 @@ class TieredSlab(Slab):
     def source(self) -> TieredSlab:
         return self
 
-    def take(self, wanted: I64, out: Planes, pool: Pool | None = None) -> Callable[[], None] | None:
+    def take(self, wanted: I64, out: Planes, pool: Pool | None = None) -> Reading | None:
         """Copies rows out: those in frames at once, the others are read without the lock."""
         frames = np.empty(wanted.size, np.int64)
         missing = np.empty(wanted.size, np.int64)
@@ -254,7 +258,6 @@ class TieredSlab(Slab):
             return None
         missing = missing[:count].copy()
         records = self.positions[wanted[missing]].astype(np.int64) - 1
-        turn = self.log.begin_reading()
 
         def read() -> None:
             names = [name for name in self.planes if name != "used"]
@@ -264,18 +267,14 @@ class TieredSlab(Slab):
             }
             by_row = self.log.layout.arrays[len(names) :]
             layout = self.log.layout.onto((*held.values(), *by_row))
-            try:
-                self.loads.reads.read(
-                    records, wanted[missing], np.arange(count), np.empty(count, np.int64), layout
-                )
-            finally:
-                with self.lock:
-                    self.log.end_reading(turn)
+            self.loads.reads.read(
+                records, wanted[missing], np.arange(count), np.empty(count, np.int64), layout
+            )
             for name in out:
                 if name != "used":
                     out[name][missing] = held[name]
 
-        return read
+        return Reading(read, self.log, self.lock)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -324,9 +323,9 @@ class TieredSlab(Slab):
             load = self.loads.begin(missing) if missing.size else None
             self.missed += missing.size
             if ahead:
-                self._wake()
-                if load is not None:
+                if load is not None:  # first: whatever becomes of the thread, somebody has it
                     self.loads.leave(load)
+                self._wake()
                 return
         start = self.log.clock.monotonic()
         if load is not None:
@@ -472,21 +471,29 @@ class TieredSlab(Slab):
             super().install(part, {name: v[some] for name, v in planes.items()}, busy=busy)
 
     def clear(self) -> None:
-        self.loads.wait(np.arange(self.frames.count))
+        """Takes every row back to its initial state, in slices: what it needs beside the rows is
+        the same for any number of them."""
+        while self.loads.finish_one():
+            pass
         self.log.keep_promise()
-        frozen = self.frames.frozen
+        frames, frozen = self.frames, self.frames.frozen
         if copies := int(batch_rows.count_bits(frozen, 0, frozen.size)):
-            self.log.make_room(copies)
+            self.log.make_room(copies, 8 + frames.count // _CLEAR_SLICE)
         self.stamp += 1
         self.floor = self.stamp
-        self._before_write(self.frames.row_of[self.frames.row_of >= 0])
-        self.frames.hold(np.empty(0, np.int64), 0)
-        self.frames.unbind(np.flatnonzero(self.frames.row_of >= 0))
-        held = np.flatnonzero(self.positions)
-        self.log.supersede(
-            self.positions[held].astype(np.int64) - 1, np.full(held.size, self.stamp, np.int64)
-        )
-        self.positions[held] = 0
+        frames.hold(np.empty(0, np.int64), 0)
+        for start in range(0, frames.count, _CLEAR_SLICE):
+            bound = start + np.flatnonzero(frames.row_of[start : start + _CLEAR_SLICE] >= 0)
+            self._before_write(frames.row_of[bound])
+            frames.unbind(bound)
+        for start in range(0, self.rows, _CLEAR_SLICE):
+            part = self.positions[start : start + _CLEAR_SLICE]
+            held = np.flatnonzero(part)  # pages that were never written stay so
+            stamps = np.full(held.size, self.stamp, np.int64)
+            self.log.supersede(part[held].astype(np.int64) - 1, stamps)
+            part[held] = 0
+        if self.saving is None:
+            self.log.clear()
         self._gone, self.trained = [], 0
         super().clear()
 
@@ -512,8 +519,7 @@ class TieredSlab(Slab):
             frames = self.frames
             frames.frozen |= frames.unsaved
             frames.unsaved = np.zeros_like(frames.unsaved)
-            if self.log.horizon is None:
-                self.log.horizon = self.stamp
+            self.log.begin_batch(self.stamp)
             self.saving = Saving(
                 batch, self.stamp, self.trained, tables, self.floor, nonce, home, run, pushes or {}
             )
@@ -545,11 +551,14 @@ class TieredSlab(Slab):
 
     def abandon(self, only: Saving | None = None) -> None:
         """Gives up the checkpoint under way, if there is one; its rows wait for the next. With
-        `only`, if it is that one."""
+        `only`, if it is that one. Who looks for it without the lock finds it in `saving` or then
+        in `given_up`."""
         with self.lock:
             if only is not None and self.saving is not only:
                 return
-            saving, self.saving = self.saving, None
+            saving = self.saving
+            self.given_up = saving or self.given_up
+            self.saving = None
             self.frames.unsaved |= self.frames.frozen
             self.frames.frozen = np.zeros_like(self.frames.frozen)
         if saving is not None:

@@ -37,7 +37,8 @@ def run(slab: TieredSlab) -> bool:
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
             with contextlib.suppress(InvalidStateError):  # given up this very moment
-                saving.prepared.set_exception(error)
+                # Which is kept, and holds on to no rows.
+                saving.prepared.set_exception(error.with_traceback(None))
             slab.abandon(saving)
         return False
 

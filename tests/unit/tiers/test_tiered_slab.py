@@ -18,12 +18,15 @@ import torch
 import emberkeep as ek
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import DamageError, TierError
+from emberkeep.errors import DamageError, ShardLostError, TierError
+from emberkeep.rows import snapshot as snapshots
 from emberkeep.runtime.pool import ForkLock
 from emberkeep.tables import Adagrad, Optimizer, Table, Tier
 from emberkeep.tiers import durable_open, upkeep
+from emberkeep.tiers import loads as loading
 from emberkeep.tiers import reads as reading
 from emberkeep.tiers.superblock import START
+from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import EngineContract, grads_of, state, wanted_of
 from tests.waiting import until
 
@@ -237,4 +240,107 @@ def test_an_error_of_a_round_gives_up_the_checkpoint_that_it_met_and_no_later_on
     assert slab.saving is not None
     assert slab.saving.nonce == "b"
     assert not slab.saving.prepared.done()
+    cluster.close()
+
+
+def _no_memory(*_: object, **__: object) -> Any:
+    raise MemoryError
+
+
+def _some_read_alone(root: Path) -> tuple[LocalCluster, TieredSlab]:
+    """A cluster, many of whose rows are in the file alone; frames are free, and nothing is
+    being read."""
+    cluster = local(threads=1).open(tiered(TABLES, OPTIMIZER, root / "t", 120), OPTIMIZER, seed=0)
+    (slab,) = trained(cluster).shards[0].tiers()
+    slab.track()
+    until(lambda: slab.frames.free >= max(1, slab.reserve), "room")
+    until(lambda: not slab.log._readers, "reads to end", 5)
+    return cluster, slab
+
+
+@pytest.mark.parametrize("what", ["buffers", "reads"])
+def test_a_pull_without_memory_leaves_no_reader_behind(
+    root: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is one no segment is used again: the file would grow without bound."""
+    cluster, slab = _some_read_alone(root)
+    target = (slab.log.layout, "onto") if what == "buffers" else (slab.loads.reads, "read")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target[0]), target[1], _no_memory)
+        with pytest.raises(MemoryError):
+            cluster.pull(wanted_of(cluster, {"a": list(range(600))}))
+    until(lambda: not slab.log._readers, "reads to end", 5)
+    cluster.pull(wanted_of(cluster, {"a": list(range(600))}))
+    cluster.close()
+
+
+@pytest.mark.parametrize("what", ["the first is read", "ids are listed", "the shard is lost"])
+def test_a_snapshot_that_fails_leaves_no_reader_behind(
+    root: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes many slices before it reads what is in the file alone."""
+    cluster, slab = _some_read_alone(root)
+    monkeypatch.setattr(snapshots, "_SLICE_ROWS", 64)
+    monkeypatch.setattr(snapshots, "_SLICE_WORDS", 1)
+    monkeypatch.setattr(snapshots, "_SHARE_OF_WAIT", float("inf"))  # slices under one lock
+    (taken,) = snapshots.freeze([slab], since=None)
+    started = list[int]()
+    begin, ids_of = slab.log.begin_reading, snapshots.TableRange.ids_of
+
+    def counted() -> int:
+        started.append(begin())
+        if what == "the shard is lost" and len(started) == 2:
+            taken._lost = ShardLostError([0])
+        return started[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab.log, "begin_reading", counted)
+        if what == "the first is read":
+            patch.setattr(slab.loads.reads, "read", _no_memory)
+        elif what == "ids are listed":
+            patch.setattr(
+                snapshots.TableRange, "ids_of",
+                lambda table, rows: ids_of(table, rows) if table.ids is None else _no_memory(),
+            )  # fmt: skip
+        with pytest.raises((MemoryError, ShardLostError)):
+            list(taken.chunks(4096))
+    assert len(started) > 1
+    until(lambda: not slab.log._readers, "reads to end", 5)
+    taken.close([])
+    (again,) = snapshots.freeze([slab], since=None)
+    rows = sum(chunk.ids.size for chunk in again.chunks(4096))
+    assert rows == slab.trained
+    again.close([])
+    cluster.close()
+
+
+def test_rows_that_could_not_be_read_ahead_leave_no_reader_behind(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ever ask for them; who does hears of it."""
+    cluster, slab = _some_read_alone(root)
+    ids = list(range(600))
+    with monkeypatch.context() as patch:
+        patch.setattr(slab.loads.reads, "read", _no_memory)
+        cluster.fetch(wanted_of(cluster, {"a": ids}), ahead=True)
+        (load,) = slab.loads._under_way
+        until(load.done.is_set, "the read", 5)
+        until(lambda: not slab.log._readers, "reads to end", 5)
+    with pytest.raises(MemoryError):
+        cluster.pull(wanted_of(cluster, {"a": ids}))
+    cluster.pull(wanted_of(cluster, {"a": ids}))
+    until(lambda: not slab.log._readers, "reads to end", 5)
+    cluster.close()
+
+
+def test_a_load_without_memory_leaves_no_frame_that_looks_like_its_row(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, _ = _some_read_alone(root)
+    before, ids = state(cluster), list(range(600))
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "Event", _no_memory)
+        with pytest.raises(MemoryError):
+            cluster.fetch(wanted_of(cluster, {"a": ids}), ahead=True)
+    assert state(cluster) == before
     cluster.close()
